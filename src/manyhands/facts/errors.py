@@ -1,0 +1,82 @@
+"""Errors a person may see. Each kind has its own exit code, and a hint says what to type next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ManyhandsError(Exception):
+    """Something a user can mend. `exit_code` tells scripts which kind it was."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UnknownName(ManyhandsError):
+    """A model, device, preset, layer or option nobody has heard of."""
+
+    exit_code = 3
+
+
+class BadFile(ManyhandsError):
+    """A file that is missing, unreadable, or not what its name says."""
+
+    exit_code = 4
+
+
+class BadPlan(ManyhandsError):
+    """A plan that contradicts itself, its network or its cluster."""
+
+    exit_code = 5
+
+
+class CaptureFailed(ManyhandsError):
+    """A module that torch.export, or the allow-list, cannot take."""
+
+    exit_code = 6
+
+
+class BadGraph(ManyhandsError):
+    """A stored graph that is refused: an operator off the list, wrong shapes, absurd sizes."""
+
+    exit_code = 7
+
+
+class OutOfMemory(ManyhandsError):
+    """A plan whose schedule does not fit a device's memory."""
+
+    exit_code = 8
+
+
+class BadSchedule(ManyhandsError):
+    """A schedule that deadlocks or leaves a message unmatched."""
+
+    exit_code = 9
+
+
+class BadValue(ManyhandsError):
+    """A value out of its limits: what it was, what it may be."""
+
+    exit_code = 10
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint naming the closest known names, or all of them when there are few."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "Did you mean " + " or ".join(close) + "?"
+    return "Known: " + ", ".join(known) if len(known) <= 30 else ""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
+    """The error for a name that is not in `known`."""
+    return UnknownName(f"There is no {kind} called '{name}'.", hint=did_you_mean(name, known))
