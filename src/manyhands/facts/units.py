@@ -24,16 +24,17 @@ def _parse(value: float | str, units: dict[str, float], what: str, example: str)
     if isinstance(value, (int, float)):
         if "" not in units:
             raise BadValue(f"{what}: {value!r} has no unit.", hint=f"Write it like '{example}'.")
-        number, unit = float(value), ""
+        number, unit = float(min(value, 1e300)), ""
     else:
-        match = _NUMBER.match(value)
+        match = _NUMBER.match(value[:60])
         if match is None or match.group(2) not in units:
             known = ", ".join(u for u in units if u)
             raise BadValue(f"{what}: cannot read '{value}'.", hint=f"Write it like '{example}' (units: {known}).")
         number, unit = float(match.group(1)), match.group(2)
-    if not 0 <= number < float("inf"):
-        raise BadValue(f"{what}: {value!r} must be a finite number >= 0.")
-    return number * units[unit]
+    result = number * units[unit]
+    if not 0 <= result < 1e30:
+        raise BadValue(f"{what}: {value!r} must be a number between 0 and 1e30.")
+    return result
 
 
 def parse_bytes(value: float | str, what: str = "size") -> int:

@@ -1,0 +1,534 @@
+"""Boxes, layouts, moves: the one geometry on which all communication stands.
+
+A tensor on the cluster is cut into boxes, a Layout says which device holds which, and `moves` says who must send
+what to whom to get from one layout to another. A tile that grows by its halo, for example:
+
+        source: four tiles             target: tile a with its halo           moves to a
+
+        0     4     8                  0     4 5                              a -> a  [0:4,0:4]  a copy
+      0 +-----+-----+                0 +-----+-+                              b -> a  [0:4,4:5]
+        |  a  |  b  |                  |  a  |b|                              c -> a  [4:5,0:4]
+      4 +-----+-----+       =>       4 +-----+-+                              d -> a  [4:5,4:5]
+        |  c  |  d  |                  |  c  |d|
+      8 +-----+-----+                5 +-----+-+
+
+Scatter, gather, halo exchange, channel shuffle, migration of weights and the adding up of gradients differ only in
+their two layouts. The way back (`adjoint`) has the same boxes with the arrows turned round.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+from math import floor, isfinite, prod
+
+import msgspec
+
+from manyhands.facts.errors import BadValue
+
+Interval = tuple[int, int]
+"""Start and stop, half-open: (3, 7) is 3, 4, 5, 6. A stop at or before the start is empty."""
+
+
+class Box(msgspec.Struct, frozen=True, gc=False):
+    """One interval for each axis. Prints as [0:4,0:64,3:7]; a box of no axes, [], has one element: a scalar."""
+
+    intervals: tuple[Interval, ...]
+
+    @classmethod
+    def of(cls, *intervals: Interval) -> Box:
+        return cls(intervals)
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls(tuple((0, extent) for extent in shape))
+
+    @classmethod
+    def parse(cls, text: str) -> Box:
+        """The box that prints as `text`."""
+        body = text.strip()
+        try:
+            if not (body.startswith("[") and body.endswith("]")):
+                raise ValueError("no brackets")
+            axes = body[1:-1].split(",") if body[1:-1].strip() else []
+            pairs = [axis.split(":") for axis in axes]
+            return cls(tuple((int(start), int(stop)) for start, stop in pairs))
+        except ValueError:
+            hint = "Write start:stop for each axis, as in [0:4,0:64]."
+            raise BadValue(f"'{text}' is not a box.", hint=hint) from None
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{start}:{stop}" for start, stop in self.intervals) + "]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.intervals)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([stop - start if stop > start else 0 for start, stop in self.intervals])
+
+    @property
+    def volume(self) -> int:
+        """How many elements."""
+        return prod(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        for start, stop in self.intervals:  # noqa: SIM110 (any() takes twice as long, and everything asks this)
+            if stop <= start:
+                return True
+        return False
+
+    def intersect(self, other: Box) -> Box:
+        """What both have; an empty axis comes out as start:start."""
+        self._check_rank(other)
+        common = []
+        for (a, b), (c, d) in zip(self.intervals, other.intervals):
+            start = a if a > c else c
+            stop = b if b < d else d
+            common.append((start, stop if stop > start else start))
+        return Box(tuple(common))
+
+    def hull(self, other: Box) -> Box:
+        """The smallest box with both inside. An empty box adds nothing, wherever it lies."""
+        self._check_rank(other)
+        if self.is_empty:
+            return other
+        if other.is_empty:
+            return self
+        return Box(tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(self.intervals, other.intervals)))
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is here. Every box contains an empty one."""
+        self._check_rank(other)
+        return other.is_empty or all(a <= c and d <= b for (a, b), (c, d) in zip(self.intervals, other.intervals))
+
+    def shift(self, offsets: Sequence[int]) -> Box:
+        if len(offsets) != self.rank:
+            raise BadValue(f"Cannot shift {self} of rank {self.rank} by {len(offsets)} offsets {tuple(offsets)}.")
+        return Box(tuple((start + by, stop + by) for (start, stop), by in zip(self.intervals, offsets)))
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box as counted from the first element of `outer`, for indexing a buffer that stores `outer`."""
+        if not outer.contains(self):
+            raise BadValue(f"{self} does not lie inside {outer}.", hint="Intersect the two first.")
+        return self.shift([-start for start, _ in outer.intervals])
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this box in an array that starts at zero."""
+        if self.is_empty:
+            return tuple(slice(0, extent) for extent in self.shape)
+        if any(start < 0 for start, _ in self.intervals):  # an array would count these from its end
+            raise BadValue(f"{self} starts before 0 and cannot index an array.", hint="Use relative_to() first.")
+        return tuple(slice(start, stop) for start, stop in self.intervals)
+
+    def replace(self, axis: int, interval: Interval) -> Box:
+        """The same box with another interval on one axis."""
+        axis = _axis(axis, self.rank)
+        return Box((*self.intervals[:axis], interval, *self.intervals[axis + 1 :]))
+
+    def subtract(self, other: Box) -> tuple[Box, ...]:
+        """What is here and not in `other`, as disjoint boxes: full slabs off the first axis, then the next within.
+
+        +---------------+
+        |     before    |
+        +---+-------+---+
+        | b | other | a |
+        +---+-------+---+
+        |     after     |
+        +---------------+
+        """
+        common = self.intersect(other)
+        if common.is_empty:
+            return () if self.is_empty else (self,)
+        pieces = []
+        rest = self
+        for axis, (start, stop) in enumerate(common.intervals):
+            first, last = self.intervals[axis]
+            if first < start:
+                pieces.append(rest.replace(axis, (first, start)))
+            if stop < last:
+                pieces.append(rest.replace(axis, (stop, last)))
+            rest = rest.replace(axis, (start, stop))
+        return tuple(pieces)
+
+    def _check_rank(self, other: Box) -> None:
+        if len(self.intervals) != len(other.intervals):
+            raise BadValue(f"{self} has rank {self.rank} and {other} has rank {other.rank}: they cannot meet.")
+
+
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """Which boxes of a tensor each device holds, and whether as the value or as a partial sum still to be added up.
+
+    One device's boxes are disjoint. Boxes of different devices may overlap: replicas and halos of a value, or terms
+    of a partial sum. A device may hold empty boxes, or none.
+    """
+
+    held: tuple[tuple[str, tuple[Box, ...]], ...]
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self._by_device) != len(self.held):
+            names = [device for device, _ in self.held]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadValue(f"Device '{twice}' appears twice in one layout.", hint="List all its boxes under one entry.")
+        boxes = [box for _, held in self.held for box in held]
+        for box in boxes:
+            boxes[0]._check_rank(box)
+        for device, held in self.held:
+            _check_disjoint(device, held)
+
+    @classmethod
+    def of(cls, held: Mapping[str, Iterable[Box]], *, partial: bool = False) -> Layout:
+        """Any boxes for any device."""
+        return cls(tuple((device, tuple(boxes)) for device, boxes in held.items()), partial)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], devices: Iterable[str], *, partial: bool = False) -> Layout:
+        """Everything on every device: replicas of a value, or as many terms of a sum."""
+        return cls(tuple((device, (Box.whole(shape),)) for device in devices), partial)
+
+    @classmethod
+    def split(
+        cls, shape: Sequence[int], axis: int, intervals: Mapping[str, Interval], *, partial: bool = False
+    ) -> Layout:
+        """One interval of one axis for each device, whole on the other axes. Intervals may overlap."""
+        sets = {device: [interval] for device, interval in intervals.items()}
+        return cls.channels(shape, axis, sets, partial=partial)
+
+    @classmethod
+    def split_counts(
+        cls, shape: Sequence[int], axis: int, counts: Mapping[str, int], *, partial: bool = False
+    ) -> Layout:
+        """Consecutive shares of one axis, so many for each device; the counts add up to the axis and may be zero."""
+        extent = shape[_axis(axis, len(shape))]
+        total = sum(counts.values())
+        if total != extent or min(counts.values(), default=0) < 0:
+            raise BadValue(
+                f"Counts {dict(counts)} add up to {total}, but axis {axis} of {tuple(shape)} has {extent}.",
+                hint="Give each device a count of 0 or more, together all of the axis.",
+            )
+        cuts = accumulate(counts.values(), initial=0)
+        return cls.split(shape, axis, dict(zip(counts, pairwise(cuts))), partial=partial)
+
+    @classmethod
+    def channels(
+        cls, shape: Sequence[int], axis: int, intervals: Mapping[str, Iterable[Interval]], *, partial: bool = False
+    ) -> Layout:
+        """A set of intervals of one axis for each device, such as its channel groups; an empty set is an empty box."""
+        whole = Box.whole(shape)
+        held = {
+            device: tuple(whole.replace(axis, interval) for interval in own) or (whole.replace(axis, (0, 0)),)
+            for device, own in intervals.items()
+        }
+        for device, boxes in held.items():
+            for box in boxes:
+                if not whole.contains(box):
+                    raise BadValue(f"Device '{device}' cannot hold {box}: the tensor is only {whole}.")
+        return cls.of(held, partial=partial)
+
+    @classmethod
+    def grid(
+        cls,
+        shape: Sequence[int],
+        row_axis: int,
+        column_axis: int,
+        rows: Sequence[float],
+        columns: Sequence[float],
+        devices: Sequence[str],
+        *,
+        partial: bool = False,
+    ) -> Layout:
+        """Tiles of relative heights `rows` and widths `columns`, given to the devices row by row."""
+        row_axis, column_axis = _axis(row_axis, len(shape)), _axis(column_axis, len(shape))
+        if row_axis == column_axis:
+            raise BadValue(f"Rows and columns cannot both lie along axis {row_axis}.")
+        if len(devices) != len(rows) * len(columns):
+            raise BadValue(f"A grid of {len(rows)} x {len(columns)} tiles cannot go to {len(devices)} devices.")
+        whole = Box.whole(shape)
+        tiles = (
+            whole.replace(row_axis, row).replace(column_axis, column)
+            for row in pairwise(cut_points(shape[row_axis], rows))
+            for column in pairwise(cut_points(shape[column_axis], columns))
+        )
+        return cls(tuple((device, (tile,)) for device, tile in zip(devices, tiles)), partial)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(device for device, _ in self.held)
+
+    @property
+    def rank(self) -> int | None:
+        """The number of axes; None when no device holds a box to tell."""
+        return next((box.rank for _, boxes in self.held for box in boxes), None)
+
+    def boxes(self, device: str) -> tuple[Box, ...]:
+        """What one device holds; nothing for a device the layout does not name."""
+        return self._by_device.get(device, ())
+
+    def pieces(self) -> Iterator[tuple[str, Box]]:
+        """Every box with something in it, and its device, in order."""
+        return ((device, box) for device, boxes in self.held for box in boxes if not box.is_empty)
+
+    def hull(self, device: str) -> Box:
+        """The smallest box around what one device holds: the shape of its buffer. Empty if it holds nothing."""
+        if own := self.boxes(device):
+            return reduce(Box.hull, own)
+        if not self.rank:  # no box to take the rank from, or a scalar, of which no box is empty
+            raise BadValue(f"Device '{device}' holds no box to put a hull around.")
+        return Box.whole((0,) * self.rank)
+
+    def volume(self, device: str) -> int:
+        """How many elements one device holds."""
+        return sum(box.volume for box in self.boxes(device))
+
+    @property
+    def total_volume(self) -> int:
+        """How many elements all devices hold; replicas count each time."""
+        return sum(box.volume for _, box in self.pieces())
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether every element of a tensor of this shape is held by somebody."""
+        whole = Box.whole(shape)
+        inside = _first_come((device, box.intersect(whole)) for device, box in self.pieces())
+        return sum(box.volume for _, box in inside) == whole.volume
+
+    def is_partition(self, shape: Sequence[int]) -> bool:
+        """Whether every element is held by exactly one device, and nothing else is held."""
+        whole = Box.whole(shape)
+        within = all(whole.contains(box) for _, box in self.pieces())
+        return within and self.total_volume == whole.volume and self.covers(shape)
+
+    @cached_property
+    def _by_device(self) -> dict[str, tuple[Box, ...]]:
+        return dict(self.held)
+
+
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """One rectangular piece from one device to another, which stores it or adds it to what it has.
+
+    Source and target may be the same device: a copy that never touches the network.
+    """
+
+    source: str
+    target: str
+    box: Box
+    adds: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        return self.source == self.target
+
+
+def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """Who sends what to whom, so that what lies as `source` comes to lie as `target` (in buffers that start at zero).
+
+        value   -> value     each target's every element arrives once, from itself if it can, else from the holder
+                             that has sent least so far: replicas share the work
+        value   -> partial   each element arrives at one of its target's holders; to the others it is a zero term
+        partial -> value     each target's every element is the sum of all terms, its own among them, always added in
+                             the source's device order: replicas agree to the last bit. No term: the sum is zero
+        partial -> partial   each term goes to one holder, itself if it can, else the one that has received least
+
+    A value wanted but held nowhere, or a term that nobody takes, is an error.
+    """
+    if source.rank is not None and target.rank is not None and source.rank != target.rank:
+        raise BadValue(f"The source layout has rank {source.rank} and the target layout has rank {target.rank}.")
+    if source.partial and target.partial:
+        return tuple(Move(giver, taker, box, adds=True) for giver, taker, box in _partners(source.pieces(), target))
+    if source.partial:
+        return tuple(_all_terms(source, target))
+    wanted = _first_come([*_shared(source, target), *target.pieces()]) if target.partial else target.pieces()
+    return tuple(Move(giver, taker, box) for taker, giver, box in _partners(wanted, source))
+
+
+def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """The way back, for gradients: same boxes, arrows turned round, adding where they meet.
+
+    With E the operator `target[box] += source[box]` over all moves, from the source's buffers to the target's, which
+    start at zero: <E x, y> = <x, adjoint(E) y> for all x and y.
+    """
+    return tuple(Move(move.target, move.source, move.box, adds=True) for move in moves)
+
+
+def by_pair(moves: Iterable[Move]) -> dict[tuple[str, str], tuple[Move, ...]]:
+    """The moves of each (source, target), local ones too, in order: what travels as one message."""
+    pairs: dict[tuple[str, str], list[Move]] = {}
+    for move in moves:
+        pairs.setdefault((move.source, move.target), []).append(move)
+    return {pair: tuple(own) for pair, own in pairs.items()}
+
+
+def volume_between(moves: Iterable[Move]) -> dict[tuple[str, str], int]:
+    """Elements sent over each (source, target) link."""
+    volumes: dict[tuple[str, str], int] = {}
+    for move in moves:
+        if not move.is_local:
+            link = (move.source, move.target)
+            volumes[link] = volumes.get(link, 0) + move.box.volume
+    return volumes
+
+
+def volume(moves: Iterable[Move]) -> int:
+    """Elements sent over all links together."""
+    return sum(move.box.volume for move in moves if not move.is_local)
+
+
+def cut_points(extent: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """0, the floor of each running share of `extent`, and `extent`: 10 by 1:1:1 is 0, 3, 6, 10.
+
+    Reckoned in fractions, so that every machine cuts at the same place.
+    """
+    if not all(isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+        raise BadValue(f"Cannot share {extent} by weights {list(weights)}.", hint="Give weights >= 0, one of them > 0.")
+    running = list(accumulate(map(Fraction, weights), initial=Fraction(0)))
+    return tuple(floor(extent * upto / running[-1]) for upto in running)
+
+
+# How partners are found
+
+
+class _Index:
+    """Finds which of many boxes meet a given one, without asking each.
+
+    Sorted by start along the axis where they differ most, the boxes that can meet [a:b) are neighbours: they start
+    before b, and none before them reaches past a.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = boxes
+        starts_of = zip(*([start for start, _ in box.intervals] for box in boxes))
+        variety = [len(set(starts)) for starts in starts_of]
+        self.axis = variety.index(max(variety)) if variety else 0
+        self.order = sorted(range(len(boxes)), key=lambda ordinal: self._span(boxes[ordinal])[0])
+        self.starts = [self._span(boxes[ordinal])[0] for ordinal in self.order]
+        self.reach = list(accumulate((self._span(boxes[ordinal])[1] for ordinal in self.order), max))
+
+    def meeting(self, box: Box) -> list[tuple[int, Box]]:
+        """The position of each box that shares an element with this one, and what they share, in order."""
+        start, stop = self._span(box)
+        near = self.order[bisect_right(self.reach, start) : bisect_left(self.starts, stop)]
+        shared = [(ordinal, box.intersect(self.boxes[ordinal])) for ordinal in sorted(near)]
+        return [(ordinal, common) for ordinal, common in shared if not common.is_empty]
+
+    def _span(self, box: Box) -> Interval:
+        return box.intervals[self.axis] if box.intervals else (0, 1)
+
+
+def _partners(wanting: Iterable[tuple[str, Box]], holders: Layout) -> Iterator[tuple[str, str, Box]]:
+    """For every element of every wanting box one holder: (wanting device, holder, box).
+
+    The device itself comes first, with its boxes as large as they are. All else is cut where the set of holders
+    changes, and each piece goes to the holder with the least load so far, ties by device order.
+    """
+    cells = _cells(holders)
+    index = _Index([cell for cell, _ in cells])
+    load = dict.fromkeys(holders.devices, 0)
+    for device, box in wanting:
+        found = index.meeting(box)
+        if sum(common.volume for _, common in found) < box.volume:  # cells are disjoint, so some is missing
+            raise _nobody(device, _without([box], *(common for _, common in found))[0], holders)
+        for own in holders.boxes(device):
+            common = box.intersect(own)
+            if not common.is_empty:
+                yield device, device, common
+        for ordinal, common in found:
+            candidates = cells[ordinal][1]
+            if device not in candidates:
+                holder = min(candidates, key=load.__getitem__)
+                load[holder] += common.volume
+                yield device, holder, common
+
+
+def _nobody(device: str, missing: Box, holders: Layout) -> BadValue:
+    if holders.partial:
+        return BadValue(f"Device '{device}' has a term of {missing}, but no device of the target layout takes it.")
+    return BadValue(f"Device '{device}' needs {missing}, but no device of the source layout holds it.")
+
+
+def _all_terms(source: Layout, target: Layout) -> Iterator[Move]:
+    """For every element of every target box each device that has a term of it, in the source's order."""
+    terms = list(source.pieces())
+    index = _Index([box for _, box in terms])
+    for device, box in target.pieces():
+        for ordinal, common in index.meeting(box):
+            yield Move(terms[ordinal][0], device, common, adds=True)
+
+
+def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
+    """What a layout holds, cut into disjoint cells, each with all its holders in device order.
+
+    a holds ======            cells   ===|===|===
+    b holds    =======                a   a,b  b
+    """
+    holders: dict[Box, list[str]] = {}
+    for device, box in layout.pieces():
+        holders.setdefault(box, []).append(device)
+    order = {device: place for place, device in enumerate(layout.devices)}
+    boxes = list(holders)
+    index = _Index(boxes)
+    cells = []
+    for ordinal, box in enumerate(boxes):
+        fragments = [(box, holders[box])]
+        for other, common in index.meeting(box):
+            if other == ordinal:
+                continue
+            outside = [(piece, by) for fragment, by in fragments for piece in fragment.subtract(common)]
+            inside = []
+            if other > ordinal:  # else the other box has made these cells already
+                inside = [(fragment.intersect(common), by + holders[boxes[other]]) for fragment, by in fragments]
+            fragments = outside + [(piece, by) for piece, by in inside if not piece.is_empty]
+        cells += [(fragment, sorted(by, key=order.__getitem__)) for fragment, by in fragments]
+    return cells
+
+
+def _first_come(claims: Iterable[tuple[str, Box]]) -> list[tuple[str, Box]]:
+    """Disjoint pieces with the same union: each element stays with the first device that claims it."""
+    first: dict[Box, str] = {}
+    for device, box in claims:
+        first.setdefault(box, device)
+    boxes = list(first)
+    index = _Index(boxes)
+    kept = []
+    for ordinal, (box, device) in enumerate(first.items()):
+        earlier = [common for other, common in index.meeting(box) if other < ordinal]
+        kept += [(device, piece) for piece in _without([box], *earlier) if not piece.is_empty]
+    return kept
+
+
+def _shared(source: Layout, target: Layout) -> Iterator[tuple[str, Box]]:
+    """What each device holds in both layouts."""
+    for device, box in target.pieces():
+        for own in source.boxes(device):
+            common = box.intersect(own)
+            if not common.is_empty:
+                yield device, common
+
+
+def _without(boxes: list[Box], *others: Box) -> list[Box]:
+    """Disjoint boxes less every one of the others."""
+    for other in others:
+        boxes = [piece for box in boxes for piece in box.subtract(other)]
+    return boxes
+
+
+def _check_disjoint(device: str, boxes: Sequence[Box]) -> None:
+    if len(boxes) < 2:
+        return
+    index = _Index(boxes)
+    for ordinal, box in enumerate(boxes):
+        for other, common in index.meeting(box):
+            if other > ordinal:
+                raise BadValue(f"Device '{device}' holds {common} twice: in {box} and in {boxes[other]}.")
+
+
+def _axis(axis: int, rank: int) -> int:
+    """An axis counted from the front; -1 is the last."""
+    if not -rank <= axis < rank:
+        raise BadValue(f"There is no axis {axis} in a box of rank {rank}.")
+    return axis % rank

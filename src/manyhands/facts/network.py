@@ -1,0 +1,221 @@
+"""A network as the planner sees it: operators, layers, cuts and their sizes. No weights, no torch.
+
+    operators   o─o─o─o─o─o─o─o─o      the captured graph in topological order
+    layers      [   )[     )[   )      a layer is a run of operators; a plan cuts between layers
+    cut                     │          carries the tensors made before it and read after it
+
+Sizes are affine in the number of samples: `fixed + per_sample * samples`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from manyhands.facts.errors import BadValue, unknown
+from manyhands.facts.reads import Read
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
+}  # fmt: skip
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A tensor's name, shape for one sample, and the axis that grows with the batch (None: none does).
+
+    With several rows per sample (`x.flatten(0, 1)`) the batch axis holds shape[batch_axis] * samples rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    batch_axis: int | None = None
+    differentiable: bool = False
+    """Whether a gradient flows back for it."""
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes_per_sample(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+    def shape_for(self, samples: int) -> tuple[int, ...]:
+        if self.batch_axis is None:
+            return self.shape
+        return tuple(e * samples if axis == self.batch_axis else e for axis, e in enumerate(self.shape))
+
+    def bytes_for(self, samples: int) -> int:
+        return self.bytes_per_sample * (1 if self.batch_axis is None else samples)
+
+    @property
+    def rows_per_sample(self) -> int:
+        return 0 if self.batch_axis is None else self.shape[self.batch_axis]
+
+
+class WeightSpec(msgspec.Struct, frozen=True):
+    """A parameter (trainable or frozen) or a buffer of the network."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    buffer: bool = False
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One operator of the graph."""
+
+    name: str
+    target: str
+    inputs: tuple[str, ...]
+    """Activations it reads (graph inputs included); weights apart."""
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads: tuple[Read, ...]
+    """How its first output reads each of `inputs`."""
+    macs: int = 0
+    """Multiply-accumulates for one sample."""
+    moved_bytes: int = 0
+    """Bytes read and written for one sample: what a memory-bound operator costs."""
+    saved_bytes: int = 0
+    """Bytes it newly holds for backward, for one sample."""
+    saved_fixed_bytes: int = 0
+    statistics: int = 0
+    """Channels whose sums over the batch it needs (batch normalisation in training); 0: none."""
+    mixes_samples: bool = False
+    """True where one sample's output depends on other samples in a way that is not such a statistic."""
+    random: bool = False
+    module: str = ""
+    where: str = ""
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """A run of operators [first, last) that is never split between stages, with its sums."""
+
+    name: str
+    first: int
+    last: int
+    macs: int
+    parameter_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    """What its operators produce for one sample."""
+    output_bytes: int
+    """What it hands to later layers, for one sample."""
+    saved_bytes: int
+    saved_fixed_bytes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+class Network(msgspec.Struct, frozen=True, dict=True):
+    """A captured graph without its weights: what planner, schedule and simulator work on."""
+
+    name: str
+    ops: tuple[Op, ...]
+    layers: tuple[Layer, ...]
+    tensors: dict[str, TensorSpec]
+    weights: dict[str, WeightSpec]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    granularity: str
+    fingerprint: str
+    """Identifies graph and input shape: profiles are kept under it."""
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Tensor -> index of the operator that makes it; graph inputs are absent."""
+        return {name: index for index, op in enumerate(self.ops) for name in op.outputs}
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Tensor -> indices of the operators that read it."""
+        found: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for name in dict.fromkeys(op.inputs):
+                found.setdefault(name, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    @cached_property
+    def layer_of_op(self) -> tuple[int, ...]:
+        return tuple(index for index, layer in enumerate(self.layers) for _ in range(layer.first, layer.last))
+
+    @cached_property
+    def layer_index(self) -> dict[str, int]:
+        return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    def find_layer(self, name: str | int) -> int:
+        """The index of a layer given by name or number."""
+        if isinstance(name, int):
+            if not 0 <= name <= len(self.layers):
+                raise BadValue(f"layer {name} must be between 0 and {len(self.layers)} in {self.name}.")
+            return name
+        if name not in self.layer_index:
+            raise unknown("layer", name, self.layer_index)
+        return self.layer_index[name]
+
+    def crossing(self, op: int) -> tuple[str, ...]:
+        """Tensors made before operator `op` and read at or after it (or returned by the network)."""
+        outputs = set(self.outputs)
+        return tuple(
+            name
+            for name, made in self.producer.items()
+            if made < op and (name in outputs or any(reader >= op for reader in self.readers.get(name, ())))
+        )
+
+    def cut(self, layer: int) -> tuple[TensorSpec, ...]:
+        """What a cut before `layer` carries. Graph inputs have a home of their own and do not count."""
+        position = self.layers[layer].first if layer < len(self.layers) else len(self.ops)
+        return tuple(self.tensors[name] for name in self.crossing(position))
+
+    def cut_bytes(self, layer: int, samples: int = 1) -> int:
+        return sum(spec.bytes_for(samples) for spec in self.cut(layer))
+
+    def weights_of(self, first: int, last: int) -> tuple[str, ...]:
+        """Weights read by operators [first, last), each once."""
+        return tuple(dict.fromkeys(name for op in self.ops[first:last] for name in op.weights))
+
+    @property
+    def macs(self) -> int:
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(weight.elements for weight in self.weights.values() if not weight.buffer)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights.values() if not weight.buffer)
+
+    @property
+    def input_text(self) -> str:
+        """'3x224x224' for one image input, 'input_ids 512 + attention_mask 512' for several."""
+        texts = []
+        for name in self.inputs:
+            spec = self.tensors[name]
+            shape = [str(e) for axis, e in enumerate(spec.shape) if axis != spec.batch_axis]
+            text = "x".join(shape) or "scalar"
+            texts.append(text if len(self.inputs) == 1 else f"{name} {text}")
+        return " + ".join(texts)

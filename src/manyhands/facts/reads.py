@@ -1,0 +1,166 @@
+"""How an operator reads its inputs: which part of an input makes a part of the output, axis by axis.
+
+One rule per input axis answers both questions of the geometry (TILING.md, "Regions"):
+
+    demand    output interval [a,b)  ->  input interval it needs          (forward: halos)
+    touched   input interval [a,b)   ->  output interval it contributes to (backward: delta halos)
+
+              a        b                       window: kernel 3, stride 1, padding 1
+    output  ..|########|..
+    input   .|##########|.                     [a-1, b+1), clipped to the axis at the true border only
+
+Sharing by samples, by tiles and by channels are the same walk over these rules; only the owned boxes differ.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from manyhands.facts.boxes import Box, Interval
+
+
+def _clip(low: int, high: int, extent: int) -> Interval:
+    low, high = max(0, min(low, extent)), max(0, min(high, extent))
+    return (low, high) if low < high else (0, 0)
+
+
+class AxisRule(msgspec.Struct, frozen=True, tag_field="rule"):
+    """One axis of one input. `axis` is the output axis it follows."""
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        """The interval of this input axis (of length `extent`) that makes `output`."""
+        raise AssertionError("an axis rule must say what it demands")
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        """The interval of the output axis (of length `extent`) that the input interval `needed` contributes to."""
+        raise AssertionError("an axis rule must say what it touches")
+
+
+class Whole(AxisRule, frozen=True, tag="whole"):
+    """Every output needs the whole axis (a reduction, or an operator whose structure is not known)."""
+
+    axis: ClassVar[None] = None
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        return (0, extent) if output[0] < output[1] else (0, 0)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        return (0, extent) if needed[0] < needed[1] else (0, 0)
+
+
+class Window(AxisRule, frozen=True, tag="window"):
+    """A sliding window: convolution, pooling; with the defaults, element by element."""
+
+    axis: int
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        a, b = output
+        if a >= b:
+            return (0, 0)
+        return _clip(a * self.stride - self.padding, (b - 1) * self.stride - self.padding + self.reach + 1, extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        a, b = needed
+        if a >= b:
+            return (0, 0)
+        low = -((self.reach - a - self.padding) // self.stride)  # ceil((a + p - d(k-1)) / s)
+        high = (b - 1 + self.padding) // self.stride + 1
+        return _clip(low, high, extent)
+
+
+class Spread(AxisRule, frozen=True, tag="spread"):
+    """A transposed window: the demand of one is what the other touches."""
+
+    axis: int
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def _window(self) -> Window:
+        return Window(self.axis, self.kernel, self.stride, self.padding, self.dilation)
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        return self._window.touched(output, extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        return self._window.demand(needed, extent)
+
+
+class Blocks(AxisRule, frozen=True, tag="blocks"):
+    """Blocks of `outputs` elements are made from blocks of `inputs` elements: grouped channels, up-sampling by copies,
+    a batch axis that holds several rows per sample. `margin` more input elements are read on each side."""
+
+    axis: int
+    inputs: int
+    outputs: int
+    margin: int = 0
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        a, b = output
+        if a >= b:
+            return (0, 0)
+        low, high = a // self.outputs, -(-b // self.outputs)
+        return _clip(low * self.inputs - self.margin, high * self.inputs + self.margin, extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        a, b = needed
+        if a >= b:
+            return (0, 0)
+        low, high = (a - self.margin) // self.inputs, -(-(b + self.margin) // self.inputs)
+        return _clip(low * self.outputs, high * self.outputs, extent)
+
+
+class Shifted(AxisRule, frozen=True, tag="shifted"):
+    """Element i of the input is element i + offset of the output: concatenation, slices, padding."""
+
+    axis: int
+    offset: int
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        return _clip(output[0] - self.offset, output[1] - self.offset, extent) if output[0] < output[1] else (0, 0)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        return _clip(needed[0] + self.offset, needed[1] + self.offset, extent) if needed[0] < needed[1] else (0, 0)
+
+
+Rule = Whole | Window | Spread | Blocks | Shifted
+
+
+class Read(msgspec.Struct, frozen=True):
+    """How one output of an operator reads one input: a rule for every axis of the input."""
+
+    tensor: str
+    rules: tuple[Rule, ...]
+
+    def demand(self, output: Box, shape: tuple[int, ...]) -> Box:
+        """The box of the input (of `shape`) that `output` needs. An empty output needs nothing."""
+        if output.is_empty:
+            return Box(tuple((0, 0) for _ in shape)) if shape else output
+        return Box(
+            tuple(
+                rule.demand((0, 1) if rule.axis is None else output.intervals[rule.axis], extent)
+                for rule, extent in zip(self.rules, shape, strict=True)
+            )
+        )
+
+    def touched(self, needed: Box, output_shape: tuple[int, ...]) -> Box:
+        """The box of the output (of `output_shape`) that the input box `needed` contributes to."""
+        if needed.is_empty:
+            return Box(tuple((0, 0) for _ in output_shape))
+        intervals: list[Interval] = [(0, extent) for extent in output_shape]
+        for rule, interval in zip(self.rules, needed.intervals, strict=True):
+            if rule.axis is not None:
+                intervals[rule.axis] = rule.touched(interval, output_shape[rule.axis])
+        return Box(tuple(intervals))

@@ -1,0 +1,298 @@
+"""nn.Module -> Graph, by torch.export in training mode with a dynamic batch.
+
+    module, example batch ──torch.export──▶ ATen graph ──convert.py──▶ Graph
+
+The module is called through a wrapper with a flat list of tensors, so that tensors, tuples, lists and dicts as inputs
+and outputs all come out as named leaves in a known order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import linecache
+import logging
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph.convert import Exported, convert
+from manyhands.graph.graph import Graph, tree_leaves, tree_map
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def capture(
+    module: nn.Module,
+    example_batch: Any,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    target: Any = None,
+    granularity: str = "blocks",
+    name: str = "",
+) -> Graph:
+    """Capture `module`, called on `example_batch`, as a Graph.
+
+    `example_batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments, or one positional dict if
+    the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
+    example `target`, `loss(output, target)` is captured too. `granularity` is "blocks" or "operators".
+
+    The module is captured in training mode and left as it was. Children put in evaluation mode by the user (frozen
+    batch norm) stay so if the module as a whole is training.
+    """
+    was_training = module.training
+    if not was_training:
+        modes = [(child, child.training) for child in module.modules()]
+        module.train()
+    try:
+        positional, keywords = _arguments(module, example_batch)
+        graph, outputs = _export(
+            module, positional, keywords, name=name or type(module).__name__, granularity=granularity
+        )
+        if loss is not None:
+            if target is None:
+                raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
+            loss_graph, _ = _export(_Loss(loss), [outputs, target], {}, name="loss", granularity="operators")
+            graph = Graph(**{**_fields(graph), "loss": loss_graph})
+        return graph
+    finally:
+        if not was_training:
+            for child, mode in modes:
+                child.training = mode
+
+
+def _fields(graph: Graph) -> dict[str, Any]:
+    return {field: getattr(graph, field) for field in graph.__struct_fields__}
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.loss(output, target)
+
+
+class _Flat(nn.Module):
+    """Calls `inner` with arguments rebuilt from a flat list; notes the shape of what it returns.
+
+    `note` is a function since torch.export undoes what tracing assigned to attributes.
+    """
+
+    def __init__(self, inner: nn.Module, trees: list[Any], note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.trees = trees
+        self.note = note
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by_name = {f"#{i}": leaf for i, leaf in enumerate(leaves)}
+        positional, keywords = (tree_map(by_name.__getitem__, tree) for tree in self.trees)
+        output = self.inner(*positional, **keywords)
+        found: list[torch.Tensor] = []
+        self.note(_tree(output, found, "the output"))
+        return tuple(found)
+
+
+def _arguments(module: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(batch, (tuple, list)):
+        return list(batch), {}
+    if isinstance(batch, dict):
+        accepted = inspect.signature(module.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        if takes_any or all(key in accepted for key in batch):
+            return [], dict(batch)
+    return [batch], {}
+
+
+def _tree(value: Any, leaves: list[torch.Tensor], where: str) -> Any:
+    """Replace every tensor in `value` by its number in `leaves`, as '#3'."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return f"#{len(leaves) - 1}"
+    if isinstance(value, dict):
+        return {str(key): _tree(item, leaves, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tree(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise CaptureFailed(
+        f"{where} is a {type(value).__name__}; inputs and outputs must be tensors, or tuples, lists and dicts of them."
+    )
+
+
+def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str, str]:
+    """'#0' -> 'input_ids': names a person recognises, from forward's signature and the dict's keys."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names: dict[str, str] = {}
+
+    def visit(tree: Any, prefix: str) -> None:
+        if isinstance(tree, str):
+            names[tree] = prefix
+        elif isinstance(tree, dict):
+            for key, item in tree.items():
+                visit(item, key if not prefix or len(parameters) == 1 else f"{prefix}.{key}")
+        else:
+            for i, item in enumerate(tree):
+                visit(item, f"{prefix}.{i}")
+
+    for i, tree in enumerate(positional):
+        variadic = i >= len(parameters) or parameters[i].kind is inspect.Parameter.VAR_POSITIONAL
+        visit(tree, f"input_{i}" if variadic else parameters[i].name)
+    for key, tree in keywords.items():
+        visit(tree, key)
+    return names
+
+
+def _batch_of(leaves: list[torch.Tensor]) -> int:
+    sizes = [leaf.shape[0] for leaf in leaves if leaf.dim()]
+    if not sizes:
+        raise CaptureFailed("The example batch holds no tensor with a batch axis.", hint="Pass e.g. torch.randn(4, 3, 32, 32).")
+    return sizes[0]
+
+
+def _export(
+    module: nn.Module, positional: list[Any], keywords: dict[str, Any], *, name: str, granularity: str
+) -> tuple[Graph, Any]:
+    """The graph, and an example of what the module returns (for the loss)."""
+    leaves: list[torch.Tensor] = []
+    trees = [_tree(positional, leaves, "the input"), _tree(keywords, leaves, "the input")]
+    batch = _batch_of(leaves)
+    has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
+    # torch.export makes sizes 0 and 1 special, and a size that equals the batch by chance would be mistaken for it.
+    examples = [_resized(leaf, 3 if batch < 2 else batch) if own else leaf for leaf, own in zip(leaves, has_batch)]
+    returned: list[Any] = []
+    flat = _Flat(module, trees, returned.append)
+    dimension = torch.export.Dim("batch")
+    shapes = tuple({0: dimension} if own else {} for own in has_batch)
+    try:
+        program = _quiet_export(flat, tuple(examples), shapes)
+    except CaptureFailed:
+        raise
+    except Exception as error:
+        fixed = _where_batch_was_fixed(lambda: _quiet_export(flat, tuple(examples), shapes))
+        raise _explain(error, module, fixed) from error
+    names = _input_names(module, *trees)
+    graph = convert(
+        Exported(
+            program=program,
+            name=name,
+            input_names=[names[f"#{i}"] for i in range(len(leaves))],
+            input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
+            output_tree=returned[-1],
+            granularity=granularity,
+        )
+    )
+    return graph, _example_outputs(program, returned[-1])
+
+
+def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: Any) -> Any:
+    """torch.export in training IR, without its warnings and graph dumps."""
+    export = getattr(torch.export, "export_for_training", torch.export.export)
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _only_listener(logging.NullHandler()):
+        warnings.simplefilter("ignore")
+        return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
+
+
+@contextlib.contextmanager
+def _only_listener(listener: logging.Handler) -> Iterator[None]:
+    """Nobody but `listener` hears the symbolic shapes' log; an inner call leaves an outer listener in place."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = (logger.handlers, logger.level, logger.propagate)
+    if not any(isinstance(handler, _BatchFixed) for handler in logger.handlers):
+        logger.handlers, logger.propagate = [listener], False
+        logger.setLevel(logging.INFO if isinstance(listener, _BatchFixed) else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+
+
+class _BatchFixed(logging.Handler):
+    """Hears that a symbol became a number, and looks up the stack for the user's line that did it."""
+
+    place = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "set_replacement" in record.getMessage():
+            own = [frame for frame in traceback.extract_stack() if not _is_library(frame.filename)]
+            inside = [frame for frame in own if frame.name != "<module>"]
+            if inside:
+                self.place = f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}:\n    {inside[-1].line}"
+
+
+def _where_batch_was_fixed(again: Callable[[], Any]) -> str:
+    """Export once more and listen: the line at which the batch size became a number, or ''."""
+    listener = _BatchFixed()
+    with _only_listener(listener), contextlib.suppress(Exception):
+        again()
+    return listener.place
+
+
+def _resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:
+    if leaf.shape[0] == samples:
+        return leaf
+    return leaf[:1].expand(samples, *leaf.shape[1:]).contiguous()
+
+
+def _example_outputs(program: Any, tree: Any) -> Any:
+    """Zero tensors shaped as the module's outputs, for capturing the loss."""
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    metas = [node.meta["val"] for node in output.args[0]][-len(list(tree_leaves(tree))) :]
+    sizes = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
+    return tree_map(lambda leaf: sizes[int(leaf[1:])], tree)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
+    """Frames of the user's own code in an exception and its causes, innermost last."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    for one in reversed(seen):
+        for frame in traceback.extract_tb(one.__traceback__):
+            if not _is_library(frame.filename):
+                yield frame
+
+
+def _is_library(filename: str) -> bool:
+    in_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
+    return filename.startswith(("<frozen", "<string", _TORCH, _HERE)) or in_standard or "/_pytest/" in filename
+
+
+def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:
+    """An error that names the line in the user's code and what export said, shortly."""
+    forward = inspect.unwrap(type(module).forward)
+    source = inspect.getsourcefile(forward) or ""
+    frames = list(user_frames(error))
+    # Frames below the call of capture() itself are the caller's; the user's forward comes after torch's.
+    inside = [frame for frame in frames if frame.name == "forward" or frame.filename == source] or []
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if inside:
+        frame = frames[-1] if frames[-1].filename == inside[-1].filename else inside[-1]
+        text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+        place = f'{frame.filename}:{frame.lineno}, in {frame.name}:\n    {text}'
+    elif fixed:
+        place = fixed
+    else:
+        line = inspect.getsourcelines(forward)[1] if source else 0
+        place = f"{source}:{line}, in {type(module).__name__}.forward"
+    return CaptureFailed(
+        f"torch.export cannot capture {type(module).__name__}: {said}\n  at {place}",
+        hint="Python control flow that depends on tensor values, or a fixed batch size, cannot be captured. "
+        "Use torch.where, or x.shape[0] in place of a number.",
+    )

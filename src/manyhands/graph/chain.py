@@ -1,0 +1,161 @@
+"""Operators -> layers: where a plan may cut.
+
+    operators   conv bn relu │ conv bn │ add relu │ pool │ ...     each operator that computes, with its glue
+    blocks      conv bn relu conv bn add relu      │ ...           between cuts that carry one differentiable tensor
+
+A cut is possible only where every tensor across it has one row per sample (or none): then a share of the samples is an
+interval of the tensor. Views and created constants are glue; they go with the operator they serve.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from manyhands.facts.errors import BadValue
+from manyhands.facts.network import Layer, Op, TensorSpec, WeightSpec
+from manyhands.graph import ops
+
+GRANULARITIES = ("blocks", "operators")
+_LARGEST_BLOCK = 6
+"""Heavy operators in a block; a region without a narrow cut that holds more (U-Net) is cut at its heavy operators."""
+
+
+def layers_of(
+    described: tuple[Op, ...],
+    tensors: dict[str, TensorSpec],
+    weights: dict[str, WeightSpec],
+    outputs: tuple[str, ...],
+    granularity: str,
+) -> tuple[Layer, ...]:
+    """Group operators into layers."""
+    if granularity not in GRANULARITIES:
+        raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
+    crossing = _crossings(described, outputs)
+    possible = [
+        i for i in range(1, len(described))
+        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and not _is_glue_to_next(described, i - 1)
+    ]  # fmt: skip
+    starts = [i for i in possible if _computes_from(described, i)]
+    if granularity == "blocks":
+        narrow = {i for i in starts if sum(tensors[n].differentiable for n in crossing[i]) <= 1}
+        starts = _block_starts(described, starts, narrow)
+    bounds = [0, *starts, len(described)] if described else []
+    runs = list(zip(bounds, bounds[1:]))
+    names = _names(described, runs)
+    return tuple(
+        _layer(name, first, last, described, tensors, weights, crossing[last] if last < len(described) else outputs)
+        for name, (first, last) in zip(names, runs)
+    )
+
+
+def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """For every position, the tensors made before it and still needed."""
+    last_read = {name: index for index, op in enumerate(described) for name in op.inputs}
+    last_read.update(dict.fromkeys(outputs, len(described)))
+    alive: dict[str, None] = {}
+    found: list[tuple[str, ...]] = []
+    for index, op in enumerate(described):
+        found.append(tuple(alive))
+        for name in op.outputs:
+            if last_read.get(name, -1) > index:
+                alive[name] = None
+        for name in [n for n in alive if last_read[n] <= index]:
+            del alive[name]
+    found.append(tuple(alive))
+    return found
+
+
+def _is_glue_to_next(described: tuple[Op, ...], index: int) -> bool:
+    """Buffer counters and created constants go with the operator after them."""
+    op = described[index]
+    return op.target in ops.BUFFER_UPDATE or op.target in ops.CREATION
+
+
+def _is_view(op: Op) -> bool:
+    return op.target in ops.SHAPE and op.moved_bytes == 0
+
+
+def _computes_from(described: tuple[Op, ...], index: int) -> bool:
+    """Whether a layer that starts here starts with work: glue to the next is looked through, a view is not work."""
+    while index < len(described) and _is_glue_to_next(described, index):
+        index += 1
+    return index < len(described) and not _is_view(described[index])
+
+
+def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]) -> list[int]:
+    """Cuts of the `blocks` granularity: every block holds at least one heavy operator."""
+    heavy = [op.target in ops.HEAVY and bool(op.weights) for op in described]
+    chosen: list[int] = []
+    regions = [0, *sorted(narrow), len(described)]
+    block_heavy = 0
+    for first, last in zip(regions, regions[1:]):
+        inside = sum(heavy[first:last])
+        if inside and block_heavy and first:
+            chosen.append(first)
+            block_heavy = 0
+        block_heavy += inside
+        if inside > _LARGEST_BLOCK:
+            for i in starts:
+                if first < i < last and heavy[_next_work(described, i)] and any(heavy[max([0, *chosen][-1], first) : i]):
+                    chosen.append(i)
+    return chosen
+
+
+def _next_work(described: tuple[Op, ...], index: int) -> int:
+    while index < len(described) - 1 and _is_glue_to_next(described, index):
+        index += 1
+    return index
+
+
+def _names(described: tuple[Op, ...], runs: list[tuple[int, int]]) -> list[str]:
+    """The module path the operators share, else the operator's own name; repeated names are numbered."""
+    names = []
+    for first, last in runs:
+        paths = [op.module.split(".") for op in described[first:last] if op.module and op.weights]
+        paths = paths or [op.module.split(".") for op in described[first:last] if op.module]
+        shared: list[str] = []
+        for parts in zip(*paths):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        work = [op for op in described[first:last] if not _is_view(op)] or described[first:last]
+        if len(paths) > 1 and not shared:
+            shared = paths[0]
+        names.append(".".join(shared) or work[-1].name)
+    counts = Counter(names)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name}#{seen[name]}")
+    return unique
+
+
+def _layer(
+    name: str,
+    first: int,
+    last: int,
+    described: tuple[Op, ...],
+    tensors: dict[str, TensorSpec],
+    weights: dict[str, WeightSpec],
+    leaving: tuple[str, ...],
+) -> Layer:
+    run = described[first:last]
+    made = {n for op in run for n in op.outputs}
+    own_weights = tuple(dict.fromkeys(n for op in run for n in op.weights))
+    leaves = tuple(n for n in leaving if n in made)
+    return Layer(
+        name=name,
+        first=first,
+        last=last,
+        macs=sum(op.macs for op in run),
+        parameter_bytes=sum(weights[n].bytes for n in own_weights if not weights[n].buffer),
+        buffer_bytes=sum(weights[n].bytes for n in own_weights if weights[n].buffer),
+        activation_bytes=sum(tensors[n].bytes_per_sample for op in run if not _is_view(op) for n in op.outputs),
+        output_bytes=sum(tensors[n].bytes_per_sample for n in leaves),
+        saved_bytes=sum(op.saved_bytes for op in run),
+        saved_fixed_bytes=sum(op.saved_fixed_bytes for op in run),
+        inputs=tuple(dict.fromkeys(n for op in run for n in op.inputs if n not in made)),
+        outputs=leaves,
+        weights=own_weights,
+    )

@@ -1,0 +1,358 @@
+"""torch.export's program -> Graph: names, batch-sized integers, in-place writes and buffers made plain.
+
+* integers computed from the batch size become `Samples(factor)`, so that no integer ever crosses a cut
+* in-place operators become functional, and later readers read the new value; where another view of the same memory
+  is read later the module is refused, since the two would differ
+* writes to buffers are marked, and happen in training only
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
+from manyhands.graph import ops
+from manyhands.graph.graph import (
+    Argument,
+    Enum,
+    Graph,
+    Node,
+    Samples,
+    Special,
+    Value,
+    Weight,
+    records,
+    tree_map,
+)
+
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# Options that say where a tensor lives; a graph runs wherever its piece is placed.
+_PLACEMENT = frozenset({"device", "pin_memory", "layout"})
+# Checks that export writes into the graph; shapes and dtypes are checked by manyhands itself.
+_CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
+                     "aten.sym_constrain_range_for_size.default"})  # fmt: skip
+_ALIASING = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t", "unsqueeze",
+             "squeeze", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "expand", "expand_as",
+             "unbind", "movedim", "swapaxes", "detach", "contiguous", "to", "alias", "numpy_T", "broadcast_to"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What capture.py hands over."""
+
+    program: Any
+    name: str
+    input_names: list[str]
+    input_tree: Any
+    output_tree: Any
+    granularity: str
+
+
+@dataclass
+class _State:
+    """The conversion under way. `current` follows renames by in-place operators."""
+
+    nodes: list[Node] = field(default_factory=list)
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    """Name in the exported program -> what stands for it in the Graph."""
+    root: dict[str, str] = field(default_factory=dict)
+    """Value -> the value whose memory it may share."""
+    buffers: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+
+
+def convert(exported: Exported) -> Graph:
+    """The Graph of an exported program."""
+    program = exported.program
+    state = _State()
+    weights, tensors, aliases = _weights(program, state)
+    inputs = _inputs(program, exported.input_names, state)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            _convert_node(node, state)
+    leaves = _outputs(program, state)
+    output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
+    kept = _live(state.nodes, {leaf for leaf in leaves})
+    return Graph(
+        name=exported.name,
+        inputs=inputs,
+        input_tree=exported.input_tree,
+        output_tree=output_tree,
+        nodes=tuple(kept),
+        weights=weights,
+        aliases=aliases,
+        state=tensors,
+        granularity=exported.granularity,
+    )
+
+
+def _own_name(name: str) -> str:
+    """Names in the wrapper module, without the wrapper."""
+    return name.removeprefix("inner.").removeprefix("loss.")
+
+
+def _weights(
+    program: Any, state: _State
+) -> tuple[tuple[WeightSpec, ...], dict[str, torch.Tensor], dict[str, str]]:
+    specs: list[WeightSpec] = []
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    parameters = dict(program.named_parameters())
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        is_constant = spec.target in program.constants
+        tensor = program.constants[spec.target] if is_constant else program.state_dict[spec.target]
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureFailed(f"The module holds a {type(tensor).__name__} ('{spec.target}') that is not a tensor.")
+        name = _own_name(spec.target)
+        kept = seen.get(id(parameters.get(spec.target, tensor)))
+        if kept is not None:
+            aliases[name] = kept
+            state.arguments[spec.arg.name] = Weight(kept)
+            continue
+        seen[id(parameters.get(spec.target, tensor))] = name
+        state.arguments[spec.arg.name] = Weight(name)
+        is_parameter = spec.kind is InputKind.PARAMETER
+        (state.parameters if is_parameter else state.buffers).add(name)
+        trainable = is_parameter and parameters[spec.target].requires_grad
+        specs.append(
+            WeightSpec(name, tuple(tensor.shape), _dtype(tensor.dtype, name), trainable=trainable, buffer=not is_parameter)
+        )
+        tensors[name] = tensor.detach()
+    # Tied parameters that export already folded into one placeholder still answer to both names.
+    by_storage = {id(tensor): _own_name(name) for name, tensor in reversed(parameters.items())}
+    for full, tensor in program.named_parameters():
+        name = _own_name(full)
+        if name not in tensors and by_storage.get(id(tensor)) in tensors:
+            aliases[name] = by_storage[id(tensor)]
+    return tuple(specs), tensors, aliases
+
+
+def _inputs(program: Any, names: list[str], state: _State) -> tuple[TensorSpec, ...]:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    users = [n for n, s in zip(placeholders, program.graph_signature.input_specs) if s.kind is InputKind.USER_INPUT]
+    specs = []
+    for node, name in zip(users, names, strict=True):
+        spec = _spec(name, node.meta["val"], name)
+        if spec.batch_axis is None and node.meta["val"].dim() and node.users:
+            raise CaptureFailed(
+                f"The batch size of input '{name}' is fixed at {node.meta['val'].shape[0]} by the module's code.",
+                hint="Use x.shape[0] in place of a number.",
+            )
+        specs.append(spec)
+        state.arguments[node.name] = Value(name)
+        state.root[name] = name
+    return tuple(specs)
+
+
+def _outputs(program: Any, state: _State) -> list[str]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    count = len(program.graph_signature.user_outputs)
+    leaves = []
+    for node in output.args[0][-count:]:
+        record = state.arguments[node.name]
+        if not isinstance(record, Value):
+            raise CaptureFailed("The module returns one of its own weights or an integer; return a computed tensor.")
+        leaves.append(record.name)
+    return leaves
+
+
+def _convert_node(node: Any, state: _State) -> None:
+    if node.target is operator.getitem:
+        source, index = node.args
+        state.arguments[node.name] = state.arguments[source.name][index]
+        return
+    value = node.meta.get("val")
+    if isinstance(value, (int, torch.SymInt)):
+        state.arguments[node.name] = _integer(value, node)
+        return
+    where = _where(node)
+    target = str(node.target)
+    if target in _CHECKS:
+        return
+    if isinstance(value, (float, bool, torch.SymFloat, torch.SymBool)) or value is None and not target.startswith("aten."):
+        raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).\n  at {where}")
+    arguments = tuple(_argument(a, state, node) for a in node.args)
+    options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
+    mutated = next((a for a in arguments[:1] if isinstance(a, (Value, Weight))), None)
+    is_write = target.split(".")[1].endswith("_") and not target.split(".")[1].startswith("_")
+    if is_write and isinstance(mutated, Weight):
+        _convert_buffer_write(node, target, arguments, options, mutated.name, where, state)
+        return
+    in_place = False
+    if is_write and target != "aten.bernoulli_.float":
+        plain = ops.functional(target)
+        if plain is None:
+            raise _off_list(target, where)
+        assert isinstance(mutated, Value)
+        _check_no_other_view(node, mutated.name, where, state)
+        target, in_place = plain, True
+    if target not in ops.ALLOWED or ops.resolve(target) is None:
+        raise _off_list(target, where)
+    _refuse_hidden_randomness(target, arguments, where)
+    outputs = _output_specs(node.name, value, where)
+    several = isinstance(value, (tuple, list))
+    state.nodes.append(
+        Node(node.name, target, arguments, options, outputs, several, in_place, "", _module(node), where)
+    )
+    own = [Value(spec.name) for spec in outputs]
+    state.arguments[node.name] = own if several else own[0]
+    shares_memory = target.split(".")[1] in _ALIASING and isinstance(mutated, Value)
+    for record in own:
+        state.root[record.name] = state.root[mutated.name] if shares_memory and isinstance(mutated, Value) else record.name
+    if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
+        for name, record in state.arguments.items():
+            if record == mutated:
+                state.arguments[name] = own[0]
+
+
+def _convert_buffer_write(
+    node: Any, target: str, arguments: tuple[Argument, ...], options: dict[str, Argument], name: str, where: str, state: _State
+) -> None:
+    if name in state.parameters:
+        raise CaptureFailed(f"The module writes to its parameter '{name}' in forward.\n  at {where}")
+    if target == "aten.copy_.default" and arguments[1] == Weight(name):
+        return  # export's epilogue: the buffer was already written in place
+    if target not in ops.BUFFER_UPDATE:
+        raise _off_list(target, where)
+    spec = _spec(node.name, node.meta["val"], where)
+    state.nodes.append(Node(node.name, target, arguments, options, (spec,), updates=name, module=_module(node), where=where))
+    state.arguments[node.name] = Weight(name)
+
+
+def _check_no_other_view(node: Any, name: str, where: str, state: _State) -> None:
+    """An in-place write is plain only if nobody reads the same memory under another name afterwards."""
+    root = state.root[name]
+    shared = {n for n, r in state.root.items() if r == root and n != name}
+    following = node.next
+    while following.op != "root":
+        for used in following.all_input_nodes:
+            record = state.arguments.get(used.name)
+            for one in records(record):
+                if isinstance(one, Value) and one.name in shared and following is not node:
+                    raise CaptureFailed(
+                        f"{node.target} writes in place to memory that is read later under another name.\n  at {where}",
+                        hint="Use the version without the underscore, or clone() first.",
+                    )
+        following = following.next
+
+
+def _refuse_hidden_randomness(target: str, arguments: tuple[Argument, ...], where: str) -> None:
+    if target in ops.RECURRENT:
+        dropout = arguments[5]
+        if isinstance(dropout, float) and dropout > 0 and arguments[4] > 1:
+            raise CaptureFailed(
+                f"A recurrent layer draws dropout (p={dropout}) inside one operator, which no share could repeat.\n  at {where}",
+                hint="Use one nn.LSTM(num_layers=1) per layer with nn.Dropout between them.",
+            )
+
+
+def _off_list(target: str, where: str) -> CaptureFailed:
+    return CaptureFailed(
+        f"Operator {target} is not on the list of operators manyhands runs.\n  at {where}",
+        hint="The list is in manyhands/graph/ops.py; write the same with operators on it.",
+    )
+
+
+def _argument(value: Any, state: _State, node: Any) -> Argument:
+    if isinstance(value, torch.fx.Node):
+        return state.arguments[value.name]
+    if isinstance(value, (list, tuple)):
+        return tuple(_argument(item, state, node) for item in value)
+    if isinstance(value, torch.SymInt):
+        return _integer(value, node)
+    if isinstance(value, float) and not math.isfinite(value):
+        return Special(str(value))
+    if isinstance(value, torch.dtype):
+        return Enum(_dtype(value, _where(node)))
+    if isinstance(value, torch.memory_format):
+        return Enum(str(value).removeprefix("torch."))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.device):
+        return None
+    raise CaptureFailed(f"{node.target} takes a {type(value).__name__}, which a graph cannot hold.\n  at {_where(node)}")
+
+
+def _integer(value: Any, node: Any) -> Argument:
+    return value if isinstance(value, int) else _sized(value, _where(node))
+
+
+def _sized(value: Any, where: str) -> int | Samples:
+    """An integer, or a multiple of the number of samples."""
+    expression = value.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    if not symbols:
+        return int(expression)
+    at = [int(expression.subs(dict.fromkeys(symbols, n))) for n in (1, 2, 3, 7)]
+    if len(symbols) > 1 or at != [at[0], 2 * at[0], 3 * at[0], 7 * at[0]]:
+        raise CaptureFailed(
+            f"A size ({expression}) is not a multiple of the batch size.\n  at {where}",
+            hint="Every tensor's axes must be fixed or a multiple of the batch.",
+        )
+    return Samples(at[0])
+
+
+def _output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(_spec(f"{name}:{i}", one, where) for i, one in enumerate(value))
+    return (_spec(name, value, where),)
+
+
+def _spec(name: str, value: Any, where: str) -> TensorSpec:
+    if not isinstance(value, torch.Tensor):
+        raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.\n  at {where}")
+    shape: list[int] = []
+    batch_axis: int | None = None
+    for axis, size in enumerate(value.shape):
+        extent = size if isinstance(size, int) else _sized(size, where)
+        if isinstance(extent, Samples):
+            if batch_axis is not None:
+                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {tuple(value.shape)}.\n  at {where}")
+            batch_axis, extent = axis, extent.factor
+        shape.append(extent)
+    return TensorSpec(name, tuple(shape), _dtype(value.dtype, where), batch_axis)
+
+
+def _dtype(dtype: torch.dtype, where: str) -> str:
+    text = str(dtype).removeprefix("torch.")
+    if text not in DTYPE_BYTES:
+        raise CaptureFailed(f"dtype {text} is not supported.\n  at {where}")
+    return text
+
+
+def _module(node: Any) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return _own_name(list(stack.values())[-1][0] + ".").rstrip(".") if stack else ""
+
+
+def _where(node: Any) -> str:
+    """'file.py:12' of the innermost frame that is not torch's."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in frames if not f[0].startswith(_TORCH) and not f[0].endswith("graph/capture.py")]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def _live(nodes: list[Node], outputs: set[str]) -> list[Node]:
+    """Nodes whose result is used, or that write a buffer."""
+    from manyhands.graph.graph import values_of
+
+    needed = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if node.updates or any(spec.name in needed for spec in node.outputs):
+            needed.update(values_of(node))
+            kept.append(node)
+    return kept[::-1]

@@ -1,0 +1,152 @@
+"""Graph -> Network: what every operator costs, reads and saves, and how operators form layers (chain.py)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from manyhands.facts.network import DTYPE_BYTES, Network, Op, TensorSpec
+from manyhands.graph import ops
+from manyhands.graph.arithmetic import Shapes, macs
+from manyhands.graph.chain import layers_of
+from manyhands.graph.graph import Graph, Node, Value, values_of, weights_of
+from manyhands.graph.piece import Context, Piece, run_step
+from manyhands.graph.read_rules import mixes_samples, reads_of
+from manyhands.graph.weights import Weights
+
+
+def describe(graph: Graph, granularity: str = "") -> Network:
+    """The network as planner, schedule and simulator see it."""
+    granularity = granularity or graph.granularity
+    specs = {spec.name: spec for spec in graph.inputs}
+    specs.update({spec.name: spec for node in graph.nodes for spec in node.outputs})
+    weights = {spec.name: spec for spec in graph.weights}
+    shapes: Shapes = {**specs, **{"weight " + name: spec for name, spec in weights.items()}}
+    differentiable = _differentiable(graph)
+    specs = {n: msgspec.structs.replace(spec, differentiable=n in differentiable) for n, spec in specs.items()}
+    saved = saved_bytes(graph)
+    described = []
+    for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
+        described.append(
+            Op(
+                name=node.name,
+                target=node.target,
+                inputs=values_of(node),
+                weights=weights_of(node),
+                outputs=tuple(spec.name for spec in node.outputs) if not node.updates else (),
+                reads=reads_of(node, specs, weights),
+                macs=macs(node, shapes),
+                moved_bytes=_moved_bytes(node, specs),
+                saved_bytes=per_sample,
+                saved_fixed_bytes=fixed,
+                statistics=_statistics(node, specs),
+                mixes_samples=mixes_samples(node, specs),
+                random=node.target in ops.RANDOM,
+                module=node.module,
+                where=node.where,
+            )
+        )
+    return Network(
+        name=graph.name,
+        ops=tuple(described),
+        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity),
+        tensors=specs,
+        weights=weights,
+        inputs=tuple(spec.name for spec in graph.inputs),
+        outputs=graph.outputs,
+        granularity=granularity,
+        fingerprint=fingerprint(graph),
+    )
+
+
+def fingerprint(graph: Graph) -> str:
+    """A short name for graph and input shape; weights' values and the user's file names do not matter."""
+    nodes = [(n.target, n.arguments, sorted(n.options.items()), n.outputs) for n in graph.nodes]
+    text = repr((nodes, graph.inputs, graph.weights))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _differentiable(graph: Graph) -> set[str]:
+    """Tensors that depend on a trainable weight through differentiable operators."""
+    trainable = {spec.name for spec in graph.weights if spec.trainable}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.target.startswith("aten.detach") or node.updates:
+            continue
+        if any(name in trainable for name in weights_of(node)) or any(name in found for name in values_of(node)):
+            found.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
+    return found
+
+
+def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
+    if node.updates:
+        return 0
+    views = node.target in ops.SHAPE and node.target.split(".")[1] not in ("cat", "concat", "stack", "embedding", "pad")
+    if views:
+        return 0
+    return sum(specs[n].bytes_per_sample for n in values_of(node)) + sum(s.bytes_per_sample for s in node.outputs)
+
+
+def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
+    """Channels of a batch norm that normalises by the batch in training."""
+    if node.target != "aten.batch_norm.default" or not node.arguments[5]:
+        return 0
+    assert isinstance(node.arguments[0], Value)
+    return specs[node.arguments[0].name].shape[1]
+
+
+@dataclass
+class _Saved:
+    """Storages held for backward; each counts once, for the operator that held it first."""
+
+    known: dict[int, Any]
+    bytes: int = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = storage  # kept alive, so that its address is not used again
+            self.bytes += storage.nbytes()
+        return tensor
+
+
+def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
+    """Per node: bytes newly held for backward, as (fixed, per sample). No memory is used: the tensors are fake."""
+    if not graph.nodes:
+        return []
+    two, three = _saved_at(graph, 2), _saved_at(graph, 3)
+    return [(max(0, 3 * a - 2 * b), max(0, b - a)) for a, b in zip(two, three, strict=True)]
+
+
+def _saved_at(graph: Graph, samples: int) -> list[int]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).requires_grad_(spec.trainable)
+            for spec in graph.weights
+        }
+        piece = Piece(graph, Weights(tensors))
+        steps = piece.steps(training=True)
+        slots = piece.fresh_slots()
+        by_name = {spec.name: spec for spec in graph.inputs}
+        for place, name in enumerate(piece.inputs):
+            spec = by_name[name]
+            slots[place] = torch.empty(spec.shape_for(samples), dtype=getattr(torch, spec.dtype))
+        saved = _Saved({tensor.untyped_storage()._cdata: tensor for tensor in tensors.values()})
+        held: list[int] = []
+        keep: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            for step in steps:
+                before = saved.bytes
+                run_step(step, slots, samples, Context(samples=samples))
+                keep.extend(slots[place] for place in step.outputs)
+                held.append(saved.bytes - before)
+        return held
+
+
+def bytes_of(dtype: str) -> int:
+    return DTYPE_BYTES[dtype]

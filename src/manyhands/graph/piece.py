@@ -1,0 +1,288 @@
+"""A runnable piece of a graph: nodes [first, last) as a short list of calls.
+
+A piece is what a stage computes. It takes the tensors that cross its upper cut, returns those that cross its lower
+one, and knows nothing of devices or messages. Autograd records inside a piece as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.facts.errors import BadValue
+from manyhands.graph import ops
+from manyhands.graph.graph import Argument, Enum, Graph, Node, Samples, Special, Value, Weight, values_of, weights_of
+from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
+from manyhands.graph.weights import Weights
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run of a piece needs to know beside its inputs.
+
+    `first_sample` is the place of the first sample at hand in the mini-batch: random operators draw by it.
+    """
+
+    training: bool = True
+    seed: int = 0
+    step: int = 0
+    first_sample: int = 0
+    samples: int = 0
+    """How many samples are at hand; 0: as many as the inputs show (a piece without inputs cannot tell)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
+
+    node: Node
+    call: Call
+    build: Callable[[list[Any], int], list[Any]]
+    options: Callable[[list[Any], int], dict[str, Any]] | None
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+    random: RandomCall | None = None
+
+
+@dataclass
+class _Slots:
+    """Names to places in the list of values."""
+
+    places: dict[str, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> int:
+        return self.places.setdefault(name, len(self.places))
+
+
+class Piece:
+    """Nodes [first, last) of a graph, compiled."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        kernels: Mapping[str, Call] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.first, self.last = first, len(graph.nodes) if last is None else last
+        self.nodes = graph.nodes[self.first : self.last]
+        self.weights = weights
+        self.specs = {spec.name: spec for node in graph.nodes for spec in node.outputs}
+        self.specs.update({spec.name: spec for spec in graph.inputs})
+        made = {spec.name for node in self.nodes for spec in node.outputs}
+        read = dict.fromkeys(name for node in self.nodes for name in values_of(node))
+        self.inputs = tuple(name for name in read if name not in made)
+        later = {name for node in graph.nodes[self.last :] for name in values_of(node)}
+        later.update(graph.outputs)
+        passed = [name for name in graph.outputs if name in {spec.name for spec in graph.inputs}]
+        self.outputs = tuple(name for name in self.specs if name in later and name in made)
+        if self.last == len(graph.nodes):
+            self.outputs += tuple(name for name in passed if name not in self.outputs)
+            self.inputs += tuple(name for name in passed if name not in self.inputs)
+        self.weight_names = tuple(dict.fromkeys(name for node in self.nodes for name in weights_of(node)))
+        self._kernels = dict(kernels or {})
+        self._slots = _Slots()
+        for name in self.inputs:
+            self._slots.of(name)
+        self._template: list[Any] | None = None
+        self._steps: dict[bool, tuple[Step, ...]] = {}
+
+    def steps(self, training: bool) -> tuple[Step, ...]:
+        """The compiled calls for training or evaluation."""
+        if training not in self._steps:
+            self._steps[training] = tuple(_compile(self, training))
+            self._template = None
+        return self._steps[training]
+
+    def fresh_slots(self) -> list[Any]:
+        """The list of values before a run: weights in place, the rest empty."""
+        if self._template is None or len(self._template) != len(self._slots.places):
+            self._template = [None] * len(self._slots.places)
+            for name in self.weight_names:
+                self._template[self._slots.of(_weight_slot(name))] = self.weights.tensors[name]
+        return self._template.copy()
+
+    def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
+        """How many samples the given inputs hold; all must agree."""
+        found: dict[str, int] = {}
+        for name in self.inputs:
+            spec = self.specs[name]
+            if spec.batch_axis is not None:
+                found[name] = values[name].shape[spec.batch_axis] // spec.rows_per_sample
+        if len(set(found.values())) > 1:
+            raise BadValue(f"The inputs disagree on the number of samples: {found}.")
+        return next(iter(found.values()), 1)
+
+    def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
+        """Run the piece on the tensors that enter it; returns the tensors that leave it."""
+        context = context or Context()
+        steps = self.steps(context.training)
+        slots = self.fresh_slots()
+        for place, name in enumerate(self.inputs):
+            slots[place] = values[name]
+        samples = context.samples or self.samples_in(values)
+        for step in steps:
+            run_step(step, slots, samples, context)
+        place_of = self._slots.places
+        return {name: slots[place_of[name]] for name in self.outputs}
+
+
+def run_step(step: Step, slots: list[Any], samples: int, context: Context) -> None:
+    """Run one compiled node on the list of values."""
+    arguments = step.build(slots, samples)
+    if step.random is not None:
+        result = step.random(step.node, context.seed, context.step, context.first_sample, *arguments)
+    elif step.options is None:
+        result = step.call(*arguments)
+    else:
+        result = step.call(*arguments, **step.options(slots, samples))
+    if step.node.several:
+        for place, value in zip(step.outputs, result):
+            slots[place] = value
+    else:
+        slots[step.outputs[0]] = result
+    for place in step.frees:
+        slots[place] = None
+
+
+def _weight_slot(name: str) -> str:
+    return "weight " + name
+
+
+def _compile(piece: Piece, training: bool) -> Iterable[Step]:
+    last_reader: dict[str, int] = {}
+    for index, node in enumerate(piece.nodes):
+        for name in values_of(node):
+            last_reader[name] = index
+    kept = set(piece.outputs)
+    made_by = {spec.name: node for node in piece.nodes for spec in node.outputs}
+    for index, node in enumerate(piece.nodes):
+        if node.updates and not training:
+            continue
+        slots = piece._slots
+        random = RANDOM_CALLS.get(node.target)
+        arguments = node.arguments
+        call: Call
+        if node.target == "aten.batch_norm.default" and not training:
+            arguments = (*arguments[:5], False, *arguments[6:])
+        if random is not None and not random.draws(node, training):
+            random = None
+        if random is not None:
+            call = _never
+            arguments = random.arguments(node)
+        elif node.target in RANDOM_CALLS and not training:
+            call, arguments = RANDOM_CALLS[node.target].at_rest(node)
+        else:
+            call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by)
+        freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
+        unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
+        yield Step(
+            node=node,
+            call=call,
+            build=_builder(arguments, slots),
+            options=_options(node, slots) if node.options and random is None else None,
+            outputs=tuple(slots.of(spec.name) for spec in node.outputs),
+            frees=tuple(slots.of(name) for name in (*freed, *unread)),
+            random=random.call if random is not None else None,
+        )
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a random operator is called through its random form")
+
+
+def _operator(
+    piece: Piece, node: Node, last_reader: dict[str, int], index: int, kept: set[str], made_by: dict[str, Node]
+) -> Call:
+    """The torch operator; in its in-place form where the user wrote that and nobody can tell the difference."""
+    operator = ops.resolve(node.target)
+    if not node.in_place:
+        return operator  # type: ignore[no-any-return]
+    name = next(r.name for r in node.arguments if isinstance(r, Value))
+    maker = made_by.get(name)
+    safe = (
+        maker is not None
+        and last_reader[name] == index
+        and name not in kept
+        and maker.target in ops.CONVOLUTION | ops.NORMALISATION | ops.PRODUCT | {"aten.add.Tensor"}
+        and not maker.several
+        and node.outputs[0] == type(node.outputs[0])(node.outputs[0].name, *_shape_of(piece, name))
+    )
+    written = ops.in_place(node.target) if safe else None
+    return operator if written is None else ops.resolve(written)  # type: ignore[no-any-return]
+
+
+def _shape_of(piece: Piece, name: str) -> tuple[tuple[int, ...], str, int | None]:
+    spec = piece.specs[name]
+    return spec.shape, spec.dtype, spec.batch_axis
+
+
+_CONSTANTS: dict[str, Any] = {
+    **{name: getattr(torch, name) for name in ops.MEMORY_FORMATS},
+    **{name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16",
+                                               "int8", "uint8", "bool", "complex64")},
+}  # fmt: skip
+
+
+def _is_plain(argument: Argument) -> bool:
+    """Whether an argument is the same in every run."""
+    if isinstance(argument, (Value, Weight, Samples)):
+        return False
+    return all(_is_plain(item) for item in argument) if isinstance(argument, (list, tuple)) else True
+
+
+def _constant(argument: Argument) -> Any:
+    if isinstance(argument, Enum):
+        return _CONSTANTS[argument.name]
+    if isinstance(argument, Special):
+        return float(argument.text)
+    return [_constant(item) for item in argument] if isinstance(argument, (list, tuple)) else argument
+
+
+def _getter(argument: Argument, slots: _Slots) -> Callable[[list[Any], int], Any]:
+    if _is_plain(argument):
+        constant = _constant(argument)
+        return lambda values, samples: constant
+    if isinstance(argument, Value):
+        place = slots.of(argument.name)
+        return lambda values, samples: values[place]
+    if isinstance(argument, Weight):
+        place = slots.of(_weight_slot(argument.name))
+        return lambda values, samples: values[place]
+    if isinstance(argument, Samples):
+        factor = argument.factor
+        return lambda values, samples: factor * samples
+    getters = [_getter(item, slots) for item in argument]
+    return lambda values, samples: [get(values, samples) for get in getters]
+
+
+def _builder(arguments: tuple[Argument, ...], slots: _Slots) -> Callable[[list[Any], int], list[Any]]:
+    """A function that makes the argument list; the common case (tensors and constants only) without nested calls."""
+    base = [_constant(a) if _is_plain(a) else None for a in arguments]
+    direct = [(i, slots.of(a.name if isinstance(a, Value) else _weight_slot(a.name)))
+              for i, a in enumerate(arguments) if isinstance(a, (Value, Weight))]  # fmt: skip
+    nested = [(i, _getter(a, slots)) for i, a in enumerate(arguments)
+              if not _is_plain(a) and not isinstance(a, (Value, Weight))]  # fmt: skip
+
+    def build(values: list[Any], samples: int) -> list[Any]:
+        result = base.copy()
+        for position, place in direct:
+            result[position] = values[place]
+        for position, get in nested:
+            result[position] = get(values, samples)
+        return result
+
+    return build
+
+
+def _options(node: Node, slots: _Slots) -> Callable[[list[Any], int], dict[str, Any]]:
+    getters = {name: _getter(argument, slots) for name, argument in node.options.items()}
+    return lambda values, samples: {name: get(values, samples) for name, get in getters.items()}

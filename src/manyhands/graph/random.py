@@ -1,0 +1,113 @@
+"""Counter-based random numbers: hash(seed, step, operator, sample, place), the same on one device and on any share of it.
+
+Every element of a random tensor is a pure function of who it is, not of when it was drawn. So a device that holds
+samples 5..8, or rows 100..200, computes its own part of the very mask one device would have drawn, and a replay draws
+it again. The hash is two rounds of a 32-bit mixer (Wellons' `lowbias32`) over the place inside the sample, keyed by
+(seed, step, operator, sample) in between.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.facts.boxes import Box
+
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B - (1 << 32)
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Who draws: the run's seed, the training step, the operator, and which of its streams."""
+
+    seed: int
+    step: int
+    operator: str
+    stream: int = 0
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32, in place, on int32 (multiplication wraps; shifts are made logical by masks)."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MULTIPLY_1
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _MULTIPLY_2
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _mix_number(x: int) -> int:
+    x &= _MASK
+    x ^= x >> 16
+    x = x * 0x7FEB352D & _MASK
+    x ^= x >> 15
+    x = x * 0x846CA68B & _MASK
+    return x ^ x >> 16
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _keys(draw: Draw) -> tuple[int, int]:
+    key = 0x9E3779B9
+    for part in (draw.seed, draw.seed >> 32, draw.step, zlib.crc32(draw.operator.encode()), draw.stream):
+        key = _mix_number(key ^ _mix_number(part + 0x632BE59B))
+    return key, _mix_number(key + 0x5851F42D)
+
+
+def bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device) -> torch.Tensor:
+    """Uniform int32 numbers for the elements in `box` of a tensor.
+
+    `sample_shape` is the whole tensor's shape for one sample; along `batch_axis` it says how many rows a sample has,
+    and `box` counts rows of the whole batch.
+    """
+    key, second_key = _keys(draw)
+    place = torch.zeros((), dtype=torch.int64, device=device)
+    sample = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for axis in range(len(sample_shape) - 1, -1, -1):
+        low, high = box.intervals[axis]
+        index = torch.arange(low, high, device=device)
+        index = index.view([-1 if a == axis else 1 for a in range(len(sample_shape))])
+        if axis == batch_axis:
+            rows = sample_shape[axis]
+            sample = index // rows if rows > 1 else index
+            index = index % rows if rows > 1 else torch.zeros_like(index)
+        place = place + index * stride
+        stride *= sample_shape[axis]
+    sample32 = _wrap(sample)
+    first = _mix(sample32 ^ _signed(key))
+    second = _mix(sample32 ^ _signed(second_key))
+    mixed = _mix(_wrap(place) ^ first)
+    mixed += second
+    return _mix(mixed)
+
+
+def _wrap(x: torch.Tensor) -> torch.Tensor:
+    """The low 32 bits of an int64, as int32."""
+    return (x & _MASK).sub_((x & 0x80000000) << 1).to(torch.int32)
+
+
+def keep_mask(random_bits: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
+    """1 with the given probability, else 0."""
+    threshold = round(probability * 2**32) - 2**31
+    if threshold >= 2**31:
+        return torch.ones_like(random_bits, dtype=dtype)
+    return (random_bits < threshold).to(dtype)
+
+
+def uniform(random_bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in [0, 1) with 24 random bits."""
+    return ((random_bits >> 8) & 0xFFFFFF).to(dtype) * 2.0**-24
+
+
+def normal(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal numbers (Box–Muller) from two streams of bits."""
+    radius = (-2.0 * torch.log(1.0 - uniform(first, torch.float64))).sqrt()
+    return (radius * torch.cos(2.0 * math.pi * uniform(second, torch.float64))).to(dtype)

@@ -1,0 +1,145 @@
+"""Random operators of a graph, drawn by counter (random.py) in training and at rest in evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.network import TensorSpec
+from manyhands.graph import ops
+from manyhands.graph.graph import Argument, Node
+from manyhands.graph.random import Draw, bits, keep_mask, normal, uniform
+
+RandomCall = Callable[..., torch.Tensor]
+_ALPHA = 1.7580993408473766  # SELU's negative saturation (Klambauer et al. 2017)
+
+
+def _bits(
+    node: Node, seed: int, step: int, first_sample: int, like: torch.Size, spec: TensorSpec, device: torch.device, stream: int = 0
+) -> torch.Tensor:
+    """Bits for a tensor of shape `like`, whose whole form is `spec`; the samples at hand start at `first_sample`."""
+    intervals = [(0, extent) for extent in like]
+    if spec.batch_axis is not None:
+        start = first_sample * spec.rows_per_sample
+        intervals[spec.batch_axis] = (start, start + like[spec.batch_axis])
+    draw = Draw(seed, step, node.name, stream)
+    return bits(draw, Box(tuple(intervals)), spec.shape, spec.batch_axis, device)
+
+
+def _dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
+    if p >= 1:
+        return x * 0.0
+    drawn = _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device)
+    return x * keep_mask(drawn, 1 - p, x.dtype).div_(1 - p)
+
+
+def _feature_dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
+    """Whole channels at once: one draw per sample and channel."""
+    if p >= 1:
+        return x * 0.0
+    spec = node.outputs[0]
+    narrow = TensorSpec(spec.name, (*spec.shape[:2], *(1 for _ in spec.shape[2:])), spec.dtype, spec.batch_axis)
+    shape = torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:])))
+    drawn = _bits(node, seed, step, first_sample, shape, narrow, x.device)
+    return x * keep_mask(drawn, 1 - p, x.dtype).div_(1 - p)
+
+
+def _alpha_dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
+    if p >= 1:
+        return x * 0.0
+    a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+    kept = keep_mask(_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device), 1 - p, x.dtype)
+    return x * (kept * a) + ((kept - 1) * (_ALPHA * a) + _ALPHA * a * p)
+
+
+def _bernoulli(
+    node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float | torch.Tensor | None = None
+) -> torch.Tensor:
+    drawn = _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device)
+    if isinstance(p, float):
+        return keep_mask(drawn, p, x.dtype)
+    return (uniform(drawn, torch.float64) < x).to(x.dtype)
+
+
+def _rand_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor) -> torch.Tensor:
+    return uniform(_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device), x.dtype)
+
+
+def _randn_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor) -> torch.Tensor:
+    one, two = (_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device, stream) for stream in (0, 1))
+    return normal(one, two, x.dtype)
+
+
+def _attention(
+    node: Node, seed: int, step: int, first_sample: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    mask: torch.Tensor | None = None, p: float = 0.0, is_causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Attention with dropout, written out so that the mask can be drawn by counter."""
+    scale = node.options.get("scale") or 1.0 / math.sqrt(query.shape[-1])
+    scores = query @ key.transpose(-2, -1) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    spec = node.outputs[0]
+    whole = TensorSpec(spec.name, (*spec.shape[:-1], scores.shape[-1]), spec.dtype, spec.batch_axis)
+    drawn = _bits(node, seed, step, first_sample, weights.shape, whole, query.device)
+    return (weights * keep_mask(drawn, 1 - p, weights.dtype).div_(1 - p)) @ value
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class RandomOperator:
+    """How one random target is drawn, and what it is when nothing is drawn."""
+
+    call: RandomCall
+    takes: int
+    """How many leading arguments the call takes."""
+    probability: int | None = None
+    """Which argument is the probability of dropping; 0 draws nothing."""
+    rests: bool = True
+    """Whether it does nothing in evaluation (dropout) rather than drawing all the same (noise)."""
+
+    def draws(self, node: Node, training: bool) -> bool:
+        if self.probability is not None:
+            given = node.arguments[self.probability] if len(node.arguments) > self.probability else 0.0
+            if not given:
+                return False
+            if self.takes == 2 and len(node.arguments) > 2 and node.arguments[2] is False:
+                return False  # captured in evaluation mode: F.dropout(x, p, training=False)
+        return training or not self.rests
+
+    def arguments(self, node: Node) -> tuple[Argument, ...]:
+        return node.arguments[: self.takes]
+
+    def at_rest(self, node: Node) -> tuple[Callable[..., Any], tuple[Argument, ...]]:
+        """The call in evaluation."""
+        if node.target == "aten.scaled_dot_product_attention.default":
+            given = list(node.arguments)
+            if len(given) > 4:
+                given[4] = 0.0
+            return ops.resolve(node.target), tuple(given)
+        return _identity, node.arguments[:1]
+
+
+RANDOM_CALLS: dict[str, RandomOperator] = {
+    "aten.dropout.default": RandomOperator(_dropout, 2, probability=1),
+    "aten.feature_dropout.default": RandomOperator(_feature_dropout, 2, probability=1),
+    "aten.alpha_dropout.default": RandomOperator(_alpha_dropout, 2, probability=1),
+    "aten.bernoulli_.float": RandomOperator(_bernoulli, 2, rests=False),
+    "aten.bernoulli.default": RandomOperator(_bernoulli, 1, rests=False),
+    "aten.bernoulli.p": RandomOperator(_bernoulli, 2, rests=False),
+    "aten.rand_like.default": RandomOperator(_rand_like, 1, rests=False),
+    "aten.randn_like.default": RandomOperator(_randn_like, 1, rests=False),
+    "aten.scaled_dot_product_attention.default": RandomOperator(_attention, 6, probability=4),
+}

@@ -1,0 +1,215 @@
+"""Which part of its inputs each operator reads (facts/reads.py), from its target and arguments.
+
+Where nothing better is known an operator needs its inputs whole, sample by sample: correct, never too little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.facts.network import TensorSpec, WeightSpec
+from manyhands.facts.reads import Blocks, Read, Rule, Shifted, Spread, Whole, Window
+from manyhands.graph import ops
+from manyhands.graph.graph import Argument, Node, Value, Weight, values_of
+
+Specs = Mapping[str, TensorSpec]
+WeightSpecs = Mapping[str, WeightSpec]
+
+
+def reads_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[Read, ...]:
+    """One Read per activation the node's first output is made from."""
+    return tuple(Read(name, _rules(node, specs[name], specs, weights)) for name in values_of(node))
+
+
+def mixes_samples(node: Node, specs: Specs) -> bool:
+    """Whether one sample's output depends on other samples (batch statistics apart)."""
+    batched = [specs[name] for name in values_of(node) if specs[name].batch_axis is not None]
+    if not batched:
+        return False
+    if any(spec.batch_axis is None for spec in node.outputs):
+        return True
+    name = node.target.split(".")[1]
+    axis = batched[0].batch_axis
+    if node.target in ops.REDUCTION and name not in ("all", "any"):
+        return axis in _axes(node.arguments[1] if len(node.arguments) > 1 else None, len(batched[0].shape))
+    if name in ("cat", "concat", "stack", "roll", "flip", "index_select", "gather", "cumsum", "sort", "topk"):
+        given = node.arguments[1] if len(node.arguments) > 1 else node.options.get("dim", 0)
+        return isinstance(given, int) and given % len(batched[0].shape) == axis and name != "stack"
+    return False
+
+
+def _axes(given: Argument, rank: int) -> set[int]:
+    if given is None or isinstance(given, bool):
+        return set(range(rank))
+    if isinstance(given, int):
+        return {given % rank} if rank else set()
+    return {axis % rank for axis in given} if given else set(range(rank))
+
+
+def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -> tuple[Rule, ...]:
+    output = node.outputs[0]
+    name = node.target.split(".")[1]
+    rank = len(source.shape)
+    first = node.arguments[0] if node.arguments else None
+    is_main = isinstance(first, Value) and first.name == source.name
+    if node.target in ops.POINTWISE or (node.target in ops.RANDOM and is_main):
+        return _aligned(source, output)
+    if node.target in ops.CONVOLUTION and is_main:
+        return _convolution(node, source, output, specs, weights)
+    if node.target in ops.POOLING and "adaptive" not in name:
+        return _pooling(node, source)
+    if "adaptive" in name:
+        kept = [source.shape[a] == output.shape[a] for a in range(rank)]
+        return tuple(Window(a) if a < 2 or kept[a] else Whole() for a in range(rank))
+    if node.target in ops.RESAMPLING:
+        return _resampling(source, output, margin=0 if "nearest" in name else 1)
+    if name in ("batch_norm", "instance_norm") and is_main:
+        return tuple(Window(a) for a in range(rank))
+    if name == "layer_norm" and is_main:
+        normalised = len(node.arguments[1])
+        return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
+    if name in ("cat", "concat"):
+        return _concatenation(node, source, specs)
+    if name == "linear" and is_main:
+        return (*(Window(a) for a in range(rank - 1)), Whole())
+    if name in ("softmax", "log_softmax", "_softmax", "_log_softmax"):
+        axis = _axes(node.arguments[1], rank)
+        return tuple(Whole() if a in axis else Window(a) for a in range(rank))
+    if name in ("mean", "sum", "amax", "amin") and len(node.arguments) > 1:
+        return _reduction(node, rank)
+    if name in ("transpose", "swapaxes"):
+        a, b = node.arguments[1] % rank, node.arguments[2] % rank
+        return tuple(Window(b if axis == a else a if axis == b else axis) for axis in range(rank))
+    if name == "permute":
+        order = [axis % rank for axis in node.arguments[1]]
+        return tuple(Window(order.index(axis)) for axis in range(rank))
+    if name == "slice" and (len(node.arguments) < 5 or node.arguments[4] == 1):
+        return _slice(node, source)
+    if name == "embedding":
+        return tuple(Window(a) for a in range(rank))
+    if name in ("pad", "constant_pad_nd"):
+        before = dict(zip(range(rank - 1, -1, -1), node.arguments[1][::2]))
+        return tuple(Shifted(a, before[a]) if before.get(a) else Window(a) for a in range(rank))
+    return _unknown(source, output)
+
+
+def _unknown(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
+    """Whole, but for leading axes both share and the batch."""
+    rules: list[Rule] = [Whole() for _ in source.shape]
+    if source.batch_axis is None or output.batch_axis is None:
+        return tuple(rules)
+    rows_in, rows_out = source.rows_per_sample, output.rows_per_sample
+    same = rows_in == rows_out
+    rules[source.batch_axis] = Window(output.batch_axis) if same else Blocks(output.batch_axis, rows_in, rows_out)
+    return tuple(rules)
+
+
+def _aligned(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
+    """Broadcasting aligns axes from the right; an axis of one element serves all."""
+    offset = len(output.shape) - len(source.shape)
+    rules: list[Rule] = []
+    for axis, extent in enumerate(source.shape):
+        follows = axis + offset
+        spreads = extent == 1 and axis != source.batch_axis and (
+            output.shape[follows] != 1 or output.batch_axis == follows
+        )  # fmt: skip
+        rules.append(Whole() if spreads else Window(follows))
+    return tuple(rules)
+
+
+def _pair(given: Argument, count: int, default: int) -> list[Any]:
+    if given is None or given == ():
+        return [default] * count
+    if isinstance(given, int):
+        return [given] * count
+    return list(given) if len(given) == count else [given[0]] * count
+
+
+def _argument(node: Node, position: int, default: Argument) -> Argument:
+    return node.arguments[position] if len(node.arguments) > position else default
+
+
+def _convolution(
+    node: Node, source: TensorSpec, output: TensorSpec, specs: Specs, weights: WeightSpecs
+) -> tuple[Rule, ...]:
+    spatial = len(source.shape) - 2
+    transposed = "transpose" in node.target
+    groups_at, dilation_at = (6, 7) if transposed else (6, 5)
+    stride = _pair(_argument(node, 3, None), spatial, 1)
+    dilation = _pair(_argument(node, dilation_at, None), spatial, 1)
+    groups = _argument(node, groups_at, 1)
+    weight = node.arguments[1]
+    kernel = (weights if isinstance(weight, Weight) else specs)[weight.name].shape[2:]
+    given = _argument(node, 4, 0)
+    if given == "same":
+        padding = [dilation[a] * (kernel[a] - 1) // 2 for a in range(spatial)]
+    else:
+        padding = _pair(0 if given == "valid" else given, spatial, 0)
+    channels: Rule = Whole() if groups == 1 else Blocks(1, source.shape[1] // groups, output.shape[1] // groups)
+    kind = Spread if transposed else Window
+    windows = [kind(a + 2, kernel[a], stride[a], padding[a], dilation[a]) for a in range(spatial)]
+    return (Window(0), channels, *windows)
+
+
+def _pooling(node: Node, source: TensorSpec) -> tuple[Rule, ...]:
+    spatial = 2 if "2d" in node.target else 1 if "1d" in node.target else 3
+    lead = len(source.shape) - spatial
+    kernel = _pair(node.arguments[1], spatial, 1)
+    stride = _pair(_argument(node, 2, None), spatial, 0)
+    stride = [s or k for s, k in zip(stride, kernel)]
+    padding = _pair(_argument(node, 3, 0), spatial, 0)
+    dilation = _pair(_argument(node, 4, 1), spatial, 1) if "max" in node.target else [1] * spatial
+    windows = [Window(a + lead, kernel[a], stride[a], padding[a], dilation[a]) for a in range(spatial)]
+    return (*(Window(a) for a in range(lead)), *windows)
+
+
+def _resampling(source: TensorSpec, output: TensorSpec, margin: int) -> tuple[Rule, ...]:
+    rules: list[Rule] = []
+    for axis, (before, after) in enumerate(zip(source.shape, output.shape)):
+        if before == after:
+            rules.append(Window(axis))
+        elif after % before == 0:
+            rules.append(Blocks(axis, 1, after // before, margin))
+        else:
+            rules.append(Whole())
+    return tuple(rules)
+
+
+def _concatenation(node: Node, source: TensorSpec, specs: Specs) -> tuple[Rule, ...]:
+    parts = [specs[part.name] for part in node.arguments[0] if isinstance(part, Value)]
+    rank = len(source.shape)
+    axis = _argument(node, 1, 0) % rank
+    if len(parts) != len(node.arguments[0]) or sum(part.name == source.name for part in parts) != 1:
+        return _unknown(source, node.outputs[0])
+    offset = 0
+    for part in parts:
+        if part.name == source.name:
+            break
+        offset += part.shape[axis]
+    return tuple(Shifted(a, offset) if a == axis else Window(a) for a in range(rank))
+
+
+def _reduction(node: Node, rank: int) -> tuple[Rule, ...]:
+    reduced = _axes(node.arguments[1], rank)
+    keeps = bool(_argument(node, 2, False))
+    rules: list[Rule] = []
+    follows = 0
+    for axis in range(rank):
+        if axis in reduced:
+            rules.append(Whole())
+            follows += keeps
+        else:
+            rules.append(Window(follows))
+            follows += 1
+    return tuple(rules)
+
+
+def _slice(node: Node, source: TensorSpec) -> tuple[Rule, ...]:
+    axis = _argument(node, 1, 0) % len(source.shape)
+    start = _argument(node, 2, 0) or 0
+    if not isinstance(start, int):
+        return _unknown(source, node.outputs[0])
+    if start < 0:
+        start += source.shape[axis]
+    return tuple(Shifted(a, -start) if a == axis and start else Window(a) for a in range(len(source.shape)))

@@ -1,0 +1,52 @@
+"""The weights a piece runs with: trainable parameters, frozen ones and buffers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from manyhands.graph.graph import Graph
+
+
+class Weights:
+    """Tensors by name. Trainable ones are leaves that collect gradients."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    @classmethod
+    def copied(
+        cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
+    ) -> Weights:
+        """Own copies of the graph's weights (all, or those named), on a device."""
+        wanted = set(names) if names is not None else None
+        tensors: dict[str, torch.Tensor] = {}
+        for spec in graph.weights:
+            if wanted is None or spec.name in wanted:
+                copy = graph.state[spec.name].detach().to(device, copy=True)
+                tensors[spec.name] = copy.requires_grad_(spec.trainable)
+        return cls(tensors)
+
+    @classmethod
+    def shared(cls, graph: Graph, module: nn.Module) -> Weights:
+        """The module's own parameters and buffers: training the graph trains the module."""
+        found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        found.update(module.named_buffers(remove_duplicate=False))
+        return cls({spec.name: found.get(spec.name, graph.state[spec.name]) for spec in graph.weights})
+
+    def trainable(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+    @torch.no_grad()
+    def load_into(self, module: nn.Module, graph: Graph) -> None:
+        """Copy parameters and buffers back into a module of the same structure."""
+        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        own.update(module.named_buffers(remove_duplicate=False))
+        for name, tensor in self.tensors.items():
+            if name in own:
+                own[name].copy_(tensor)
+        for alias, name in graph.aliases.items():
+            if alias in own:
+                own[alias].copy_(self.tensors[name])
