@@ -13,6 +13,7 @@ from collections import Counter
 
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Layer, Op, TensorSpec, WeightSpec
+from manyhands.facts.reads import Whole
 from manyhands.graph import ops
 
 GRANULARITIES = ("blocks", "operators")
@@ -83,8 +84,8 @@ def _computes_from(described: tuple[Op, ...], index: int) -> bool:
 
 
 def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]) -> list[int]:
-    """Cuts of the `blocks` granularity: every block holds at least one heavy operator."""
-    heavy = [op.target in ops.HEAVY and bool(op.weights) for op in described]
+    """Cuts of the `blocks` granularity: every block holds at least one heavy operator or global pooling."""
+    heavy = [(op.target in ops.HEAVY and bool(op.weights)) or _collapses_map(op) for op in described]
     chosen: list[int] = []
     regions = [0, *sorted(narrow), len(described)]
     block_heavy = 0
@@ -99,6 +100,13 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
                 if first < i < last and heavy[_next_work(described, i)] and any(heavy[max([0, *chosen][-1], first) : i]):
                     chosen.append(i)
     return chosen
+
+
+def _collapses_map(op: Op) -> bool:
+    """Global pooling: the last place a map can be tiled, and the first with a small cut. It is a block of its own."""
+    is_pooling = op.target in ops.POOLING or op.target in ("aten.mean.dim", "aten.amax.default")
+    rules = op.reads[0].rules if op.reads else ()
+    return is_pooling and len(rules) == 4 and isinstance(rules[2], Whole) and isinstance(rules[3], Whole)
 
 
 def _next_work(described: tuple[Op, ...], index: int) -> int:

@@ -67,6 +67,8 @@ class _State:
     """Name in the exported program -> what stands for it in the Graph."""
     root: dict[str, str] = field(default_factory=dict)
     """Value -> the value whose memory it may share."""
+    prefix: str = ""
+    """Set inside a sub-graph, whose names are its own."""
     buffers: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
 
@@ -170,13 +172,17 @@ def _outputs(program: Any, state: _State) -> list[str]:
 
 
 def _convert_node(node: Any, state: _State) -> None:
+    name = state.prefix + node.name
     if node.target is operator.getitem:
         source, index = node.args
-        state.arguments[node.name] = state.arguments[source.name][index]
+        state.arguments[name] = state.arguments[state.prefix + source.name][index]
+        return
+    if str(node.target) == "wrap_with_set_grad_enabled":
+        _inline(node, state)
         return
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
-        state.arguments[node.name] = _integer(value, node)
+        state.arguments[name] = _integer(value, node)
         return
     where = _where(node)
     target = str(node.target)
@@ -202,20 +208,20 @@ def _convert_node(node: Any, state: _State) -> None:
     if target not in ops.ALLOWED or ops.resolve(target) is None:
         raise _off_list(target, where)
     _refuse_hidden_randomness(target, arguments, where)
-    outputs = _output_specs(node.name, value, where)
+    outputs = _output_specs(name, value, where)
     several = isinstance(value, (tuple, list))
     state.nodes.append(
-        Node(node.name, target, arguments, options, outputs, several, in_place, "", _module(node), where)
+        Node(name, target, arguments, options, outputs, several, in_place, "", _module(node), where)
     )
     own = [Value(spec.name) for spec in outputs]
-    state.arguments[node.name] = own if several else own[0]
+    state.arguments[name] = own if several else own[0]
     shares_memory = target.split(".")[1] in _ALIASING and isinstance(mutated, Value)
     for record in own:
         state.root[record.name] = state.root[mutated.name] if shares_memory and isinstance(mutated, Value) else record.name
     if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
-        for name, record in state.arguments.items():
+        for key, record in state.arguments.items():
             if record == mutated:
-                state.arguments[name] = own[0]
+                state.arguments[key] = own[0]
 
 
 def _convert_buffer_write(
@@ -227,9 +233,40 @@ def _convert_buffer_write(
         return  # export's epilogue: the buffer was already written in place
     if target not in ops.BUFFER_UPDATE:
         raise _off_list(target, where)
-    spec = _spec(node.name, node.meta["val"], where)
-    state.nodes.append(Node(node.name, target, arguments, options, (spec,), updates=name, module=_module(node), where=where))
-    state.arguments[node.name] = Weight(name)
+    spec = _spec(state.prefix + node.name, node.meta["val"], where)
+    state.nodes.append(Node(spec.name, target, arguments, options, (spec,), updates=name, module=_module(node), where=where))
+    state.arguments[spec.name] = Weight(name)
+
+
+def _inline(node: Any, state: _State) -> None:
+    """A `with torch.no_grad():` region is a sub-graph; its nodes join the others, its results are detached."""
+    enabled, inner, *given = node.args
+    outer, prefix = state.prefix, f"{state.prefix}{inner.name}."
+    arguments = [_argument(value, state, node) for value in given]
+    state.prefix = prefix
+    graph = getattr(node.graph.owning_module, inner.target).graph
+    placeholders = [one for one in graph.nodes if one.op == "placeholder"]
+    for placeholder, argument in zip(placeholders, arguments, strict=True):
+        state.arguments[prefix + placeholder.name] = argument
+    for one in graph.nodes:
+        if one.op == "call_function":
+            _convert_node(one, state)
+    output = next(one for one in graph.nodes if one.op == "output")
+    results = [state.arguments[prefix + one.name] for one in output.args[0]]
+    state.prefix = outer
+    if not enabled:
+        results = [_detached(result, state) for result in results]
+    state.arguments[outer + node.name] = results
+
+
+def _detached(result: Argument, state: _State) -> Argument:
+    if not isinstance(result, Value):
+        return result
+    spec = next(spec for node in reversed(state.nodes) for spec in node.outputs if spec.name == result.name)
+    own = TensorSpec(f"{result.name}.detached", spec.shape, spec.dtype, spec.batch_axis)
+    state.nodes.append(Node(own.name, "aten.detach.default", (result,), {}, (own,)))
+    state.root[own.name] = state.root[result.name]
+    return Value(own.name)
 
 
 def _check_no_other_view(node: Any, name: str, where: str, state: _State) -> None:
@@ -239,7 +276,7 @@ def _check_no_other_view(node: Any, name: str, where: str, state: _State) -> Non
     following = node.next
     while following.op != "root":
         for used in following.all_input_nodes:
-            record = state.arguments.get(used.name)
+            record = state.arguments.get(state.prefix + used.name)
             for one in records(record):
                 if isinstance(one, Value) and one.name in shared and following is not node:
                     raise CaptureFailed(
@@ -268,7 +305,7 @@ def _off_list(target: str, where: str) -> CaptureFailed:
 
 def _argument(value: Any, state: _State, node: Any) -> Argument:
     if isinstance(value, torch.fx.Node):
-        return state.arguments[value.name]
+        return state.arguments[state.prefix + value.name]
     if isinstance(value, (list, tuple)):
         return tuple(_argument(item, state, node) for item in value)
     if isinstance(value, torch.SymInt):

@@ -13,14 +13,14 @@ from typing import Any
 # Element by element, with broadcasting: an output element reads the element of each input at the same place.
 _POINTWISE = """
 abs add.Scalar add.Tensor bitwise_and.Tensor bitwise_not bitwise_or.Tensor celu ceil clamp clamp.Tensor clamp_max
-clamp_max.Tensor clamp_min clamp_min.Tensor clone contiguous cos detach detach_ div.Scalar div.Tensor div.Tensor_mode
+clamp_max.Tensor clamp_min clamp_min.Tensor clone contiguous cos detach div.Scalar div.Tensor div.Tensor_mode
 elu eq.Scalar eq.Tensor erf exp expm1 floor floor_divide fmod.Scalar ge.Scalar ge.Tensor gelu gt.Scalar gt.Tensor
 hardsigmoid hardswish hardtanh le.Scalar le.Tensor leaky_relu lerp.Scalar lerp.Tensor log log1p log2 log_sigmoid
 logical_and logical_not logical_or lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor maximum minimum mish
 mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg nan_to_num pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prelu reciprocal
 relu relu6 remainder.Scalar round rsqrt rsub.Scalar rsub.Tensor selu sigmoid sign silu sin softplus softshrink sqrt
 square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout to.device type_as where.self where.ScalarOther
-where.ScalarSelf where.Scalar _to_copy alias lift_fresh_copy addcmul addcdiv hardshrink
+where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias lift_fresh_copy addcmul addcdiv hardshrink
 """
 
 _CONVOLUTION = """
@@ -52,7 +52,7 @@ logsumexp cosine_similarity all any all.dim any.dim topk sort _softmax _log_soft
 """
 _CREATION = """
 zeros ones full arange arange.start arange.start_step zeros_like ones_like full_like new_zeros new_ones new_full
-scalar_tensor linspace eye empty.memory_format empty_like new_empty
+scalar_tensor linspace eye meshgrid.indexing meshgrid empty.memory_format empty_like new_empty
 """
 _LOSS = """
 cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy

@@ -1,0 +1,148 @@
+"""A plan: stages, how each is shared, micro-batches, order, codecs. Plain data that a person can read and write.
+
+    network: resnet18
+    batch_size: 32
+    micro_batches: 4
+    order: 1f1b
+    stages:
+      - layers: [0, 6]                       # from layer 0 up to, not including, layer 6; names work too
+        devices: [pi4-1, pi4-2]
+        share: {by: samples, samples: [5, 3]}    # of each micro-batch of 8
+      - layers: [6, 10]
+        devices: [nano]
+        codec: {bits: 8}                     # what this stage receives is packed in 8 bits
+
+The four papers are regions of this space: one stage by tiles (TILE), stages by samples (ASTEROID), two stages with a
+codec (SPLIT), one stage by channels (DECNN).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import BadPlan
+
+LayerName = int | str
+Order = Literal["sequential", "gpipe", "1f1b", "eager", "stream"]
+WarmUp = Literal["2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1"]
+EVERYWHERE = "everywhere"
+
+
+class Single(msgspec.Struct, frozen=True, tag="single", tag_field="by", forbid_unknown_fields=True):
+    """One device does the whole stage."""
+
+
+class BySamples(msgspec.Struct, frozen=True, tag="samples", tag_field="by", forbid_unknown_fields=True):
+    """Each device takes some samples of every micro-batch."""
+
+    samples: tuple[int, ...]
+
+
+class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
+    """Each device owns a tile of every feature map; devices fill the grid row by row.
+
+    `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers
+    at which boundary data is exchanged (TILE §4.2): None exchanges at every layer; without `backward_groups`, backward
+    is the adjoint of forward.
+    """
+
+    rows: tuple[float, ...]
+    columns: tuple[float, ...] = (1,)
+    forward_groups: tuple[LayerName, ...] | None = None
+    backward_groups: tuple[LayerName, ...] | None = None
+
+
+class ByChannels(msgspec.Struct, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
+    """Each device takes some of the channel groups, in order; `groups` are relative sizes."""
+
+    groups: tuple[int, ...]
+
+
+Share = Single | BySamples | ByTiles | ByChannels
+
+
+class Codec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How features are packed on the wire: n-bit uniform quantisation (SPLIT §4.2); 32 sends them as they are."""
+
+    bits: int = 32
+    error_feedback: bool = True
+    gradients: bool = False
+    """Whether the returned gradients are packed too."""
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of layers on some devices. Which stages feed it follows from the tensors it reads."""
+
+    layers: tuple[LayerName, LayerName]
+    devices: tuple[str, ...]
+    share: Share = Single()
+    codec: Codec = Codec()
+    """For what this stage receives from earlier stages."""
+    reduce: Literal["allreduce", "gateway"] = "allreduce"
+    """How the devices of this stage add up their weight gradients."""
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that decides who does what, when."""
+
+    network: str
+    batch_size: int
+    stages: tuple[Stage, ...]
+    micro_batches: int = 1
+    order: Order = "1f1b"
+    warm_up: WarmUp | tuple[int, ...] = "2(P-p)-1"
+    """Forward passes a stage p of P runs ahead of its first backward (ASTEROID §3.2), or one number per stage."""
+    batch_norm: Literal["synchronised", "local"] = "synchronised"
+    homes: dict[str, str] = {}
+    """Graph input -> the device that has it; an input not named is at hand wherever it is read."""
+    optimizer_slots: int = 1
+    """Numbers the optimiser keeps per parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
+    bucket_bytes: int = 25_000_000
+    """Weight gradients are reduced in buckets of about this size, while backward goes on."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batch_size // self.micro_batches
+
+    @property
+    def is_training(self) -> bool:
+        return self.order != "stream"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device that takes part, in the plan's order."""
+        homes = [home for home in self.homes.values() if home != EVERYWHERE]
+        return tuple(dict.fromkeys([name for stage in self.stages for name in stage.devices] + homes))
+
+    def warm_up_of(self, stage: int) -> int:
+        """K_p: how many forward passes stage p may be ahead of its backward passes."""
+        if isinstance(self.warm_up, tuple):
+            return self.warm_up[stage]
+        ahead = len(self.stages) - stage
+        count = {"2(P-p)-1": 2 * ahead - 1, "2(P-p)": 2 * ahead, "P-p": ahead, "2(P-p)+1": 2 * ahead + 1}[self.warm_up]
+        return max(1, min(count, self.micro_batches))
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Plan:
+        return decode(document, cls, "plan", BadPlan)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without what is as usual, so that a person reads only what was decided."""
+        full = msgspec.to_builtins(self)
+        usual = {info.name: msgspec.to_builtins(info.default) for info in msgspec.structs.fields(Plan)
+                 if info.default is not msgspec.NODEFAULT}  # fmt: skip
+        stage_usual = {info.name: msgspec.to_builtins(info.default) for info in msgspec.structs.fields(Stage)
+                       if info.default is not msgspec.NODEFAULT}  # fmt: skip
+        kept = {key: value for key, value in full.items() if key in ("order", "micro_batches") or usual.get(key) != value}
+        kept.setdefault("homes", {}) or kept.pop("homes")
+        kept["stages"] = [
+            {key: _trimmed(value) for key, value in stage.items() if stage_usual.get(key) != value} for stage in full["stages"]
+        ]
+        return kept
+
+
+def _trimmed(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

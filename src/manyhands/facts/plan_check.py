@@ -1,0 +1,215 @@
+"""Whether a plan fits its network and cluster. Every refusal names the field, the value and the limit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+
+from manyhands.facts.boxes import cut_points
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
+from manyhands.facts.network import Network
+from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Single, Stage
+
+BITS = (2, 4, 8, 16, 32)
+
+
+def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Plan:
+    """The plan with layers as numbers, checked against the network and, where given, the cluster."""
+    if plan.batch_size < 1:
+        raise BadPlan(f"batch_size is {plan.batch_size}; it must be at least 1.")
+    if plan.micro_batches < 1 or plan.batch_size % plan.micro_batches:
+        raise BadPlan(
+            f"micro_batches is {plan.micro_batches}; it must divide batch_size = {plan.batch_size}.",
+            hint="Choose one of " + ", ".join(str(n) for n in range(1, plan.batch_size + 1) if plan.batch_size % n == 0),
+        )
+    if not 0 <= plan.optimizer_slots <= 8:
+        raise BadPlan(f"optimizer_slots is {plan.optimizer_slots}; it must be between 0 and 8.")
+    if plan.bucket_bytes < 1:
+        raise BadPlan(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1.")
+    if not plan.stages:
+        raise BadPlan("stages is empty; a plan has at least one stage.")
+    stages = tuple(_resolve_stage(plan, index, network) for index in range(len(plan.stages)))
+    resolved = msgspec.structs.replace(plan, stages=stages)
+    _check_cover(stages, network)
+    _check_devices(resolved, network, cluster)
+    _check_warm_up(resolved)
+    for index, stage in enumerate(stages):
+        _check_share(resolved, index, stage, network)
+        _check_eager(resolved, index, stage, network)
+    _check_tied_weights(stages, network)
+    return resolved
+
+
+def _layer(network: Network, name: LayerName, field: str) -> int:
+    try:
+        return network.find_layer(name)
+    except (BadValue, UnknownName) as error:
+        raise BadPlan(f"{field} is {name!r}: {error.message}", hint=error.hint) from None
+
+
+def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
+    stage = plan.stages[index]
+    first = _layer(network, stage.layers[0], f"stages[{index}].layers[0]")
+    last = _layer(network, stage.layers[1], f"stages[{index}].layers[1]")
+    share = stage.share
+    if isinstance(share, ByTiles):
+        groups = {
+            field: None if given is None else tuple(_layer(network, g, f"stages[{index}].share.{field}") for g in given)
+            for field, given in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
+        }
+        share = msgspec.structs.replace(share, **groups)
+    return msgspec.structs.replace(stage, layers=(first, last), share=share)
+
+
+def layer_range(stage: Stage) -> tuple[int, int]:
+    """The layers of a resolved stage, as numbers."""
+    first, last = stage.layers
+    assert isinstance(first, int) and isinstance(last, int), "resolve the plan first"
+    return first, last
+
+
+def op_range(stage: Stage, network: Network) -> tuple[int, int]:
+    """The operators of a resolved stage."""
+    first, last = layer_range(stage)
+    return network.layers[first].first, network.layers[last - 1].last
+
+
+def _check_cover(stages: tuple[Stage, ...], network: Network) -> None:
+    expected = 0
+    for index, stage in enumerate(stages):
+        first, last = layer_range(stage)
+        if first != expected:
+            raise BadPlan(f"stages[{index}].layers starts at layer {first}; the stage before it ends at {expected}.")
+        if last <= first:
+            raise BadPlan(f"stages[{index}].layers is [{first}, {last}]; it must hold at least one layer.")
+        expected = last
+    if expected != len(network.layers):
+        raise BadPlan(
+            f"stages[{len(stages) - 1}].layers ends at layer {expected}; {network.name} has {len(network.layers)} layers "
+            f"at granularity '{network.granularity}'."
+        )
+
+
+def _check_devices(plan: Plan, network: Network, cluster: Cluster | None) -> None:
+    used: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if not stage.devices:
+            raise BadPlan(f"stages[{index}].devices is empty; a stage has at least one device.")
+        for name in stage.devices:
+            if name in used:
+                raise BadPlan(f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}].")
+            used[name] = index
+        if stage.codec.bits not in BITS:
+            raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; it must be one of {BITS}.")
+    for name, home in plan.homes.items():
+        if name not in network.inputs:
+            raise BadPlan(f"homes names input '{name}'.", hint=did_you_mean(name, network.inputs))
+        if cluster is None and home != EVERYWHERE and home not in used:
+            raise BadPlan(f"homes.{name} is '{home}', which is in no stage.", hint=did_you_mean(home, used))
+    if cluster is not None:
+        for name in plan.devices:
+            if name not in cluster.names:
+                raise BadPlan(f"Device '{name}' is not in cluster {cluster.name}.", hint=did_you_mean(name, cluster.names))
+
+
+def _check_warm_up(plan: Plan) -> None:
+    if isinstance(plan.warm_up, tuple):
+        if len(plan.warm_up) != len(plan.stages):
+            raise BadPlan(f"warm_up has {len(plan.warm_up)} numbers; there are {len(plan.stages)} stages.")
+        for stage, count in enumerate(plan.warm_up):
+            if not 1 <= count <= plan.micro_batches:
+                raise BadPlan(f"warm_up[{stage}] is {count}; it must be between 1 and micro_batches = {plan.micro_batches}.")
+        for stage, (before, after) in enumerate(pairwise(plan.warm_up)):
+            if before < after:
+                raise BadPlan(f"warm_up[{stage}] is {before}, less than warm_up[{stage + 1}] = {after}: they would wait forever.")
+
+
+def _check_share(plan: Plan, index: int, stage: Stage, network: Network) -> None:
+    share, count, field = stage.share, len(stage.devices), f"stages[{index}]"
+    if isinstance(share, Single):
+        if count != 1:
+            raise BadPlan(
+                f"{field}.devices has {count} devices and {field}.share is single.",
+                hint="Write share: {by: samples, samples: [...]} or name one device.",
+            )
+    elif isinstance(share, BySamples):
+        _check_samples(plan, field, share, stage, network)
+    elif isinstance(share, ByTiles):
+        _check_tiles(field, share, stage, network)
+    elif isinstance(share, ByChannels):
+        _check_channels(plan, field, share, count)
+
+
+def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, network: Network) -> None:
+    if len(share.samples) != len(stage.devices):
+        raise BadPlan(f"{field}.share.samples has {len(share.samples)} numbers; there are {len(stage.devices)} devices.")
+    if any(number < 1 for number in share.samples):
+        raise BadPlan(f"{field}.share.samples is {list(share.samples)}; every device takes at least 1, or is left out.")
+    if sum(share.samples) != plan.micro_batch_size:
+        raise BadPlan(
+            f"{field}.share.samples adds up to {sum(share.samples)}; a micro-batch has {plan.micro_batch_size} samples "
+            f"(batch_size {plan.batch_size} / micro_batches {plan.micro_batches})."
+        )
+    first, last = op_range(stage, network)
+    for op in network.ops[first:last]:
+        if op.mixes_samples and len(stage.devices) > 1:
+            raise BadPlan(
+                f"{field} is shared by samples, but operator {op.name} ({op.target}, {op.where or op.module}) mixes samples.",
+                hint="Give that layer to a stage with one device.",
+            )
+
+
+def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> None:
+    slots, count = len(share.rows) * len(share.columns), len(stage.devices)
+    if slots != count:
+        raise BadPlan(f"{field}.share is a grid of {len(share.rows)}x{len(share.columns)} = {slots} tiles; there are {count} devices.")
+    if any(number <= 0 for number in (*share.rows, *share.columns)):
+        raise BadPlan(f"{field}.share has rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0.")
+    first, last = layer_range(stage)
+    for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):
+        if groups is None:
+            continue
+        starts = [g for g in groups if isinstance(g, int)]
+        if not starts or starts[0] != first:
+            raise BadPlan(f"{field}.share.{name} is {starts}; its first group must start at layer {first}, where the stage starts.")
+        if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= last:
+            raise BadPlan(f"{field}.share.{name} is {starts}; it must increase and stay below layer {last}, where the stage ends.")
+    start, _ = op_range(stage, network)
+    image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
+    if image is not None and len(image.shape) == 4:
+        for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
+            if any(a == b for a, b in pairwise(cut_points(extent, weights))):
+                raise BadPlan(f"{field}.share.{name} is {list(weights)}: a tile would have 0 of the {extent} {name} of {image.name}.")
+
+
+def _check_channels(plan: Plan, field: str, share: ByChannels, count: int) -> None:
+    if len(share.groups) != count:
+        raise BadPlan(f"{field}.share.groups has {len(share.groups)} numbers; there are {count} devices.")
+    if any(number < 1 for number in share.groups):
+        raise BadPlan(f"{field}.share.groups is {list(share.groups)}; every device takes at least 1 group.")
+
+
+def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None:
+    """Devices that choose their own order must not meet inside a pass."""
+    if plan.order != "eager" or len(stage.devices) == 1:
+        return
+    first, last = op_range(stage, network)
+    statistics = plan.batch_norm == "synchronised" and any(op.statistics for op in network.ops[first:last])
+    if statistics or not isinstance(stage.share, BySamples):
+        raise BadPlan(
+            f"order is eager, but the devices of stages[{index}] exchange data inside a pass and could each pick another.",
+            hint="Use order: 1f1b, or batch_norm: local with a share by samples.",
+        )
+
+
+def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        for name in network.weights_of(*op_range(stage, network)):
+            if network.weights[name].trainable and seen.setdefault(name, index) != index:
+                raise BadPlan(
+                    f"stages[{index}] and stages[{seen[name]}] both use the weight '{name}'.",
+                    hint="Put the layers that share a weight into one stage.",
+                )

@@ -1,0 +1,167 @@
+"""How long layers take on a device: measured over a ladder of batch sizes, or estimated and marked so.
+
+Time is not linear in the batch size (ASTEROID Fig. 6), so each layer keeps a few measured points and reads between
+them. Kernels (memory format, oneDNN or native, threads) are the fastest that were measured for each operator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.network import Network, Op
+
+Source = Literal["measured", "estimated"]
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one layer at one batch size."""
+
+    samples: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+class LayerTiming(msgspec.Struct, frozen=True):
+    """One layer's ladder, by increasing batch size."""
+
+    layer: str
+    ladder: tuple[Timing, ...]
+
+
+class Kernel(msgspec.Struct, frozen=True):
+    """How an operator is run: its tensors' memory format, whether by oneDNN, and on how many threads (0: all)."""
+
+    channels_last: bool = False
+    onednn: bool = True
+    threads: int = 0
+
+    def __str__(self) -> str:
+        parts = ["channels_last" if self.channels_last else "contiguous", "oneDNN" if self.onednn else "native"]
+        return "+".join([*parts, f"{self.threads}t"] if self.threads else parts)
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """One network on one device."""
+
+    network: str
+    fingerprint: str
+    input: str
+    granularity: str
+    device: str
+    source: Source
+    layers: tuple[LayerTiming, ...]
+    kernels: dict[str, Kernel] = {}
+    """Operator -> the fastest kernel measured; absent: PyTorch's default."""
+    peak_bytes: dict[str, int] = {}
+    """Batch size (as text) -> peak tensor bytes of a training step, where measured."""
+    machine: str = ""
+    repeats: int = 0
+    version: int = 1
+
+    def check_matches(self, network: Network) -> None:
+        """A profile speaks of one graph at one granularity."""
+        if self.fingerprint != network.fingerprint or len(self.layers) != len(network.layers):
+            raise BadFile(
+                f"The profile of {self.network} ({self.input}, {len(self.layers)} layers, {self.fingerprint}) does not "
+                f"belong to {network.name} ({network.input_text}, {len(network.layers)} layers, {network.fingerprint}).",
+                hint=f"Measure it: manyhands profile --model {network.name}",
+            )
+
+    @cached_property
+    def ladders(self) -> tuple[tuple[Timing, ...], ...]:
+        return tuple(layer.ladder for layer in self.layers)
+
+    def layer_seconds(self, layer: int, samples: float) -> tuple[float, float]:
+        """Forward and backward seconds of a layer for a (possibly fractional) number of samples."""
+        ladder = self.ladders[layer]
+        if samples <= 0:
+            return (0.0, 0.0)
+        return _interpolate(ladder, samples)
+
+
+def _interpolate(ladder: tuple[Timing, ...], samples: float) -> tuple[float, float]:
+    """Between two points: the straight line. Below the first: in proportion. Beyond the last: the last slope."""
+    place = bisect_left(ladder, samples, key=lambda timing: timing.samples)
+    if place < len(ladder) and ladder[place].samples == samples:
+        return (ladder[place].forward_seconds, ladder[place].backward_seconds)
+    if place == 0 or len(ladder) == 1:
+        part = samples / ladder[0].samples
+        return (ladder[0].forward_seconds * part, ladder[0].backward_seconds * part)
+    low, high = ladder[min(place, len(ladder) - 1) - 1], ladder[min(place, len(ladder) - 1)]
+    part = (samples - low.samples) / (high.samples - low.samples)
+    forward = low.forward_seconds + part * (high.forward_seconds - low.forward_seconds)
+    backward = low.backward_seconds + part * (high.backward_seconds - low.backward_seconds)
+    return (max(forward, 0.0), max(backward, 0.0))
+
+
+class Profile(msgspec.Struct, frozen=True, dict=True):
+    """The profiles of a cluster's devices, by device name."""
+
+    devices: dict[str, DeviceProfile]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def of(self, device: str) -> DeviceProfile:
+        if device not in self.devices:
+            raise BadValue(f"There is no profile of device '{device}'.", hint="Run: manyhands profile")
+        return self.devices[device]
+
+    @property
+    def is_estimated(self) -> bool:
+        return any(profile.source == "estimated" for profile in self.devices.values())
+
+
+ESTIMATE_LADDER = (1, 2, 4, 8, 16, 32, 64)
+
+
+def op_seconds(op: Op, device: Device, samples: float) -> float:
+    """A roofline estimate of an operator's forward pass: limited by arithmetic or by memory, plus its launch."""
+    compute = 2 * op.macs * samples / (device.gflops * 1e9)
+    memory = op.moved_bytes * samples / device.memory_bytes_per_second
+    return max(compute, memory) + device.operator_seconds
+
+
+def estimate(network: Network, device: Device) -> DeviceProfile:
+    """A profile computed from the catalogue's numbers, marked as estimated. Backward costs twice forward."""
+    layers = []
+    for layer in network.layers:
+        run = [op for op in network.ops[layer.first : layer.last] if op.moved_bytes or op.macs]
+        ladder = []
+        for samples in ESTIMATE_LADDER:
+            forward = sum(op_seconds(op, device, samples) for op in run)
+            ladder.append(Timing(samples, forward, 2 * forward))
+        layers.append(LayerTiming(layer.name, tuple(ladder)))
+    return DeviceProfile(
+        network=network.name,
+        fingerprint=network.fingerprint,
+        input=network.input_text,
+        granularity=network.granularity,
+        device=device.kind,
+        source="estimated",
+        layers=tuple(layers),
+        machine=device.source,
+    )
+
+
+def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
+    """Estimated profiles of every device; devices with the same numbers share one."""
+    found: dict[Device, DeviceProfile] = {}
+    by_name: dict[str, DeviceProfile] = {}
+    for device in cluster.devices:
+        key = msgspec.structs.replace(device, name="")
+        if key not in found:
+            found[key] = estimate(network, device)
+        by_name[device.name] = found[key]
+    return Profile(by_name)
+
+
+def is_increasing(ladder: tuple[Timing, ...]) -> bool:
+    return all(low.samples < high.samples for low, high in pairwise(ladder))

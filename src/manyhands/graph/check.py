@@ -1,0 +1,166 @@
+"""Does a graph read from outside compute what it says? Every node is run on fake tensors, which hold no memory.
+
+Two runs, with 2 and with 3 samples, tell a size that grows with the batch from one that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from manyhands.facts.errors import BadGraph
+from manyhands.facts.network import TensorSpec
+from manyhands.graph import ops
+from manyhands.graph.document import LARGEST_LIST, weights_in
+from manyhands.graph.graph import Graph, Node, tree_leaves
+from manyhands.graph.piece import Context, Piece, Step, run_step
+from manyhands.graph.weights import Weights
+
+LARGEST_RECURRENT_STEPS = 16_384
+"""Torch unrolls a recurrent layer step by step wherever shapes are worked out."""
+
+
+def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
+    """The given tensors are the graph's weights: names, shapes and dtypes."""
+    expected = weights_in(graph)
+    for name in expected:
+        if name not in state:
+            raise BadGraph(f"Weight {name!r:.120} is missing.")
+    for name, tensor in state.items():
+        if name not in expected:
+            raise BadGraph(f"Weight {name!r:.120} is given, but the graph has no such weight.")
+        spec = expected[name]
+        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if found != (spec.shape, spec.dtype):
+            raise BadGraph(f"Weight {name!r:.120} is {found[1]}{list(found[0])}; the graph says {spec.dtype}{list(spec.shape)}.")
+
+
+def check_loss(graph: Graph, loss: Graph) -> None:
+    """The loss takes what the network returns, and returns one number."""
+    positional, keywords = loss.input_tree
+    if len(positional) != 2 or keywords:
+        raise BadGraph(f"The loss takes {len(positional)} inputs and {len(keywords)} keywords; it must take (output, target).")
+    if _form(positional[0]) != _form(graph.output_tree):
+        raise BadGraph("The loss takes an output of another structure than the network returns.")
+    made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
+    made.update({spec.name: spec for spec in graph.inputs})
+    taken = {spec.name: spec for spec in loss.inputs}
+    for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.output_tree), strict=True):
+        one, other = taken[theirs], made[ours]
+        if (one.shape, one.dtype, one.batch_axis) != (other.shape, other.dtype, other.batch_axis):
+            raise BadGraph(f"The loss takes {_text(one)} as {theirs!r:.80}; the network returns {_text(other)}.")
+    results = {spec.name: spec for node in loss.nodes for spec in node.outputs}
+    spec = results.get(loss.output_tree) if isinstance(loss.output_tree, str) else None
+    if spec is None or spec.shape or not spec.dtype.startswith(("float", "bfloat")):
+        raise BadGraph(f"The loss returns {_text(spec) if spec else 'several tensors or an input'}, not one number.")
+
+
+def _form(tree: Any) -> Any:
+    """A tree without the names of its leaves."""
+    if isinstance(tree, dict):
+        return {key: _form(item) for key, item in tree.items()}
+    return [_form(item) for item in tree] if isinstance(tree, (list, tuple)) else None
+
+
+def _text(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)} (batch axis {spec.batch_axis})"
+
+
+def check_shapes(graph: Graph) -> None:
+    """Every node makes the shapes and dtypes that the graph says."""
+    _check_at(graph, 2)
+    _check_at(graph, 3)
+
+
+def _check_at(graph: Graph, samples: int) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        try:
+            tensors = {spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}
+            piece = Piece(graph, Weights(tensors))
+            steps = piece.steps(training=True)
+            slots = piece.fresh_slots()
+            by_name = {spec.name: spec for spec in graph.inputs}
+            for place, name in enumerate(piece.inputs):
+                slots[place] = _empty(by_name[name].shape_for(samples), by_name[name].dtype)
+        except Exception as error:
+            raise BadGraph(f"The graph cannot be prepared: {_first_line(error)}") from error
+        for step in steps:
+            try:
+                _run(step, slots, samples)
+            except BadGraph:
+                raise
+            except Exception as error:
+                raise BadGraph(f"Node {step.node.name!r:.80} ({step.node.target}) cannot run: {_first_line(error)}") from error
+            _compare(step, slots, samples)
+            for place in step.frees:
+                slots[place] = None
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _run(step: Step, slots: list[Any], samples: int) -> None:
+    """Run a node; one whose cost grows with a size rather than with its text is looked at first."""
+    node = step.node
+    context = Context(samples=samples)
+    if node.target in ops.RECURRENT:
+        _run_recurrent(step, slots, samples)
+        return
+    if node.several:
+        _check_parts(node, step.build(slots, samples))
+    run_step(replace(step, frees=()), slots, samples, context)
+
+
+def _check_parts(node: Node, arguments: list[Any]) -> None:
+    """Operators that return as many tensors as a size says must not return absurdly many."""
+    name = node.target.split(".")[1]
+    count = 0
+    if name == "unbind":
+        count = arguments[0].shape[arguments[1] if len(arguments) > 1 else 0]
+    elif name == "chunk":
+        count = arguments[1]
+    elif name == "split" and isinstance(arguments[1], int):
+        count = arguments[0].shape[arguments[2] if len(arguments) > 2 else 0] // max(1, arguments[1])
+    if count > LARGEST_LIST:
+        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) makes {count} tensors; at most {LARGEST_LIST} are taken.")
+
+
+def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
+    """One time step stands for all: shapes do not depend on how many there are, time does."""
+    node = step.node
+    arguments = step.build(slots, samples)
+    x = arguments[0]
+    batch_first = bool(arguments[8]) and x.dim() == 3
+    axis = 1 if batch_first else 0
+    steps = x.shape[axis]
+    if steps > LARGEST_RECURRENT_STEPS:
+        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) runs {steps} steps; at most {LARGEST_RECURRENT_STEPS} are taken.")
+    arguments[0] = x.narrow(axis, 0, min(1, steps))
+    first, *others = step.call(*arguments, **(step.options(slots, samples) if step.options else {}))
+    shape = list(first.shape)
+    shape[axis] = steps
+    for place, value in zip(step.outputs, [first.new_empty(shape), *others], strict=True):
+        slots[place] = value
+
+
+def _compare(step: Step, slots: list[Any], samples: int) -> None:
+    for place, spec in zip(step.outputs, step.node.outputs, strict=True):
+        made = slots[place]
+        if not isinstance(made, torch.Tensor):
+            raise BadGraph(f"Node {step.node.name!r:.80} ({step.node.target}) makes fewer tensors than it says.")
+        found = (tuple(made.shape), str(made.dtype).removeprefix("torch."))
+        if found != (spec.shape_for(samples), spec.dtype):
+            raise BadGraph(
+                f"Node {step.node.name!r:.80} ({step.node.target}) makes {found[1]}{list(found[0])} of {samples} samples; "
+                f"the graph says {spec.dtype}{list(spec.shape_for(samples))}."
+            )

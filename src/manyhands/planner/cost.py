@@ -1,0 +1,110 @@
+"""What every action costs: the one place where plans are priced, for planners and simulator alike."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.network import Network
+from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
+from manyhands.schedule.actions import Backward, Forward, Reduce
+from manyhands.schedule.geometry import StageGeometry
+
+
+class CostModel:
+    """Seconds of actions on a cluster, from a profile."""
+
+    def __init__(self, network: Network, cluster: Cluster, profile: Profile) -> None:
+        self.network, self.cluster, self.profile = network, cluster, profile
+        for name in profile.devices:
+            profile.of(name).check_matches(network)
+        self._known: dict[tuple[int, int, int, float], tuple[float, float]] = {}
+        self._op_shares: dict[int, tuple[float, ...]] = {}
+
+    @cached_property
+    def _fractions(self) -> dict[tuple[int, str], tuple[float, ...]]:
+        return {}
+
+    def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
+        """Seconds of a forward or backward action on its device."""
+        key = (id(geometry), device)
+        parts = self._fractions.get(key)
+        if parts is None:
+            parts = self._fractions[key] = geometry.fractions(device)
+        own = self.profile.of(device)
+        if not geometry.is_split_inside:
+            forward, backward = self.range_seconds(own, device, action.first, action.last, parts[0] * geometry.samples)
+            return forward if isinstance(action, Forward) else backward
+        total = 0.0
+        for op in range(action.first, action.last):
+            samples = parts[op - geometry.first] * geometry.samples
+            if samples:
+                forward, backward = self.range_seconds(own, device, op, op + 1, samples)
+                total += forward if isinstance(action, Forward) else backward
+        return total
+
+    def range_seconds(self, profile: DeviceProfile, device: str, first: int, last: int, samples: float) -> tuple[float, float]:
+        """Forward and backward seconds of operators [first, last) for some samples (a fraction: a tile of one)."""
+        key = (id(profile), first, last, samples)
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        shares = self._shares(profile, device)
+        forward = backward = 0.0
+        op = first
+        while op < last:
+            number = self.network.layer_of_op[op]
+            layer = self.network.layers[number]
+            end = min(last, layer.last)
+            part = 1.0 if op == layer.first and end == layer.last else sum(shares[op:end])
+            if part:
+                ahead, back = profile.layer_seconds(number, samples)
+                forward += ahead * part
+                backward += back * part
+            op = end
+        self._known[key] = (forward, backward)
+        return forward, backward
+
+    def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
+        """Each operator's part of its layer's time: measured per layer, divided by the roofline estimate."""
+        found = self._op_shares.get(id(profile))
+        if found is not None:
+            return found
+        kind = self.cluster.device(device)
+        weights = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
+        shares: list[float] = []
+        for layer in self.network.layers:
+            own = weights[layer.first : layer.last]
+            total = sum(own)
+            shares.extend(weight / total if total else 1.0 / len(own) for weight in own)
+        self._op_shares[id(profile)] = tuple(shares)
+        return self._op_shares[id(profile)]
+
+    def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
+        """The optimiser reads and writes weights, gradients and its own state once: memory-bound."""
+        trainable = sum(
+            self.network.weights[name].bytes
+            for name in self.network.weights_of(geometry.first, geometry.last)
+            if self.network.weights[name].trainable
+        )
+        return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
+
+    def link(self, source: str, target: str) -> Link:
+        return self.cluster.link_between(source, target)
+
+    def ring_bytes(self, reduce: Reduce) -> float:
+        """Bytes each device sends to its neighbour in a ring all-reduce (ASTEROID Eq. 5)."""
+        count = len(reduce.devices)
+        return 2 * (count - 1) / count * reduce.bytes
+
+    def ring_delay_seconds(self, reduce: Reduce) -> float:
+        """2(n-1) rounds, each waiting for the slowest link's delay."""
+        count = len(reduce.devices)
+        pairs = zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0]))
+        return 2 * (count - 1) * max(self.link(a, b).delay_seconds for a, b in pairs)
+
+    def reduce_seconds(self, reduce: Reduce) -> float:
+        """A ring all-reduce with the links to itself: ASTEROID Eq. 5 plus delays."""
+        pairs = zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0]))
+        slowest = min(self.cluster.bytes_per_second_between(a, b) for a, b in pairs)
+        return self.ring_bytes(reduce) / slowest + self.ring_delay_seconds(reduce)

@@ -1,0 +1,96 @@
+"""Timing on a machine that is never quite at rest: warm up, take turns, report medians.
+
+    round 1   A B C      turns in one order, then the other, so that a slow drift of the machine favours nobody
+    round 2   C B A
+    round 3   A B        C was hopeless and left
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Something to time, by name. `prepare` runs before it and is not timed."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+
+
+Timer = Callable[[Trial], float]
+"""Runs a trial once and says how many seconds it took. Tests put a rigged one here."""
+
+
+def stopwatch(trial: Trial) -> float:
+    """The real timer."""
+    if trial.prepare is not None:
+        trial.prepare()
+    start = time.perf_counter()
+    trial.run()
+    return time.perf_counter() - start
+
+
+@dataclass
+class Timings:
+    """Seconds of each trial, by round, and what all of it took."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    spent_seconds: float = 0.0
+
+    def median(self, name: str) -> float:
+        """The middle of a trial's seconds; infinite where it left before its first round."""
+        return median(self.seconds[name]) if self.seconds[name] else math.inf
+
+    def least(self, name: str) -> float:
+        """The fastest run: interference only ever adds."""
+        return min(self.seconds[name], default=math.inf)
+
+    def ratio(self, slow: str, fast: str) -> float:
+        """How many times `fast` is faster: the median over rounds of the two trials' ratio in that round."""
+        pairs = list(zip(self.seconds[slow], self.seconds[fast]))
+        return median(a / b for a, b in pairs) if pairs else 0.0
+
+    def rounds(self) -> int:
+        return max(map(len, self.seconds.values()), default=0)
+
+
+def interleave(
+    trials: Sequence[Trial],
+    *,
+    repeats: int = 5,
+    seconds: float = math.inf,
+    warm_ups: int = 1,
+    hopeless: float = math.inf,
+    timer: Timer = stopwatch,
+) -> Timings:
+    """Time the trials in turns, for `repeats` rounds or until the next round would pass `seconds`; one round at least.
+
+    A trial `hopeless` times slower than the best leaves early. The first trial is the reference and stays.
+    """
+    found = Timings({trial.name: [] for trial in trials})
+    alive = list(trials)
+    for _ in range(warm_ups):
+        first = {trial.name: timer(trial) for trial in alive}
+        found.spent_seconds += sum(first.values())
+        # A first run also builds what later ones reuse, so it must be worse by twice as much.
+        alive = _promising(alive, first, 2 * hopeless)
+    for number in range(repeats):
+        round_seconds = {trial.name: timer(trial) for trial in (reversed(alive) if number % 2 else alive)}
+        for name, one in round_seconds.items():
+            found.seconds[name].append(one)
+        found.spent_seconds += sum(round_seconds.values())
+        alive = _promising(alive, round_seconds, hopeless)
+        if found.spent_seconds + sum(round_seconds[trial.name] for trial in alive) > seconds:
+            break
+    return found
+
+
+def _promising(alive: list[Trial], seconds: dict[str, float], hopeless: float) -> list[Trial]:
+    limit = hopeless * min(seconds.values())
+    return [trial for index, trial in enumerate(alive) if index == 0 or seconds[trial.name] <= limit]

@@ -1,0 +1,190 @@
+"""Choose the kernels of a network on this machine, so that the choice never loses to PyTorch's default.
+
+1. Every distinct operator is measured by every kernel (operators.py).
+2. The cheapest path along the network: a format per convolution, with the price of changing it in between.
+3. Whole training steps decide, in turns: the default, the path, and everything alike (channels_last, native).
+4. The winner meets the default once more. Unless it wins again, the default stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph, Node, values_of
+from manyhands.graph.kernels import takes_flags, takes_format
+from manyhands.profiler.clock import Timer, Timings, Trial, interleave, stopwatch
+from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
+from manyhands.profiler.steps import TrainingStep
+
+DEFAULT = "default"
+PER_OPERATOR = "per operator"
+LEAST_GAIN = 1.02
+"""A step must become this much faster to leave PyTorch's default: less is noise."""
+_MOST_ROUNDS = 30
+_OPERATORS, _STEPS = 0.5, 0.8
+"""Parts of the time budget by which the first and the third phase end."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Operator -> kernel (absent: PyTorch's default), and how it was found."""
+
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    name: str = DEFAULT
+    gain: float = 1.0
+    """Seconds of a default step over seconds of a step by this choice, as measured when it was confirmed."""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    """Candidate -> median seconds of a whole step."""
+
+
+def choose_kernels(
+    graph: Graph,
+    samples: int,
+    *,
+    threads: int | None = None,
+    seconds: float = 60.0,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    timer: Timer = stopwatch,
+) -> Choice:
+    """The fastest kernels for training `graph` on `samples` samples with `threads` threads (None: as torch is set).
+
+    Takes about `seconds`; a model whose single step takes longer than that gets a few steps nevertheless. With no
+    time at all the default is returned unmeasured.
+    """
+    tunable = [node for node in graph.nodes if takes_flags(graph, node)]
+    if seconds <= 0 or not tunable:
+        return Choice()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, timer=timer)
+        candidates = _candidates(graph, cheapest_path(graph, samples, measured))
+        step = TrainingStep(graph, samples, inputs)
+        return _decide(step, candidates, seconds, measured.spent_seconds, timer)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _candidates(graph: Graph, path: dict[str, Kernel]) -> dict[str, dict[str, Kernel]]:
+    """Choices to compare by whole steps; the default first, equal ones once."""
+    everything = {
+        DEFAULT: {},
+        PER_OPERATOR: path,
+        "channels_last": {n.name: Kernel(channels_last=True) for n in graph.nodes if takes_format(graph, n)},
+        "native": {n.name: Kernel(onednn=False) for n in graph.nodes if takes_flags(graph, n)},
+    }
+    found: dict[str, dict[str, Kernel]] = {}
+    for name, choice in everything.items():
+        if name == DEFAULT or (choice and choice not in found.values()):
+            found[name] = choice
+    return found
+
+
+def _decide(
+    step: TrainingStep, candidates: dict[str, dict[str, Kernel]], seconds: float, spent: float, timer: Timer
+) -> Choice:
+    """The candidate that beats the default twice, or the default."""
+    trials = {name: step.trial(name, choice) for name, choice in candidates.items()}
+    for name in list(trials):
+        took = _first_run(trials[name], timer)
+        spent += took
+        if took == math.inf and name != DEFAULT:
+            del trials[name]
+    left = max(0.0, seconds * _STEPS - spent)
+    found = _rounds(list(trials.values()), left, timer)
+    medians = {name: found.median(name) for name in trials}
+    winner = max(trials, key=lambda name: found.ratio(DEFAULT, name))
+    if winner == DEFAULT or found.ratio(DEFAULT, winner) < LEAST_GAIN:
+        return Choice(step_seconds=medians)
+    left = max(seconds - spent - found.spent_seconds, seconds * (1 - _STEPS))
+    again = _rounds([trials[DEFAULT], trials[winner]], left, timer)
+    gain = again.ratio(DEFAULT, winner)
+    if gain < LEAST_GAIN:
+        return Choice(step_seconds=medians)
+    return Choice(candidates[winner], winner, gain, medians)
+
+
+def _rounds(trials: list[Trial], seconds: float, timer: Timer) -> Timings:
+    return interleave(trials, repeats=_MOST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=1.5, timer=timer)
+
+
+def _first_run(trial: Trial, timer: Timer) -> float:
+    """Seconds of a first run; infinite where an operator of the network refuses the format."""
+    try:
+        return timer(trial)
+    except RuntimeError:
+        if trial.name == DEFAULT:
+            raise
+        return math.inf
+
+
+@dataclass(frozen=True)
+class _Path:
+    """The cheapest way to arrive in a format: its cost, and the last choice with what led to it."""
+
+    seconds: float
+    last: tuple[str, Kernel] | None = None
+    before: _Path | None = None
+
+    def then(self, name: str, kernel: Kernel, seconds: float) -> _Path:
+        return _Path(self.seconds + seconds, (name, kernel), self)
+
+    def choices(self) -> dict[str, Kernel]:
+        found: dict[str, Kernel] = {}
+        path: _Path | None = self
+        while path is not None:
+            if path.last is not None:
+                found[path.last[0]] = path.last[1]
+            path = path.before
+        return found
+
+
+def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds) -> dict[str, Kernel]:
+    """A kernel per measured operator by dynamic programming over (operator, format of the tensor at hand).
+
+    Branches are taken in topological order as if they were a chain; whole steps check the result afterwards.
+    """
+    paths = {False: _Path(0.0)}
+    for node in graph.nodes:
+        seconds = measured.by_kernel.get(node.name)
+        if not seconds:
+            continue
+        if takes_format(graph, node) and not is_pixel(graph, node):
+            paths = _through_convolution(graph, node, samples, paths, seconds, measured.convert_seconds_per_byte)
+        elif follows_format(graph, node):
+            paths = {
+                last: _Path(path.seconds + seconds.get(Kernel(last), math.inf), None, path)
+                for last, path in paths.items()
+            }
+        else:
+            best = min(seconds, key=seconds.__getitem__)
+            paths = {last: path.then(node.name, best, seconds[best]) for last, path in paths.items()}
+    chosen = min(paths.values(), key=lambda path: path.seconds).choices()
+    return chosen if any(kernel != Kernel() for kernel in chosen.values()) else {}
+
+
+def _through_convolution(
+    graph: Graph,
+    node: Node,
+    samples: int,
+    paths: dict[bool, _Path],
+    seconds: dict[Kernel, float],
+    convert_seconds_per_byte: float,
+) -> dict[bool, _Path]:
+    spec = graph.network.tensors[values_of(node)[0]]
+    # There and back: the input in forward, its gradient in backward.
+    convert = convert_seconds_per_byte * spec.bytes_for(samples) * (1.0 if spec.differentiable else 0.5)
+    arrived: dict[bool, _Path] = {}
+    for last in (False, True):
+        kernels = [kernel for kernel in seconds if kernel.channels_last == last]
+        if kernels:
+            best = min(kernels, key=seconds.__getitem__)
+            ways = (path.then(node.name, best, seconds[best] + (convert if came != last else 0.0))
+                    for came, path in paths.items())  # fmt: skip
+            arrived[last] = min(ways, key=lambda path: path.seconds)
+    return arrived

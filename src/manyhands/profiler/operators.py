@@ -1,0 +1,175 @@
+"""Seconds of single operators by kernel: forward and backward, each distinct operator once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.facts.profile import Kernel
+from manyhands.graph import ops
+from manyhands.graph.graph import Argument, Graph, Node, Value, Weight, values_of, weights_of
+from manyhands.graph.kernels import kernel_calls, reformat, store_weights, takes_flags, takes_format
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.steps import random_tensor
+
+HOPELESS = 1.6
+"""A kernel this many times slower than the best in a first round is not measured further."""
+SMALL_SECONDS = 2e-3
+"""Operators below this may be faster on one thread."""
+REPEATS = 3
+
+_FOLLOWS = ops.POOLING | ops.RESAMPLING | {"aten.batch_norm.default", "aten.group_norm.default"}
+
+
+@dataclass
+class OperatorSeconds:
+    """What was measured: by operator name, seconds of each kernel; and of a byte's change of format, both ways."""
+
+    by_kernel: dict[str, dict[Kernel, float]] = field(default_factory=dict)
+    convert_seconds_per_byte: float = 0.0
+    spent_seconds: float = 0.0
+
+
+def signature(graph: Graph, node: Node) -> tuple[Any, ...]:
+    """Operators with equal signatures take equal time."""
+
+    def plain(argument: Argument) -> Any:
+        if isinstance(argument, Value):
+            spec = graph.network.tensors[argument.name]
+            return ("value", spec.shape, spec.dtype, spec.batch_axis, spec.differentiable)
+        if isinstance(argument, Weight):
+            weight = graph.network.weights[argument.name]
+            return ("weight", weight.shape, weight.dtype, weight.trainable)
+        return tuple(plain(item) for item in argument) if isinstance(argument, (list, tuple)) else argument
+
+    options = tuple((name, plain(value)) for name, value in sorted(node.options.items()))
+    return (node.target, plain(node.arguments), options)
+
+
+def follows_format(graph: Graph, node: Node) -> bool:
+    """Whether an operator takes its format from its input, at a price that depends on it."""
+    shapes = [graph.network.tensors[name].shape for name in values_of(node)]
+    return node.target in _FOLLOWS and bool(shapes) and len(shapes[0]) in (4, 5)
+
+
+def is_pixel(graph: Graph, node: Node) -> bool:
+    """Whether a convolution's input and output have one place only: then both formats are the same."""
+    names = [*values_of(node), *(spec.name for spec in node.outputs)]
+    return all(math.prod(graph.network.tensors[name].shape[2:]) == 1 for name in names)
+
+
+def kernels_for(graph: Graph, node: Node) -> list[Kernel]:
+    """The kernels worth measuring on the threads at hand; PyTorch's default first."""
+    if takes_format(graph, node):
+        formats = (False,) if is_pixel(graph, node) else (False, True)
+        return [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
+    # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
+    if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
+        return []
+    if takes_flags(graph, node):
+        return [Kernel(), Kernel(onednn=False)]
+    return [Kernel(), Kernel(channels_last=True)] if follows_format(graph, node) else []
+
+
+def measure_operators(graph: Graph, samples: int, *, seconds: float, timer: Timer = stopwatch) -> OperatorSeconds:
+    """Measure every distinct operator that has a choice, those with most arithmetic first, until `seconds` are spent."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        if kernels_for(graph, node):
+            groups.setdefault(signature(graph, node), []).append(index)
+    found = OperatorSeconds()
+    order = sorted(groups.values(), key=lambda group: -len(group) * _weight(graph, group[0]))
+    if order:
+        found.convert_seconds_per_byte = _convert_seconds_per_byte(graph, samples, timer)
+    for group in order:
+        if found.spent_seconds >= seconds:
+            break
+        measured = _measure(graph, group[0], samples, found, seconds, timer)
+        for index in group:
+            found.by_kernel[graph.nodes[index].name] = measured
+    return found
+
+
+def _weight(graph: Graph, index: int) -> int:
+    """Arithmetic, or for operators without any the bytes they move."""
+    return graph.network.ops[index].macs + graph.network.ops[index].moved_bytes
+
+
+def _measure(
+    graph: Graph, index: int, samples: int, found: OperatorSeconds, seconds: float, timer: Timer
+) -> dict[Kernel, float]:
+    node = graph.nodes[index]
+    left = seconds - found.spent_seconds
+    first = _time(graph, index, samples, kernels_for(graph, node), left, timer, found)
+    best = min(first, key=first.__getitem__)
+    small = first[best] < SMALL_SECONDS and torch.get_num_threads() > 1
+    if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
+        single = Kernel(best.channels_last, best.onednn, threads=1)
+        first.update(_time(graph, index, samples, [best, single], left, timer, found))
+    return {kernel: one for kernel, one in first.items() if one < math.inf}
+
+
+def _time(
+    graph: Graph, index: int, samples: int, kernels: list[Kernel], left: float, timer: Timer, found: OperatorSeconds
+) -> dict[Kernel, float]:
+    trials = dict(zip(kernels, _trials(graph, index, samples, kernels)))
+    timings = interleave(list(trials.values()), repeats=REPEATS, seconds=left, hopeless=HOPELESS, timer=timer)
+    found.spent_seconds += timings.spent_seconds
+    return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
+
+
+def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel]) -> Iterator[Trial]:
+    """One operator as a piece of its own, forward and backward, for each kernel."""
+    node = graph.nodes[index]
+    for kernel in kernels:
+        choice = {node.name: kernel} if takes_flags(graph, node) else {}
+        weights = Weights.copied(graph, weights_of(node))
+        store_weights(graph, weights, choice)
+        piece = Piece(graph, weights, index, index + 1, kernels=_calls(graph, node, choice))
+        inputs = {}
+        for name in piece.inputs:
+            spec = graph.network.tensors[name]
+            tensor = random_tensor(spec, samples)
+            tensor = reformat(tensor, kernel.channels_last) if tensor.dim() in (4, 5) else tensor
+            inputs[name] = tensor.requires_grad_(spec.differentiable)
+        yield Trial(f"{node.name}: {kernel}", _Run(piece, inputs, samples))
+
+
+def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, Any]:
+    calls = kernel_calls(graph, choice)
+    return {node.name: calls[node.name]} if node.name in calls else {}
+
+
+class _Run:
+    """Forward and backward of a piece; gradients are made, not added up."""
+
+    def __init__(self, piece: Piece, inputs: dict[str, torch.Tensor], samples: int) -> None:
+        self.piece, self.inputs, self.context = piece, inputs, Context(samples=samples)
+        leaves = [*inputs.values(), *piece.weights.tensors.values()]
+        self.leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self.seeds: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        roots = [made for made in self.piece(self.inputs, self.context).values() if made.requires_grad]
+        if not self.seeds:
+            self.seeds = [torch.ones_like(root) for root in roots]
+        if roots and self.leaves:
+            torch.autograd.grad(roots, self.leaves, self.seeds, allow_unused=True)
+
+
+def _convert_seconds_per_byte(graph: Graph, samples: int, timer: Timer) -> float:
+    """What a change of format costs, there and back again, on the median convolution's input."""
+    specs = [graph.network.tensors[values_of(node)[0]] for node in graph.nodes if takes_format(graph, node)]
+    specs = sorted((s for s in specs if math.prod(s.shape[2:]) > 1), key=lambda spec: spec.elements)
+    if not specs:
+        return 0.0
+    spec = specs[len(specs) // 2]
+    data = random_tensor(spec, samples)
+    timings = interleave([Trial("convert", lambda: reformat(reformat(data, True), False))], repeats=5, timer=timer)
+    return timings.least("convert") / spec.bytes_for(samples)

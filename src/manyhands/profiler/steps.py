@@ -1,0 +1,63 @@
+"""Whole training steps of a captured graph: forward, backward and SGD, by any choice of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from manyhands.facts.network import TensorSpec
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls, store_weights
+from manyhands.graph.piece import Piece
+from manyhands.graph.weights import Weights
+from manyhands.profiler.clock import Trial
+
+
+def random_tensor(spec: TensorSpec, samples: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers; ones where the type has no fractions, which any table and mask accepts."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    shape = spec.shape_for(samples)
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype)
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def random_inputs(graph: Graph, samples: int) -> dict[str, torch.Tensor]:
+    return {spec.name: random_tensor(spec, samples, seed) for seed, spec in enumerate(graph.inputs)}
+
+
+class TrainingStep:
+    """One graph, its own copy of the weights, one optimiser; trials differ in their kernels only.
+
+    The loss is the sum of the outputs and the learning rate is zero: the work of a step, and numbers that stay tame.
+    """
+
+    def __init__(self, graph: Graph, samples: int, inputs: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.graph = graph
+        self.inputs = dict(inputs) if inputs is not None else random_inputs(graph, samples)
+        self.weights = Weights.copied(graph)
+        self.optimizer = torch.optim.SGD(list(self.weights.trainable().values()), lr=0.0)
+        self._stored: Mapping[str, Kernel] | None = None
+
+    def trial(self, name: str, choice: Mapping[str, Kernel]) -> Trial:
+        """A step by a choice of kernels; putting the weights in their format is not timed."""
+        calls = kernel_calls(self.graph, choice)
+        pieces: list[Piece] = []
+
+        def prepare() -> None:
+            if self._stored != choice:
+                store_weights(self.graph, self.weights, choice)
+                self._stored = choice
+            if not pieces:
+                pieces.append(Piece(self.graph, self.weights, kernels=calls))
+
+        return Trial(name, lambda: self.run(pieces[0]), prepare)
+
+    def run(self, piece: Piece) -> None:
+        self.optimizer.zero_grad()
+        made = piece(self.inputs)
+        roots = [made[name] for name in self.graph.outputs if made[name].requires_grad]
+        torch.autograd.backward([root.sum() for root in roots])
+        self.optimizer.step()

@@ -1,0 +1,175 @@
+"""What a device does, as plain actions that print and parse. Simulator and executor interpret the same ones.
+
+    forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
+    backward s0 m3 0:12
+    send pi-2 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B        does not wait
+    receive pi-1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     waits for the message
+    reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
+    reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
+    step s0                                             the optimiser's update
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadSchedule
+
+Kind = Literal["value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient"]
+KINDS: tuple[str, ...] = ("value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A box of one tensor inside a message."""
+
+    tensor: str
+    box: Box
+
+    def __str__(self) -> str:
+        return f"{self.tensor}{self.box}"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What travels from one device to another at once: boxes of tensors of one micro-batch, packed."""
+
+    kind: Kind
+    micro_batch: int
+    parts: tuple[Part, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"m{self.micro_batch} {self.kind} {'+'.join(map(str, self.parts))} {self.bytes}B"
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """Compute operators [first, last) of a stage for this device's share of a micro-batch."""
+
+    stage: int
+    micro_batch: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"forward s{self.stage} m{self.micro_batch} {self.first}:{self.last}"
+
+
+class Backward(msgspec.Struct, frozen=True, tag="backward"):
+    """Gradients of operators [first, last), last to first."""
+
+    stage: int
+    micro_batch: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"backward s{self.stage} m{self.micro_batch} {self.first}:{self.last}"
+
+
+class Send(msgspec.Struct, frozen=True, tag="send"):
+    """Hand a message to the link; computing goes on."""
+
+    to: str
+    message: Message
+
+    def __str__(self) -> str:
+        return f"send {self.to} {self.message}"
+
+
+class Receive(msgspec.Struct, frozen=True, tag="receive"):
+    """Wait until a message has arrived."""
+
+    source: str
+    message: Message
+
+    def __str__(self) -> str:
+        return f"receive {self.source} {self.message}"
+
+
+class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
+    """Add up among `devices`. Gradients travel while computing goes on; statistics are waited for."""
+
+    stage: int
+    what: Literal["gradients", "statistics"]
+    first: int
+    last: int
+    devices: tuple[str, ...]
+    bytes: int
+    micro_batch: int = -1
+    """-1: once per round."""
+    backward: bool = False
+    """Statistics of the backward pass."""
+
+    def __str__(self) -> str:
+        when = "" if self.micro_batch < 0 else f" m{self.micro_batch}{'b' if self.backward else ''}"
+        return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {','.join(self.devices)} {self.bytes}B"
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Wait for the gradients' reductions, then update the weights of a stage."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"step s{self.stage}"
+
+
+Action = Forward | Backward | Send | Receive | Reduce | Step
+
+_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)")
+_TRANSFER = re.compile(r"(send|receive) (\S+) m(\d+) (\S+) (\S+) (\d+)B")
+_REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B")
+_STEP = re.compile(r"step s(\d+)")
+_PART = re.compile(r"([^\[\]+]+)(\[[^\]]*\])")
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`."""
+    text = text.strip()
+    if match := _COMPUTE.fullmatch(text):
+        stage, micro_batch, first, last = map(int, match.groups()[1:])
+        return (Forward if match.group(1) == "forward" else Backward)(stage, micro_batch, first, last)
+    if match := _TRANSFER.fullmatch(text):
+        word, peer, micro_batch_text, kind, parts, size = match.groups()
+        if kind in KINDS:
+            boxes = tuple(Part(name, Box.parse(box)) for name, box in _PART.findall(parts))
+            message = Message(kind, int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
+            return Send(peer, message) if word == "send" else Receive(peer, message)
+    if match := _REDUCE.fullmatch(text):
+        stage_text, what, at, back, first_text, last_text, devices, size = match.groups()
+        return Reduce(
+            int(stage_text), what, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
+            int(at) if at is not None else -1, bool(back),
+        )  # fmt: skip
+    if match := _STEP.fullmatch(text):
+        return Step(int(match.group(1)))
+    raise BadSchedule(f"cannot read the action '{text:.120}'.", hint="Actions look like 'forward s0 m3 0:12'.")
+
+
+def print_schedule(actions: dict[str, tuple[Action, ...]]) -> str:
+    """Every device's list, one action a line."""
+    lines = []
+    for device, own in actions.items():
+        lines.append(f"device {device}")
+        lines.extend(f"  {action}" for action in own)
+    return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
+    """What `print_schedule` wrote."""
+    found: dict[str, list[Action]] = {}
+    current: list[Action] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("device "):
+            current = found.setdefault(line.removeprefix("device ").strip(), [])
+        elif line.strip():
+            if current is None:
+                raise BadSchedule(f"line {number}: '{line.strip():.60}' comes before any 'device NAME' line.")
+            try:
+                current.append(parse_action(line))
+            except BadSchedule as error:
+                raise BadSchedule(f"line {number}: {error.message}", hint=error.hint) from None
+    return {device: tuple(actions) for device, actions in found.items()}

@@ -1,0 +1,153 @@
+"""Proof, without running anything, that a schedule ends: no deadlock, every message matched, memory within budget.
+
+Devices are run in turn, untimed: a send always succeeds, a receive needs its message, a reduction all its members. If
+every device reaches the end of its list in some order, it does so in every order, since nothing here depends on time.
+Otherwise the report shows where each device stands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadSchedule, OutOfMemory
+from manyhands.facts.units import format_bytes
+from manyhands.schedule.actions import Action, Message, Receive, Reduce, Send, Step
+from manyhands.schedule.memory import DeviceMemory
+from manyhands.schedule.policy import Schedule
+
+_AROUND = 2
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the proof found on the way."""
+
+    actions: int
+    messages: int
+    bytes_between: dict[tuple[str, str], int]
+    peak_bytes: dict[str, float]
+    most_micro_batches_held: dict[str, int]
+
+
+@dataclass
+class _World:
+    """Untimed state of all devices."""
+
+    actions: Mapping[str, Sequence[Action]]
+    place: dict[str, int] = field(default_factory=dict)
+    mail: Counter[tuple[str, str, Message]] = field(default_factory=Counter)
+    joined: dict[Reduce, set[str]] = field(default_factory=lambda: defaultdict(set))
+    open_reductions: dict[str, set[Reduce]] = field(default_factory=lambda: defaultdict(set))
+    waiting: dict[object, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def is_complete(self, reduce: Reduce) -> bool:
+        return len(self.joined[reduce]) == len(reduce.devices)
+
+
+def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[tuple[str, str], int]]:
+    """Every send has its receive and the reverse; every reduction is joined by exactly its members."""
+    sent: Counter[tuple[str, str, Message]] = Counter()
+    received: Counter[tuple[str, str, Message]] = Counter()
+    members: dict[Reduce, Counter[str]] = defaultdict(Counter)
+    bytes_between: dict[tuple[str, str], int] = defaultdict(int)
+    for device, own in actions.items():
+        for action in own:
+            if isinstance(action, Send):
+                sent[(device, action.to, action.message)] += 1
+                bytes_between[(device, action.to)] += action.message.bytes
+            elif isinstance(action, Receive):
+                received[(action.source, device, action.message)] += 1
+            elif isinstance(action, Reduce):
+                members[action][device] += 1
+    for (source, target, message), count in (sent - received).items():
+        raise BadSchedule(f"{source} sends {message} to {target} {count} time(s) more than {target} receives it.")
+    for (source, target, message), count in (received - sent).items():
+        raise BadSchedule(f"{target} waits for {message} from {source} {count} time(s) more than {source} sends it.")
+    for reduce, joined in members.items():
+        if joined != Counter(reduce.devices):
+            raise BadSchedule(f"'{reduce}' is joined by {dict(joined)}; it must be joined once by each of its devices.")
+    return sum(sent.values()), dict(bytes_between)
+
+
+def check_progress(actions: Mapping[str, Sequence[Action]]) -> None:
+    """Every device reaches the end of its list."""
+    world = _World(actions, place=dict.fromkeys(actions, 0))
+    ready = deque(actions)
+    while ready:
+        _advance(world, ready.popleft(), ready)
+    stuck = [device for device, own in actions.items() if world.place[device] < len(own)]
+    if stuck:
+        raise BadSchedule(_report(world, stuck))
+
+
+def _advance(world: _World, device: str, ready: deque[str]) -> None:
+    """Run a device until it must wait; whoever it wakes goes to `ready`."""
+    own = world.actions[device]
+    while world.place[device] < len(own):
+        action = own[world.place[device]]
+        if isinstance(action, Send):
+            key = (device, action.to, action.message)
+            world.mail[key] += 1
+            ready.extend(world.waiting.pop(key, ()))
+        elif isinstance(action, Receive):
+            key = (action.source, device, action.message)
+            if not world.mail[key]:
+                world.waiting[key].append(device)
+                return
+            world.mail[key] -= 1
+        elif isinstance(action, Reduce):
+            world.joined[action].add(device)
+            if world.is_complete(action):
+                ready.extend(world.waiting.pop(action, ()))
+            elif action.what == "statistics":
+                world.waiting[action].append(device)
+                return
+            else:
+                world.open_reductions[device].add(action)
+        elif isinstance(action, Step):
+            late = next((r for r in world.open_reductions[device] if not world.is_complete(r)), None)
+            if late is not None:
+                world.waiting[late].append(device)
+                return
+            world.open_reductions[device].clear()
+        world.place[device] += 1
+
+
+def _report(world: _World, stuck: list[str]) -> str:
+    """Where each stuck device stands, two actions before and after."""
+    lines = [f"The schedule does not end: {len(stuck)} of {len(world.actions)} devices wait forever."]
+    for device in stuck[:_MOST_SHOWN]:
+        own, place = world.actions[device], world.place[device]
+        lines.append(f"  {device}, action {place} of {len(own)}:")
+        for index in range(max(0, place - _AROUND), min(len(own), place + _AROUND + 1)):
+            lines.append(f"    {'->' if index == place else '  '} {own[index]}")
+    if len(stuck) > _MOST_SHOWN:
+        lines.append(f"  and {len(stuck) - _MOST_SHOWN} more")
+    return "\n".join(lines)
+
+
+def check(schedule: Schedule, cluster: Cluster | None = None, actions: Mapping[str, Sequence[Action]] | None = None) -> Checked:
+    """Check a schedule's list (or the log of an event-driven run, given as `actions`)."""
+    own = actions if actions is not None else schedule.actions
+    messages, bytes_between = check_matching(own)
+    check_progress(own)
+    peaks: dict[str, float] = {}
+    held: dict[str, int] = {}
+    for device, run in own.items():
+        memory = DeviceMemory(schedule.plan, schedule.network, schedule.lowering.work[device].geometry, device)
+        for action in run:
+            memory.act(action)
+        peaks[device], held[device] = memory.peak_bytes, memory.most_micro_batches_held
+        if cluster is not None and memory.peak_bytes > cluster.device(device).memory_bytes:
+            budget = cluster.device(device).memory_bytes
+            raise OutOfMemory(
+                f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at '{memory.peak_action}' "
+                f"({format_bytes(memory.static_bytes)} weights, gradients and optimiser, the rest activations of "
+                f"{memory.most_micro_batches_held} micro-batch(es)).",
+                hint="Use more micro-batches, a smaller batch, a smaller share for this device, or more stages.",
+            )
+    return Checked(sum(map(len, own.values())), messages, bytes_between, peaks, held)

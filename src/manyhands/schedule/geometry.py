@@ -1,0 +1,235 @@
+"""Where a stage's tensors live, and what its devices must exchange: the walk over boxes that serves every share.
+
+For each tensor of a stage and each device there is an owned box. Operators are run in groups; walking a group backwards
+through the operators' read rules gives the box each device must have of every tensor:
+
+    group input   ──exchange──▶  needed = owned + halo
+    inside        computed over the needed box, redundantly, no communication
+    group output  owned
+
+By samples nothing is ever missing; by tiles halos are; by channels whatever a dense operator reads of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from manyhands.facts.boxes import Box, Layout, Move, cut_points, moves
+from manyhands.facts.errors import BadPlan
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Single, Stage
+from manyhands.facts.plan_check import layer_range, op_range
+
+# Operators whose derivative does not read their input's values: a larger backward group fetches none for them.
+_LINEAR = frozenset({"conv2d", "add", "sub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
+                     "upsample_bilinear2d", "conv_transpose2d", "mean", "sum", "neg", "clone", "contiguous"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators [first, last) run without communication, after `fetches`: moves of each tensor that it reads."""
+
+    first: int
+    last: int
+    fetches: dict[str, tuple[Move, ...]]
+
+
+@dataclass(frozen=True)
+class BackwardGroup:
+    """Operators [first, last) whose gradients are computed without communication.
+
+    `deltas`: moves of gradients, and `values`: of forward values its derivatives need, both before it starts.
+    """
+
+    first: int
+    last: int
+    deltas: dict[str, tuple[Move, ...]]
+    values: dict[str, tuple[Move, ...]]
+
+
+class StageGeometry:
+    """The boxes of one stage, for one micro-batch."""
+
+    def __init__(self, plan: Plan, index: int, network: Network) -> None:
+        self.plan, self.index, self.network = plan, index, network
+        self.stage: Stage = plan.stages[index]
+        self.devices = self.stage.devices
+        self.first, self.last = op_range(self.stage, network)
+        self.samples = plan.micro_batch_size
+        self.needed: dict[str, dict[str, Box]] = {}
+        """Device -> tensor -> the box it computes or holds; filled by `groups`."""
+
+    @cached_property
+    def is_split_inside(self) -> bool:
+        """Whether devices of this stage exchange activations among themselves."""
+        return isinstance(self.stage.share, (ByTiles, ByChannels)) and len(self.devices) > 1
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        return self.network.tensors[tensor].shape_for(self.samples)
+
+    def owned(self, tensor: str) -> Layout:
+        """What each device holds of a tensor once it is made (or, for a tensor that enters, its share of it)."""
+        found = self._owned.get(tensor)
+        if found is None:
+            found = self._owned[tensor] = self._owned_layout(tensor)
+        return found
+
+    @cached_property
+    def _owned(self) -> dict[str, Layout]:
+        return {}
+
+    def _owned_layout(self, tensor: str) -> Layout:
+        spec, share, shape = self.network.tensors[tensor], self.stage.share, self.shape(tensor)
+        if isinstance(share, Single) or len(self.devices) == 1:
+            return Layout.whole(shape, self.devices)
+        if isinstance(share, BySamples):
+            if spec.batch_axis is None:
+                return Layout.whole(shape, self.devices)
+            rows = {d: n * spec.rows_per_sample for d, n in zip(self.devices, share.samples)}
+            return Layout.split_counts(shape, spec.batch_axis, rows)
+        if isinstance(share, ByTiles):
+            if len(shape) != 4:
+                raise self._untileable(tensor)
+            return Layout.grid(shape, 2, 3, share.rows, share.columns, self.devices)
+        if len(shape) < 2:
+            return Layout.whole(shape, self.devices)
+        points = cut_points(shape[1], share.groups)
+        return Layout.split(shape, 1, {d: (points[i], points[i + 1]) for i, d in enumerate(self.devices)})
+
+    def _untileable(self, tensor: str) -> BadPlan:
+        index = self.network.producer.get(tensor, self.first)
+        op = self.network.ops[index]
+        layer = self.network.layers[self.network.layer_of_op[index]]
+        return BadPlan(
+            f"stages[{self.index}] is shared by tiles, but layer {layer.name} makes {tensor} by {op.target}, "
+            f"shape {self.network.tensors[tensor].shape}: not a map with rows and columns.",
+            hint=f"End the tiled stage before layer {layer.name} and continue with another share.",
+        )
+
+    @cached_property
+    def group_starts(self) -> tuple[int, ...]:
+        """Operators at which a forward group starts."""
+        share = self.stage.share
+        first, last = layer_range(self.stage)
+        if isinstance(share, ByTiles) and self.is_split_inside:
+            starts = share.forward_groups if share.forward_groups is not None else tuple(range(first, last))
+            return tuple(self.network.layers[g].first for g in starts if isinstance(g, int))
+        if isinstance(share, ByChannels) and self.is_split_inside:
+            return tuple(range(self.first, self.last))
+        return (self.first,)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Forward groups with what must be fetched before each."""
+        bounds = (*self.group_starts, self.last)
+        self.needed = {device: {} for device in self.devices}
+        found = []
+        for first, last in zip(bounds, bounds[1:]):
+            fetched = self._walk(first, last)
+            inside = {
+                tensor: moves(self.owned(tensor), Layout.of({d: [box] for d, box in boxes.items()}))
+                for tensor, boxes in fetched.items()
+                if self._is_made_here(tensor) and self.is_split_inside
+            }
+            crossing = {t: tuple(m for m in ms if not m.is_local) for t, ms in inside.items()}
+            found.append(Group(first, last, {t: ms for t, ms in crossing.items() if ms}))
+        return tuple(found)
+
+    def _is_made_here(self, tensor: str) -> bool:
+        return self.first <= self.network.producer.get(tensor, -1) < self.last
+
+    def _walk(self, first: int, last: int) -> dict[str, dict[str, Box]]:
+        """Needed boxes of the tensors a group reads from outside it; those it makes are noted in `needed`."""
+        reads: dict[str, dict[str, Box]] = {}
+        made = {name for op in self.network.ops[first:last] for name in op.outputs}
+        for device in self.devices:
+            need: dict[str, Box] = {}
+            for index in range(last - 1, first - 1, -1):
+                op = self.network.ops[index]
+                for name in op.outputs:
+                    if any(reader >= last for reader in self.network.readers.get(name, ())) or name in self.network.outputs:
+                        own = self.owned(name).hull(device)
+                        need[name] = need[name].hull(own) if name in need else own
+                if not op.outputs:
+                    continue
+                output = need.get(op.outputs[0]) or Box(tuple((0, 0) for _ in self.shape(op.outputs[0])))
+                for read in op.reads:
+                    wanted = read.demand(output, self.shape(read.tensor))
+                    need[read.tensor] = need[read.tensor].hull(wanted) if read.tensor in need else wanted
+            for name, box in need.items():
+                if name in made:
+                    self.needed[device][name] = box
+                else:
+                    known = self.needed[device].get(name)
+                    self.needed[device][name] = known.hull(box) if known else box
+                    reads.setdefault(name, {})[device] = box
+        return reads
+
+    def entering(self, tensor: str) -> Layout:
+        """What each device needs of a tensor made before this stage."""
+        if not self.is_split_inside:
+            return self.owned(tensor)
+        assert self.groups is not None  # fills `needed`
+        empty = Box(tuple((0, 0) for _ in self.shape(tensor)))
+        return Layout.of({d: [self.needed[d].get(tensor, empty)] for d in self.devices})
+
+    def fractions(self, device: str) -> tuple[float, ...]:
+        """How much of each operator this device computes, as a part of the whole micro-batch."""
+        if not self.is_split_inside:
+            share = self.stage.share
+            own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
+            return (own / self.samples,) * (self.last - self.first)
+        assert self.groups is not None
+        found = []
+        for op in self.network.ops[self.first : self.last]:
+            box = self.needed[device].get(op.outputs[0]) if op.outputs else None
+            whole = Box.whole(self.shape(op.outputs[0])).volume if op.outputs else 0
+            found.append(box.volume / whole if box is not None and whole else 0.0)
+        return tuple(found)
+
+    @cached_property
+    def backward_groups(self) -> tuple[BackwardGroup, ...] | None:
+        """TILE's backward groups, last first; None where backward is the adjoint of forward."""
+        share = self.stage.share
+        if not isinstance(share, ByTiles) or share.backward_groups is None or not self.is_split_inside:
+            return None
+        starts = [self.network.layers[g].first for g in share.backward_groups if isinstance(g, int)]
+        bounds = (*starts, self.last)
+        return tuple(self._backward_group(a, b) for a, b in reversed(list(zip(bounds, bounds[1:]))))
+
+    def _backward_group(self, first: int, last: int) -> BackwardGroup:
+        """Grown delta regions R and fetched values B (TILING.md, "Backward groups")."""
+        assert self.groups is not None
+        grown: dict[str, dict[str, Box]] = {}
+        values: dict[str, dict[str, Box]] = {}
+        for device in self.devices:
+            for op in self.network.ops[first:last]:
+                if not op.outputs:
+                    continue
+                region = self.owned(op.outputs[0]).hull(device)
+                for read in op.reads:
+                    if self.network.tensors[read.tensor].differentiable and len(self.shape(read.tensor)) == 4:
+                        of_input = grown.get(read.tensor, {}).get(device) or self.owned(read.tensor).hull(device)
+                        region = region.hull(read.touched(of_input, self.shape(op.outputs[0])))
+                grown.setdefault(op.outputs[0], {})[device] = region
+                if op.target.split(".")[1] not in _LINEAR:
+                    for read in op.reads:
+                        wanted = read.demand(region, self.shape(read.tensor))
+                        known = values.setdefault(read.tensor, {}).get(device)
+                        values[read.tensor][device] = known.hull(wanted) if known else wanted
+        deltas: dict[str, tuple[Move, ...]] = {}
+        for tensor, boxes in grown.items():
+            leaves = any(not first <= reader < last for reader in self.network.readers.get(tensor, ()))
+            if (leaves or tensor in self.network.outputs) and self.network.tensors[tensor].differentiable:
+                target = Layout.of({d: [box] for d, box in boxes.items()})
+                deltas[tensor] = tuple(m for m in moves(self.owned(tensor), target) if not m.is_local)
+        fetched: dict[str, tuple[Move, ...]] = {}
+        for tensor, boxes in values.items():
+            missing = {
+                d: list(box.subtract(self.needed[d][tensor])) if tensor in self.needed[d] else [box] for d, box in boxes.items()
+            }
+            fetched[tensor] = tuple(m for m in moves(self.owned(tensor), Layout.of(missing)) if not m.is_local)
+        return BackwardGroup(
+            first, last, {t: ms for t, ms in deltas.items() if ms}, {t: ms for t, ms in fetched.items() if ms}
+        )

@@ -1,0 +1,105 @@
+"""How many bytes a device holds while it works through its actions (ASTEROID Eq. 3, action by action).
+
+    static      weights, their gradients, the optimiser's state, buffers
+    held        what each micro-batch in flight keeps for its backward pass, and what it received
+    workspace   the inputs and outputs of the operator being computed
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import accumulate
+
+from manyhands.facts.boxes import cut_points
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByChannels, Plan
+from manyhands.schedule.actions import Action, Backward, Forward, Receive
+from manyhands.schedule.geometry import StageGeometry
+
+
+class DeviceMemory:
+    """Follows one device through its actions. `peak_bytes` is the most it held at once."""
+
+    def __init__(self, plan: Plan, network: Network, geometry: StageGeometry | None, device: str) -> None:
+        self.is_training = plan.is_training
+        self.first = self.last = 0
+        self.static_bytes = 0
+        self._saved = [0.0]
+        self._workspace: list[float] = []
+        if geometry is not None:
+            self.first, self.last = geometry.first, geometry.last
+            self.static_bytes = _static_bytes(plan, network, geometry, device)
+            self._measure(network, geometry, device, plan.micro_batch_size)
+        self._received: dict[int, int] = defaultdict(int)
+        self.held_bytes = 0.0
+        self.peak_bytes: float = self.static_bytes
+        self.peak_action: Action | None = None
+        self.micro_batches_held = 0
+        self.most_micro_batches_held = 0
+
+    def _measure(self, network: Network, geometry: StageGeometry, device: str, samples: int) -> None:
+        parts = geometry.fractions(device)
+        operators = network.ops[self.first : self.last]
+        saved = [
+            (op.saved_bytes * samples * part + op.saved_fixed_bytes) if part else 0.0 for op, part in zip(operators, parts)
+        ]
+        self._saved = list(accumulate(saved, initial=0.0))
+        self._workspace = [op.moved_bytes * samples * part for op, part in zip(operators, parts)]
+
+    def _range(self, first: int, last: int) -> tuple[float, float]:
+        low, high = first - self.first, last - self.first
+        return self._saved[high] - self._saved[low], max(self._workspace[low:high], default=0.0)
+
+    def act(self, action: Action) -> float:
+        """Follow one action; returns the most bytes held during it."""
+        now = self.static_bytes + self.held_bytes
+        if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo"):
+            self._received[action.message.micro_batch] += action.message.bytes
+            self.held_bytes += action.message.bytes
+            now = self.static_bytes + self.held_bytes
+        elif isinstance(action, Receive):
+            now += action.message.bytes
+        elif isinstance(action, Forward):
+            saved, workspace = self._range(action.first, action.last)
+            if action.first == self.first:
+                self.micro_batches_held += 1
+                self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
+            if self.is_training:
+                self.held_bytes += saved
+                now = self.static_bytes + self.held_bytes + workspace
+            else:
+                now += workspace
+                if action.last == self.last:
+                    self._release(action.micro_batch)
+        elif isinstance(action, Backward):
+            saved, workspace = self._range(action.first, action.last)
+            now += workspace
+            self.held_bytes -= saved
+            if action.first == self.first:
+                self._release(action.micro_batch)
+        if now > self.peak_bytes:
+            self.peak_bytes, self.peak_action = now, action
+        return now
+
+    def _release(self, micro_batch: int) -> None:
+        self.held_bytes -= self._received.pop(micro_batch, 0)
+        self.micro_batches_held -= 1
+
+
+def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:
+    total = 0.0
+    for name in network.weights_of(geometry.first, geometry.last):
+        weight = network.weights[name]
+        copies = 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1
+        total += weight.bytes * copies * _weight_part(geometry, device, weight.shape)
+    return round(total)
+
+
+def _weight_part(geometry: StageGeometry, device: str, shape: tuple[int, ...]) -> float:
+    """By channels a device keeps the rows of a weight that make its own channels; otherwise all of it."""
+    share = geometry.stage.share
+    if not isinstance(share, ByChannels) or not shape or len(geometry.devices) == 1:
+        return 1.0
+    points = cut_points(shape[0], share.groups)
+    place = geometry.devices.index(device)
+    return (points[place + 1] - points[place]) / shape[0]

@@ -1,0 +1,114 @@
+"""Transfers that share links and ports fairly, under a virtual clock.
+
+Every transfer crosses its pair's link, the sender's port and the receiver's port. Rates are max-min fair: the most
+crowded of these gives each of its transfers an equal part; what they leave is shared by the others in the same way.
+Only transfers connected to the one that starts or ends are looked at again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from manyhands.facts.cluster import Cluster
+
+Resource = tuple[Hashable, ...]
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Bytes on their way. `version` tells a stale finish time from the current one."""
+
+    source: str
+    target: str
+    left: float
+    label: object
+    started: float
+    crosses: tuple[Resource, ...] = ()
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+
+
+@dataclass
+class Network:
+    """All transfers under way."""
+
+    cluster: Cluster
+    on: dict[Resource, set[Transfer]] = field(default_factory=dict)
+    capacity: dict[Resource, float] = field(default_factory=dict)
+
+    def start(self, source: str, target: str, byte_count: float, label: object, now: float) -> list[Transfer]:
+        """Begin a transfer. Returns the transfers whose rate changed, the new one among them."""
+        transfer = Transfer(source, target, byte_count, label, now, self._resources(source, target), since=now)
+        for resource in transfer.crosses:
+            self.on.setdefault(resource, set()).add(transfer)
+        return self._share_again(transfer, now)
+
+    def finish(self, transfer: Transfer, now: float) -> list[Transfer]:
+        """End a transfer. Returns the transfers whose rate changed."""
+        touched = self._connected(transfer)
+        touched.discard(transfer)
+        for resource in transfer.crosses:
+            self.on[resource].discard(transfer)
+        return self._fill(touched, now) if touched else []
+
+    def _resources(self, source: str, target: str) -> tuple[Resource, ...]:
+        found: list[Resource] = []
+        candidates: tuple[tuple[Resource, float], ...] = (
+            (("link", source, target), self.cluster.link_between(source, target).bytes_per_second),
+            (("up", source), self.cluster.device(source).up_bytes_per_second),
+            (("down", target), self.cluster.device(target).down_bytes_per_second),
+        )
+        for resource, capacity in candidates:
+            if capacity < math.inf:
+                self.capacity[resource] = capacity
+                found.append(resource)
+        return tuple(found)
+
+    def _connected(self, transfer: Transfer) -> set[Transfer]:
+        found = {transfer}
+        frontier = [transfer]
+        seen: set[Resource] = set()
+        while frontier:
+            for resource in frontier.pop().crosses:
+                if resource not in seen:
+                    seen.add(resource)
+                    fresh = self.on[resource] - found
+                    found |= fresh
+                    frontier.extend(fresh)
+        return found
+
+    def _share_again(self, transfer: Transfer, now: float) -> list[Transfer]:
+        if all(len(self.on[resource]) == 1 for resource in transfer.crosses):  # alone: the common case
+            transfer.rate = min((self.capacity[resource] for resource in transfer.crosses), default=math.inf)
+            return [transfer]
+        return self._fill(self._connected(transfer), now)
+
+    def _fill(self, transfers: set[Transfer], now: float) -> list[Transfer]:
+        """Max-min fair rates by progressive filling."""
+        resources = {resource for transfer in transfers for resource in transfer.crosses}
+        left = {resource: self.capacity[resource] for resource in resources}
+        crowd = {resource: set(self.on[resource]) for resource in resources}
+        rates: dict[Transfer, float] = {}
+        while len(rates) < len(transfers):
+            open_resources = [resource for resource in resources if crowd[resource]]
+            if not open_resources:
+                rates.update({transfer: math.inf for transfer in transfers if transfer not in rates})
+                break
+            tightest = min(open_resources, key=lambda resource: (left[resource] / len(crowd[resource]), str(resource)))
+            part = left[tightest] / len(crowd[tightest])
+            for transfer in list(crowd[tightest]):
+                rates[transfer] = part
+                for resource in transfer.crosses:
+                    left[resource] = max(0.0, left[resource] - part)
+                    crowd[resource].discard(transfer)
+        changed = []
+        for transfer, rate in rates.items():
+            if rate != transfer.rate:
+                transfer.left -= transfer.rate * (now - transfer.since) if transfer.rate else 0.0
+                transfer.since, transfer.rate = now, rate
+                transfer.version += 1
+                changed.append(transfer)
+        return changed

@@ -1,0 +1,103 @@
+"""What a simulation found: when everything happened, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from manyhands.schedule.actions import Action
+
+Track = Literal["compute", "send", "receive"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that went on from `start` to `end` on one track of a device."""
+
+    device: str
+    track: Track
+    start: float
+    end: float
+    label: str
+    kind: str
+
+
+@dataclass
+class DeviceResult:
+    """One device's totals over the run."""
+
+    device: str
+    busy_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    finished_seconds: float = 0.0
+    bytes_sent: float = 0.0
+    bytes_received: float = 0.0
+    peak_bytes: float = 0.0
+    memory_bytes: float = 0.0
+    most_micro_batches_held: int = 0
+    joules: float = 0.0
+
+
+@dataclass
+class Simulation:
+    """The outcome of one round (a mini-batch) of training, or of a stream of inferences."""
+
+    seconds: float
+    samples: int
+    devices: dict[str, DeviceResult]
+    bytes_between: dict[tuple[str, str], float]
+    spans: list[Span]
+    log: dict[str, list[Action]]
+    """Every device's actions in the order they were taken: for an event-driven order, the list."""
+    actions: int
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else float("inf")
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.bytes_between.values())
+
+    @property
+    def joules(self) -> float:
+        return sum(device.joules for device in self.devices.values())
+
+    @property
+    def joules_per_sample(self) -> float:
+        return self.joules / self.samples
+
+    def idle_part(self, device: str) -> float:
+        """The part of the run in which a device computed nothing: the bubble."""
+        return 1.0 - self.devices[device].busy_seconds / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers only, for --json."""
+        return {
+            "simulated": True,
+            "seconds": self.seconds,
+            "samples": self.samples,
+            "samples_per_second": self.samples_per_second,
+            "bytes": self.total_bytes,
+            "joules": self.joules,
+            "joules_per_sample": self.joules_per_sample,
+            "actions": self.actions,
+            "devices": {
+                name: {
+                    "busy_seconds": one.busy_seconds,
+                    "idle_part": self.idle_part(name),
+                    "bytes_sent": one.bytes_sent,
+                    "bytes_received": one.bytes_received,
+                    "peak_bytes": one.peak_bytes,
+                    "memory_bytes": one.memory_bytes,
+                    "most_micro_batches_held": one.most_micro_batches_held,
+                    "joules": one.joules,
+                }
+                for name, one in self.devices.items()
+            },
+            "links": [
+                {"from": source, "to": target, "bytes": count} for (source, target), count in self.bytes_between.items()
+            ],
+            "warnings": self.warnings,
+        }

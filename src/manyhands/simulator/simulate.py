@@ -1,0 +1,298 @@
+"""Interprets a schedule's actions under a virtual clock.
+
+Each device has one processor and sends and receives beside it. The loop takes the next event (a computation or a
+transfer that ends), moves the clock there, and lets whoever was waiting for it go on: exactly what an executor does with
+real devices, with `planner.cost` in place of torch and `links` in place of sockets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadSchedule
+from manyhands.facts.network import Network as NetworkFacts
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.facts.units import format_bytes
+from manyhands.planner.cost import CostModel
+from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, Send, Step
+from manyhands.schedule.memory import DeviceMemory
+from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
+from manyhands.schedule.work import DeviceWork
+from manyhands.simulator.links import Network, Transfer
+from manyhands.simulator.result import DeviceResult, Simulation, Span
+
+MOST_SPANS = 2_000_000
+
+
+def simulate(
+    plan: Plan,
+    network: NetworkFacts,
+    cluster: Cluster,
+    profile: Profile | None = None,
+    *,
+    keep_spans: bool = True,
+    policies: dict[str, Policy] | None = None,
+) -> Simulation:
+    """One round of `plan`. Without a profile, times are estimated from the catalogue and the result says so."""
+    resolved = resolve(plan, network, cluster)
+    estimated = profile is None
+    profile = profile or estimate_cluster(network, cluster)
+    schedule = Schedule(resolved, network)
+    costs = CostModel(network, cluster, profile)
+    run = _Run(schedule, cluster, costs, policies or schedule.policies(), keep_spans)
+    result = run.to_the_end()
+    if estimated or profile.is_estimated:
+        result.warnings.append("Times are estimated from the device catalogue, not measured.")
+    return result
+
+
+@dataclass
+class _Device:
+    """A device under way."""
+
+    name: str
+    work: DeviceWork
+    policy: Policy
+    memory: DeviceMemory
+    result: DeviceResult
+    state: DeviceState = field(default_factory=DeviceState)
+    mail: Counter[tuple[str, Message]] = field(default_factory=Counter)
+    held: Action | None = None
+    """An action that waits: it is tried again when something arrives."""
+    open_reductions: set[Reduce] = field(default_factory=set)
+    transfers: int = 0
+    transfers_since: float = 0.0
+    is_done: bool = False
+
+
+class _Run:
+    def __init__(
+        self, schedule: Schedule, cluster: Cluster, costs: CostModel, policies: dict[str, Policy], keep_spans: bool
+    ) -> None:
+        self.schedule, self.cluster, self.costs, self.keep_spans = schedule, cluster, costs, keep_spans
+        self.plan = schedule.plan
+        self.now = 0.0
+        self.events: list[tuple[float, int, str, Any, int]] = []
+        self.ticket = count()
+        self.links = Network(cluster)
+        self.spans: list[Span] = []
+        self.log: dict[str, list[Action]] = {name: [] for name in policies}
+        self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
+        self.joined: dict[Reduce, int] = Counter()
+        self.flows_left: dict[Reduce, int] = {}
+        self.complete: set[Reduce] = set()
+        self.waiting: dict[object, list[str]] = defaultdict(list)
+        self.runnable: deque[str] = deque(policies)
+        self.devices: dict[str, _Device] = {}
+        for name, policy in policies.items():
+            work = schedule.lowering.work[name]
+            memory = DeviceMemory(self.plan, schedule.network, work.geometry, name)
+            budget = cluster.device(name).memory_bytes
+            self.devices[name] = _Device(name, work, policy, memory, DeviceResult(name, memory_bytes=budget))
+
+    def to_the_end(self) -> Simulation:
+        self._let_run()
+        while self.events:
+            self.now, _, kind, what, version = heapq.heappop(self.events)
+            if kind == "computed":
+                self.runnable.append(what)
+            elif kind == "sent":
+                if version == what.version:
+                    self._transfer_ended(what)
+            elif kind == "arrived":
+                self._arrived(what)
+            else:
+                self._reduced(what)
+            self._let_run()
+        stuck = [device for device in self.devices.values() if not device.is_done]
+        if stuck:
+            lines = [f"  {device.name} waits at '{device.held}'" for device in stuck[:8]]
+            raise BadSchedule("The run does not end:\n" + "\n".join(lines))
+        return self._result()
+
+    def _at(self, seconds: float, kind: str, what: Any, version: int = 0) -> None:
+        heapq.heappush(self.events, (seconds, next(self.ticket), kind, what, version))
+
+    def _let_run(self) -> None:
+        while self.runnable:
+            self._advance(self.devices[self.runnable.popleft()])
+
+    def _advance(self, device: _Device) -> None:
+        """Take actions until one takes time or must wait."""
+        while not device.is_done:
+            action = device.held
+            if action is None:
+                answer = device.policy.next(device.state)
+                if answer == DONE:
+                    device.is_done = True
+                    device.result.finished_seconds = self.now
+                    return
+                if answer == WAIT:
+                    self.waiting[device.name].append(device.name)
+                    return
+                assert not isinstance(answer, str)
+                action = answer
+                self.log[device.name].append(action)
+                device.memory.act(action)
+                if isinstance(action, Reduce):
+                    self._join(device, action)
+                device.held = action
+            if not self._can_go_on(device, action):
+                return
+            device.held = None
+            if self._takes_time(device, action):
+                return
+
+    def _can_go_on(self, device: _Device, action: Action) -> bool:
+        """Whether an action has what it waits for; if not, the device is noted to be woken."""
+        if isinstance(action, Receive):
+            key = (action.source, action.message)
+            if not device.mail[key]:
+                self.waiting[(device.name, key)].append(device.name)
+                return False
+            device.mail[key] -= 1
+        elif isinstance(action, Reduce) and action.what == "statistics":
+            if action not in self.complete:
+                self.waiting[action].append(device.name)
+                return False
+        elif isinstance(action, Step):
+            late = next((reduce for reduce in device.open_reductions if reduce not in self.complete), None)
+            if late is not None:
+                self.waiting[late].append(device.name)
+                return False
+            device.open_reductions.clear()
+        return True
+
+    def _takes_time(self, device: _Device, action: Action) -> bool:
+        """Start an action. True if the processor is busy with it."""
+        if isinstance(action, Send):
+            self._send(device.name, action)
+            return False
+        if isinstance(action, (Receive, Reduce)):
+            return False
+        geometry = device.work.geometry
+        assert geometry is not None
+        if isinstance(action, (Forward, Backward)):
+            seconds = self.costs.compute_seconds(geometry, device.name, action)
+        else:
+            seconds = self.costs.step_seconds(geometry, device.name, self.plan.optimizer_slots)
+        device.result.busy_seconds += seconds
+        if self.keep_spans and len(self.spans) < MOST_SPANS:
+            kind = type(action).__name__.lower()
+            self.spans.append(Span(device.name, "compute", self.now, self.now + seconds, str(action), kind))
+        if seconds == 0.0:
+            return False
+        self._at(self.now + seconds, "computed", device.name)
+        return True
+
+    def _send(self, source: str, action: Send) -> None:
+        self.bytes_between[(source, action.to)] += action.message.bytes
+        self._start_transfer(source, action.to, action.message.bytes, action.message)
+
+    def _start_transfer(self, source: str, target: str, byte_count: float, label: object) -> None:
+        self._count_transfer(source, 1)
+        self._count_transfer(target, 1)
+        self._retime(self.links.start(source, target, byte_count, label, self.now))
+
+    def _retime(self, changed: list[Transfer]) -> None:
+        for transfer in changed:
+            seconds = transfer.left / transfer.rate if transfer.rate < math.inf else 0.0
+            self._at(transfer.since + max(0.0, seconds), "sent", transfer, transfer.version)
+
+    def _transfer_ended(self, transfer: Transfer) -> None:
+        """The last byte has left. It arrives after the link's delay."""
+        transfer.version += 1
+        self._retime(self.links.finish(transfer, self.now))
+        delay = self.costs.link(transfer.source, transfer.target).delay_seconds
+        is_message = isinstance(transfer.label, Message)
+        if self.keep_spans and len(self.spans) < MOST_SPANS:
+            kind = transfer.label.kind if isinstance(transfer.label, Message) else "reduce"
+            text = f"{transfer.source} to {transfer.target}: {transfer.label}"
+            self.spans.append(Span(transfer.source, "send", transfer.started, self.now, text, kind))
+            self.spans.append(Span(transfer.target, "receive", transfer.started + delay, self.now + delay, text, kind))
+        self._count_transfer(transfer.source, -1)
+        if is_message:
+            self._at(self.now + delay, "arrived", transfer)
+        else:
+            self._count_transfer(transfer.target, -1)
+            reduce = transfer.label
+            assert isinstance(reduce, Reduce)
+            self.flows_left[reduce] -= 1
+            if not self.flows_left[reduce]:
+                self._at(self.now + self.costs.ring_delay_seconds(reduce), "reduced", reduce)
+
+    def _arrived(self, transfer: Transfer) -> None:
+        device = self.devices[transfer.target]
+        assert isinstance(transfer.label, Message)
+        key = (transfer.source, transfer.label)
+        device.mail[key] += 1
+        device.state.arrived.add(key)
+        device.result.bytes_received += transfer.label.bytes
+        self._count_transfer(transfer.target, -1)
+        self.runnable.extend(self.waiting.pop((device.name, key), ()))
+        self.runnable.extend(self.waiting.pop(device.name, ()))
+
+    def _join(self, device: _Device, reduce: Reduce) -> None:
+        if reduce.what == "gradients":
+            device.open_reductions.add(reduce)
+        self.joined[reduce] += 1
+        if self.joined[reduce] < len(reduce.devices):
+            return
+        byte_count = self.costs.ring_bytes(reduce)
+        ring = list(zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0])))
+        self.flows_left[reduce] = len(ring)
+        for source, target in ring:
+            self.bytes_between[(source, target)] += byte_count
+            self._start_transfer(source, target, byte_count, reduce)
+
+    def _reduced(self, reduce: Reduce) -> None:
+        self.complete.add(reduce)
+        for name in reduce.devices:
+            self.devices[name].result.bytes_received += self.costs.ring_bytes(reduce)
+        self.runnable.extend(self.waiting.pop(reduce, ()))
+
+    def _count_transfer(self, name: str, change: int) -> None:
+        """Time during which at least one transfer is under way costs energy."""
+        device = self.devices[name]
+        if device.transfers:
+            device.result.transfer_seconds += self.now - device.transfers_since
+        device.transfers += change
+        device.transfers_since = self.now
+
+    def _result(self) -> Simulation:
+        seconds = max(device.result.finished_seconds for device in self.devices.values())
+        warnings = []
+        for (source, _), byte_count in self.bytes_between.items():
+            self.devices[source].result.bytes_sent += byte_count
+        for name, device in self.devices.items():
+            facts, result = self.cluster.device(name), device.result
+            result.peak_bytes = device.memory.peak_bytes
+            result.most_micro_batches_held = device.memory.most_micro_batches_held
+            idle = max(0.0, seconds - result.busy_seconds)
+            result.joules = (
+                result.busy_seconds * facts.watts_active
+                + idle * facts.watts_idle
+                + result.transfer_seconds * facts.watts_transfer
+            )
+            if result.peak_bytes > facts.memory_bytes:
+                warnings.append(
+                    f"{name} runs out of memory: {format_bytes(result.peak_bytes)} of {format_bytes(facts.memory_bytes)}."
+                )
+        return Simulation(
+            seconds=seconds,
+            samples=self.plan.batch_size,
+            devices={name: device.result for name, device in self.devices.items()},
+            bytes_between=dict(self.bytes_between),
+            spans=self.spans,
+            log=self.log,
+            actions=sum(map(len, self.log.values())),
+            warnings=warnings,
+        )

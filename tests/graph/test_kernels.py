@@ -1,0 +1,248 @@
+"""Every kernel computes what PyTorch's default computes, forward and backward, and leaves the flags alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.facts.profile import Kernel
+from manyhands.graph.capture import capture
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import Flags, kernel_calls, reformat, store_weights, takes_flags, takes_format
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.tape import bind_inputs
+from manyhands.graph.weights import Weights
+
+VARIANTS = [Kernel(channels_last, onednn, threads)
+            for channels_last in (False, True) for onednn in (True, False) for threads in (0, 1)]  # fmt: skip
+
+CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "plain": (nn.Conv2d(3, 8, 3, padding=1), (3, 9, 7)),
+    "no bias": (nn.Conv2d(3, 8, 3, stride=2, bias=False), (3, 9, 7)),
+    "pointwise": (nn.Conv2d(4, 6, 1), (4, 5, 5)),
+    "grouped": (nn.Conv2d(4, 8, 3, groups=2, padding=(1, 0)), (4, 8, 8)),
+    "depthwise": (nn.Conv2d(6, 6, 3, groups=6, padding=1), (6, 8, 8)),
+    "dilated": (nn.Conv2d(3, 4, (3, 2), dilation=(2, 1)), (3, 9, 9)),
+    "same, odd kernel": (nn.Conv2d(3, 4, 3, padding="same"), (3, 8, 8)),
+    "same, even kernel": (nn.Conv2d(3, 4, (4, 2), padding="same", dilation=(1, 3)), (3, 8, 9)),
+    "valid": (nn.Conv2d(3, 4, 3, padding="valid"), (3, 8, 8)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (4, 5, 6)),
+    "transposed, grouped": (nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2, bias=False), (4, 5, 6)),
+    "one axis": (nn.Conv1d(3, 5, 3, padding=1), (3, 11)),
+    "volume": (nn.Conv3d(2, 4, 3, padding=1), (2, 5, 6, 4)),
+}
+
+
+class Between(nn.Module):
+    """The module between two layers, so that its input has a gradient and its output is changed in place."""
+
+    def __init__(self, inner: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1, channels, *([1] * 1)), 1.5))
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale.reshape(1, -1, *([1] * (x.dim() - 2)))
+        return torch.relu_(self.inner(x * scale)) * 2
+
+
+def _graph(module: nn.Module, shape: tuple[int, ...]) -> tuple[Graph, torch.Tensor]:
+    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return capture(module, x), x
+
+
+def _run(graph: Graph, x: torch.Tensor, choice: dict[str, Kernel]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    weights = Weights.copied(graph)
+    store_weights(graph, weights, choice)
+    piece = Piece(graph, weights, kernels=kernel_calls(graph, choice))
+    output = piece(bind_inputs(graph, x), Context(seed=3))[graph.outputs[0]]
+    output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape))
+    return output.detach(), {name: t.grad for name, t in weights.trainable().items() if t.grad is not None}
+
+
+def _assert_equal(graph: Graph, x: torch.Tensor, choice: dict[str, Kernel]) -> None:
+    expected, expected_gradients = _run(graph, x, {})
+    found, gradients = _run(graph, x, choice)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def captured() -> dict[str, tuple[Graph, torch.Tensor]]:
+    return {name: _graph(Between(copy.deepcopy(module), shape[0]).double(), shape)
+            for name, (module, shape) in CONVOLUTIONS.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_the_same_by_every_kernel(captured: dict[str, Any], name: str, kernel: Kernel) -> None:
+    graph, x = captured[name]
+    chosen = {node.name: kernel for node in graph.nodes if takes_flags(graph, node)}
+    assert chosen
+    _assert_equal(graph, x, chosen)
+
+
+@pytest.mark.parametrize("kernel", VARIANTS, ids=str)
+def test_a_frozen_weight_gets_no_gradient(kernel: Kernel) -> None:
+    inner = nn.Conv2d(3, 4, 3)
+    inner.weight.requires_grad_(False)
+    graph, x = _graph(Between(inner, 3).double(), (3, 6, 6))
+    _assert_equal(graph, x, {node.name: kernel for node in graph.nodes if takes_flags(graph, node)})
+
+
+class Mixed(nn.Module):
+    """Formats that alternate, a skip connection, a view, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.b = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.c = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8 * 4 * 4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu_(self.norm(self.a(x)))
+        x = self.c(self.b(x)) + x
+        x = nn.functional.max_pool2d(x, 2)
+        return self.head(x.view(x.shape[0], -1))
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_formats_may_alternate_along_a_network(bits: int) -> None:
+    graph, x = _mixed()
+    tunable = [node.name for node in graph.nodes if takes_flags(graph, node)]
+    assert len(tunable) == 4
+    _assert_equal(graph, x, {n: Kernel(bool(bits >> i & 1), not bits >> (3 - i) & 1) for i, n in enumerate(tunable)})
+
+
+def _mixed() -> tuple[Graph, torch.Tensor]:
+    if not _MIXED:
+        _MIXED.append(_graph(Mixed().double(), (3, 8, 8)))
+    return _MIXED[0]
+
+
+_MIXED: list[tuple[Graph, torch.Tensor]] = []
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_recurrent_layers_run_with_and_without_onednn(onednn: bool) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5, batch_first=True, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+    graph, x = _graph(Reader().double(), (6, 4))
+    _assert_equal(graph, x, {n.name: Kernel(onednn=onednn) for n in graph.nodes if takes_flags(graph, n)})
+
+
+def test_float32_agrees_to_rounding() -> None:
+    module = Mixed()
+    x = torch.randn(2, 3, 8, 8)
+    graph = capture(module, x)
+    expected, _ = _run(graph, x, {})
+    for kernel in VARIANTS:
+        found, _ = _run(graph, x, {n.name: kernel for n in graph.nodes if takes_flags(graph, n)})
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_goes_through_no_wrapper() -> None:
+    graph, _ = _mixed()
+    assert kernel_calls(graph, {}) == {}
+    assert kernel_calls(graph, {n.name: Kernel() for n in graph.nodes if takes_flags(graph, n)}) == {}
+
+
+def test_weights_are_stored_once_in_the_kernels_format() -> None:
+    graph, _ = _mixed()
+    weights = Weights.copied(graph)
+    before = {name: (tensor, tensor.detach().clone()) for name, tensor in weights.tensors.items()}
+    choice = {n.name: Kernel(channels_last=True) for n in graph.nodes if takes_format(graph, n)}
+    store_weights(graph, weights, choice)
+    assert not weights.tensors["a.weight"].is_contiguous()
+    assert weights.tensors["a.weight"].is_contiguous(memory_format=torch.channels_last)
+    for name, (tensor, values) in before.items():
+        assert weights.tensors[name] is tensor
+        assert torch.equal(tensor, values)
+    store_weights(graph, weights, {})
+    assert all(tensor.is_contiguous() for tensor in weights.tensors.values())
+
+
+def test_a_tensor_in_the_right_format_is_not_copied() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    assert reformat(x, False) is x
+    last = reformat(x, True)
+    assert reformat(last, True) is last
+    assert torch.equal(last, x)
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _state() -> tuple[bool, int]:
+    return torch._C._get_mkldnn_enabled(), torch.get_num_threads()
+
+
+def _fail_inside(kernel: Kernel, seen: list[tuple[bool, int]]) -> None:
+    with Flags(kernel):
+        seen.append(_state())
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_flags_hold_inside_and_are_restored_even_on_errors() -> None:
+    before, seen = _state(), list[tuple[bool, int]]()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _fail_inside(Kernel(onednn=False, threads=1), seen)
+    assert seen == [(False, 1)]
+    assert _state() == before == (before[0], 2)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the flags under which convolutions run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[bool, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in str(func):
+            self.seen[str(func)] = _state()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_flags_hold_in_backward_which_runs_later(captured: dict[str, Any]) -> None:
+    graph, x = captured["plain"]
+    choice = {n.name: Kernel(onednn=False, threads=1) for n in graph.nodes if takes_flags(graph, n)}
+    before = _state()
+    with _Watch() as watch:
+        _run(graph, x, choice)
+    assert watch.seen == dict.fromkeys(["aten.convolution.default", "aten.convolution_backward.default"], (False, 1))
+    assert _state() == before
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_flags_are_restored_after_a_failing_convolution() -> None:
+    graph, x = _mixed()
+    choice = {n.name: Kernel(onednn=False, threads=1) for n in graph.nodes if takes_format(graph, n)}
+    piece = Piece(graph, Weights.copied(graph), kernels=kernel_calls(graph, choice))
+    before = _state()
+    with pytest.raises(RuntimeError):
+        piece(bind_inputs(graph, x[:, :2]))
+    assert _state() == before
