@@ -1,3 +1,68 @@
-"""manyhands: one training and inference machine out of the devices people already own."""
+"""manyhands: one training and inference machine out of the devices people already own.
+
+    import manyhands as mh
+
+    graph = mh.capture(module, example_batch)                  # any nn.Module -> layers, shapes, costs
+    planned = mh.plan(graph.network, mh.Cluster.local(4))      # who does what
+    result = mh.simulate(planned.plan, graph.network, mh.Cluster.local(4))
+
+Names are loaded when first used, so that importing manyhands does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from manyhands.api.public import Planned, plan, read_plan, simulate
+    from manyhands.facts.cluster import Cluster, Device, Link
+    from manyhands.facts.errors import ManyhandsError
+    from manyhands.facts.network import Network
+    from manyhands.facts.plan import Plan, Stage
+    from manyhands.facts.profile import Profile
+    from manyhands.files.documents import load_cluster
+    from manyhands.graph.capture import capture
+    from manyhands.graph.graph import Graph
+    from manyhands.graph.store import load as load_graph
+    from manyhands.graph.store import save as save_graph
+    from manyhands.profiler.store import profile_network as profile
+
+_HOMES = {
+    "capture": ("graph.capture", "capture"),
+    "Graph": ("graph.graph", "Graph"),
+    "save_graph": ("graph.store", "save"),
+    "load_graph": ("graph.store", "load"),
+    "profile": ("profiler.store", "profile_network"),
+    "plan": ("api.public", "plan"),
+    "Planned": ("api.public", "Planned"),
+    "read_plan": ("api.public", "read_plan"),
+    "simulate": ("api.public", "simulate"),
+    "Cluster": ("facts.cluster", "Cluster"),
+    "Device": ("facts.cluster", "Device"),
+    "Link": ("facts.cluster", "Link"),
+    "Network": ("facts.network", "Network"),
+    "Plan": ("facts.plan", "Plan"),
+    "Stage": ("facts.plan", "Stage"),
+    "Profile": ("facts.profile", "Profile"),
+    "ManyhandsError": ("facts.errors", "ManyhandsError"),
+    "load_cluster": ("files.documents", "load_cluster"),
+}
+
+__all__ = [
+    "Cluster", "Device", "Graph", "Link", "ManyhandsError", "Network", "Plan", "Planned", "Profile", "Stage", "capture",
+    "load_cluster", "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'manyhands' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(f"manyhands.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

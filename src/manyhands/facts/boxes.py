@@ -1,19 +1,11 @@
-"""Boxes, layouts, moves: the one geometry on which all communication stands.
+"""Boxes and layouts: which part of a tensor lies on which device. What must travel between two layouts: moves.py.
 
-A tensor on the cluster is cut into boxes, a Layout says which device holds which, and `moves` says who must send
-what to whom to get from one layout to another. A tile that grows by its halo, for example:
-
-        source: four tiles             target: tile a with its halo           moves to a
-
-        0     4     8                  0     4 5                              a -> a  [0:4,0:4]  a copy
-      0 +-----+-----+                0 +-----+-+                              b -> a  [0:4,4:5]
-        |  a  |  b  |                  |  a  |b|                              c -> a  [4:5,0:4]
-      4 +-----+-----+       =>       4 +-----+-+                              d -> a  [4:5,4:5]
-        |  c  |  d  |                  |  c  |d|
-      8 +-----+-----+                5 +-----+-+
-
-Scatter, gather, halo exchange, channel shuffle, migration of weights and the adding up of gradients differ only in
-their two layouts. The way back (`adjoint`) has the same boxes with the arrows turned round.
+    0     4     8
+  0 +-----+-----+
+    |  a  |  b  |      Layout.grid((8, 8), 0, 1, [1, 1], [1, 1], "abcd")
+  4 +-----+-----+      c holds the box [4:8,0:4]
+    |  c  |  d  |
+  8 +-----+-----+
 """
 
 from __future__ import annotations
@@ -295,7 +287,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether every element of a tensor of this shape is held by somebody."""
         whole = Box.whole(shape)
-        inside = _first_come((device, box.intersect(whole)) for device, box in self.pieces())
+        inside = first_come((device, box.intersect(whole)) for device, box in self.pieces())
         return sum(box.volume for _, box in inside) == whole.volume
 
     def is_partition(self, shape: Sequence[int]) -> bool:
@@ -309,76 +301,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return dict(self.held)
 
 
-class Move(msgspec.Struct, frozen=True, gc=False):
-    """One rectangular piece from one device to another, which stores it or adds it to what it has.
-
-    Source and target may be the same device: a copy that never touches the network.
-    """
-
-    source: str
-    target: str
-    box: Box
-    adds: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        return self.source == self.target
-
-
-def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """Who sends what to whom, so that what lies as `source` comes to lie as `target` (in buffers that start at zero).
-
-        value   -> value     each target's every element arrives once, from itself if it can, else from the holder
-                             that has sent least so far: replicas share the work
-        value   -> partial   each element arrives at one of its target's holders; to the others it is a zero term
-        partial -> value     each target's every element is the sum of all terms, its own among them, always added in
-                             the source's device order: replicas agree to the last bit. No term: the sum is zero
-        partial -> partial   each term goes to one holder, itself if it can, else the one that has received least
-
-    A value wanted but held nowhere, or a term that nobody takes, is an error.
-    """
-    if source.rank is not None and target.rank is not None and source.rank != target.rank:
-        raise BadValue(f"The source layout has rank {source.rank} and the target layout has rank {target.rank}.")
-    if source.partial and target.partial:
-        return tuple(Move(giver, taker, box, adds=True) for giver, taker, box in _partners(source.pieces(), target))
-    if source.partial:
-        return tuple(_all_terms(source, target))
-    wanted = _first_come([*_shared(source, target), *target.pieces()]) if target.partial else target.pieces()
-    return tuple(Move(giver, taker, box) for taker, giver, box in _partners(wanted, source))
-
-
-def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """The way back, for gradients: same boxes, arrows turned round, adding where they meet.
-
-    With E the operator `target[box] += source[box]` over all moves, from the source's buffers to the target's, which
-    start at zero: <E x, y> = <x, adjoint(E) y> for all x and y.
-    """
-    return tuple(Move(move.target, move.source, move.box, adds=True) for move in moves)
-
-
-def by_pair(moves: Iterable[Move]) -> dict[tuple[str, str], tuple[Move, ...]]:
-    """The moves of each (source, target), local ones too, in order: what travels as one message."""
-    pairs: dict[tuple[str, str], list[Move]] = {}
-    for move in moves:
-        pairs.setdefault((move.source, move.target), []).append(move)
-    return {pair: tuple(own) for pair, own in pairs.items()}
-
-
-def volume_between(moves: Iterable[Move]) -> dict[tuple[str, str], int]:
-    """Elements sent over each (source, target) link."""
-    volumes: dict[tuple[str, str], int] = {}
-    for move in moves:
-        if not move.is_local:
-            link = (move.source, move.target)
-            volumes[link] = volumes.get(link, 0) + move.box.volume
-    return volumes
-
-
-def volume(moves: Iterable[Move]) -> int:
-    """Elements sent over all links together."""
-    return sum(move.box.volume for move in moves if not move.is_local)
-
-
 def cut_points(extent: int, weights: Sequence[float]) -> tuple[int, ...]:
     """0, the floor of each running share of `extent`, and `extent`: 10 by 1:1:1 is 0, 3, 6, 10.
 
@@ -390,10 +312,10 @@ def cut_points(extent: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(floor(extent * upto / running[-1]) for upto in running)
 
 
-# How partners are found
+# Finding which boxes meet, among many
 
 
-class _Index:
+class BoxIndex:
     """Finds which of many boxes meet a given one, without asking each.
 
     Sorted by start along the axis where they differ most, the boxes that can meet [a:b) are neighbours: they start
@@ -420,97 +342,21 @@ class _Index:
         return box.intervals[self.axis] if box.intervals else (0, 1)
 
 
-def _partners(wanting: Iterable[tuple[str, Box]], holders: Layout) -> Iterator[tuple[str, str, Box]]:
-    """For every element of every wanting box one holder: (wanting device, holder, box).
-
-    The device itself comes first, with its boxes as large as they are. All else is cut where the set of holders
-    changes, and each piece goes to the holder with the least load so far, ties by device order.
-    """
-    cells = _cells(holders)
-    index = _Index([cell for cell, _ in cells])
-    load = dict.fromkeys(holders.devices, 0)
-    for device, box in wanting:
-        found = index.meeting(box)
-        if sum(common.volume for _, common in found) < box.volume:  # cells are disjoint, so some is missing
-            raise _nobody(device, _without([box], *(common for _, common in found))[0], holders)
-        for own in holders.boxes(device):
-            common = box.intersect(own)
-            if not common.is_empty:
-                yield device, device, common
-        for ordinal, common in found:
-            candidates = cells[ordinal][1]
-            if device not in candidates:
-                holder = min(candidates, key=load.__getitem__)
-                load[holder] += common.volume
-                yield device, holder, common
-
-
-def _nobody(device: str, missing: Box, holders: Layout) -> BadValue:
-    if holders.partial:
-        return BadValue(f"Device '{device}' has a term of {missing}, but no device of the target layout takes it.")
-    return BadValue(f"Device '{device}' needs {missing}, but no device of the source layout holds it.")
-
-
-def _all_terms(source: Layout, target: Layout) -> Iterator[Move]:
-    """For every element of every target box each device that has a term of it, in the source's order."""
-    terms = list(source.pieces())
-    index = _Index([box for _, box in terms])
-    for device, box in target.pieces():
-        for ordinal, common in index.meeting(box):
-            yield Move(terms[ordinal][0], device, common, adds=True)
-
-
-def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
-    """What a layout holds, cut into disjoint cells, each with all its holders in device order.
-
-    a holds ======            cells   ===|===|===
-    b holds    =======                a   a,b  b
-    """
-    holders: dict[Box, list[str]] = {}
-    for device, box in layout.pieces():
-        holders.setdefault(box, []).append(device)
-    order = {device: place for place, device in enumerate(layout.devices)}
-    boxes = list(holders)
-    index = _Index(boxes)
-    cells = []
-    for ordinal, box in enumerate(boxes):
-        fragments = [(box, holders[box])]
-        for other, common in index.meeting(box):
-            if other == ordinal:
-                continue
-            outside = [(piece, by) for fragment, by in fragments for piece in fragment.subtract(common)]
-            inside = []
-            if other > ordinal:  # else the other box has made these cells already
-                inside = [(fragment.intersect(common), by + holders[boxes[other]]) for fragment, by in fragments]
-            fragments = outside + [(piece, by) for piece, by in inside if not piece.is_empty]
-        cells += [(fragment, sorted(by, key=order.__getitem__)) for fragment, by in fragments]
-    return cells
-
-
-def _first_come(claims: Iterable[tuple[str, Box]]) -> list[tuple[str, Box]]:
+def first_come(claims: Iterable[tuple[str, Box]]) -> list[tuple[str, Box]]:
     """Disjoint pieces with the same union: each element stays with the first device that claims it."""
     first: dict[Box, str] = {}
     for device, box in claims:
         first.setdefault(box, device)
     boxes = list(first)
-    index = _Index(boxes)
+    index = BoxIndex(boxes)
     kept = []
     for ordinal, (box, device) in enumerate(first.items()):
         earlier = [common for other, common in index.meeting(box) if other < ordinal]
-        kept += [(device, piece) for piece in _without([box], *earlier) if not piece.is_empty]
+        kept += [(device, piece) for piece in without([box], *earlier) if not piece.is_empty]
     return kept
 
 
-def _shared(source: Layout, target: Layout) -> Iterator[tuple[str, Box]]:
-    """What each device holds in both layouts."""
-    for device, box in target.pieces():
-        for own in source.boxes(device):
-            common = box.intersect(own)
-            if not common.is_empty:
-                yield device, common
-
-
-def _without(boxes: list[Box], *others: Box) -> list[Box]:
+def without(boxes: list[Box], *others: Box) -> list[Box]:
     """Disjoint boxes less every one of the others."""
     for other in others:
         boxes = [piece for box in boxes for piece in box.subtract(other)]
@@ -520,7 +366,7 @@ def _without(boxes: list[Box], *others: Box) -> list[Box]:
 def _check_disjoint(device: str, boxes: Sequence[Box]) -> None:
     if len(boxes) < 2:
         return
-    index = _Index(boxes)
+    index = BoxIndex(boxes)
     for ordinal, box in enumerate(boxes):
         for other, common in index.meeting(box):
             if other > ordinal:

@@ -3,58 +3,76 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from manyhands.facts.errors import BadFile, ManyhandsError, did_you_mean
 
 T = TypeVar("T")
-_PLACE = re.compile(r"^(?P<said>.*?)(?: - at `(?P<path>\$[^`]*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"unknown field `([^`]*)`")
+_PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_PART = re.compile(r"\.\.\.|[^.\[\]]+")  # `[...]` is some value of a mapping
 
 
 def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] = BadFile) -> T:
-    """`document` as a `kind`, or an error such as "plan: stages[0].share.by is 'sample': Invalid value"."""
+    """`document` as a `kind`, or an error such as "plan: order is 'pipe'; it must be one of gpipe, 1f1b."."""
     try:
         return msgspec.convert(document, kind, strict=True)
     except msgspec.ValidationError as problem:
         match = _PLACE.match(str(problem))
         assert match is not None
-        path = (match.group("path") or "$").removeprefix("$").removeprefix(".")
-        said = match.group("said").replace("Object", "It", 1) if match.group("said").startswith("Object") else match.group("said")
-        field = _FIELD.search(said)
-        hint = ""
-        if field:
-            hint = did_you_mean(field.group(1), _fields_near(document, path, kind))
-        value = _lookup(document, path)
-        shown = f" is {value!r:.80}" if path and not isinstance(value, (dict, list)) else ""
-        raise error(f"{what}: {path or 'the document'}{shown}: {said}.", hint=hint) from None
+        said, path = match.group("said"), (match.group("path") or "").removeprefix(".")
+        place = f"{what}: {path}" if path else what
+        types = list(_types_at(kind, _PART.findall(path)))
+        if unknown := _UNKNOWN.match(said):
+            hint = did_you_mean(unknown.group(1), _fields(types))
+            raise error(f"{place}: there is no field '{unknown.group(1)}'.", hint=hint) from None
+        if missing := _MISSING.match(said):
+            raise error(f"{place}: the field '{missing.group(1)}' is missing.") from None
+        shown = f"{place} is {_lookup(document, path)!r:.80}"
+        choices = [str(choice) for one in types if get_origin(one) is Literal for choice in get_args(one)]
+        if said.startswith("Invalid") and choices:
+            value = str(_lookup(document, path))
+            hint = did_you_mean(value, choices)
+            raise error(f"{shown}; it must be one of {', '.join(choices)}.", hint=hint) from None
+        raise error(f"{shown}: {said[:1].lower()}{said[1:]}.") from None
 
 
 def _lookup(document: Any, path: str) -> Any:
     value = document
-    for part in re.findall(r"[^.\[\]]+", path):
+    for part in _PART.findall(path):
         try:
+            if part == "...":
+                return value
             value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             return None
     return value
 
 
-def _fields_near(document: Any, path: str, kind: Any) -> list[str]:
-    """Field names of the struct at `path`, for did-you-mean; all structs' fields when it cannot be told."""
-    names: set[str] = set()
+def _types_at(kind: Any, parts: list[str]) -> Iterator[Any]:
+    """Every type that the place may have; the tag of a union of structs is the choice of its tags."""
+    if get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            yield from _types_at(one, parts)
+    elif not parts:
+        yield kind
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if parts[0] == kind.__struct_config__.tag_field:
+            yield Literal[kind.__struct_config__.tag]
+        for info in msgspec.structs.fields(kind):
+            if info.encode_name == parts[0]:
+                yield from _types_at(info.type, parts[1:])
+    elif get_origin(kind) in (tuple, list, dict):
+        inner = [one for one in get_args(kind) if one is not Ellipsis]
+        for one in inner[-1:] if parts[0] == "..." else inner:
+            yield from _types_at(one, parts[1:])
 
-    def visit(one: Any, depth: int) -> None:
-        if depth > 6:
-            return
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            for info in msgspec.structs.fields(one):
-                names.add(info.encode_name)
-                visit(info.type, depth + 1)
-        for inner in getattr(one, "__args__", ()) or ():
-            visit(inner, depth + 1)
 
-    visit(kind, 0)
-    return sorted(names)
+def _fields(types: list[Any]) -> list[str]:
+    structs = [one for one in types if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    return sorted({info.encode_name for one in structs for info in msgspec.structs.fields(one)})

@@ -100,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Graph input -> the device that has it; an input not named is at hand wherever it is read."""
     optimizer_slots: int = 1
     """Numbers the optimiser keeps per parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
-    bucket_bytes: int = 25_000_000
+    bucket_bytes: int = 4_000_000
     """Weight gradients are reduced in buckets of about this size, while backward goes on."""
 
     @property
@@ -132,17 +132,22 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_dict(self) -> dict[str, Any]:
         """Without what is as usual, so that a person reads only what was decided."""
         full = msgspec.to_builtins(self)
-        usual = {info.name: msgspec.to_builtins(info.default) for info in msgspec.structs.fields(Plan)
-                 if info.default is not msgspec.NODEFAULT}  # fmt: skip
-        stage_usual = {info.name: msgspec.to_builtins(info.default) for info in msgspec.structs.fields(Stage)
-                       if info.default is not msgspec.NODEFAULT}  # fmt: skip
-        kept = {key: value for key, value in full.items() if key in ("order", "micro_batches") or usual.get(key) != value}
-        kept.setdefault("homes", {}) or kept.pop("homes")
-        kept["stages"] = [
-            {key: _trimmed(value) for key, value in stage.items() if stage_usual.get(key) != value} for stage in full["stages"]
-        ]
+        kept = _unusual(full, Plan, always=("order", "micro_batches"))
+        kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
+        for stage in kept["stages"]:
+            if "share" in stage:
+                stage["share"] = {key: value for key, value in stage["share"].items() if value is not None}
         return kept
 
 
-def _trimmed(value: Any) -> Any:
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _unusual(document: dict[str, Any], kind: type[msgspec.Struct], always: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields that differ from their defaults, or have none."""
+    usual: dict[str, Any] = {}
+    for info in msgspec.structs.fields(kind):
+        if info.default_factory is not msgspec.NODEFAULT:
+            usual[info.name] = info.default_factory()
+        elif info.default is not msgspec.NODEFAULT:
+            usual[info.name] = msgspec.to_builtins(info.default)
+    return {
+        key: value for key, value in document.items() if key in always or key not in usual or usual[key] != value
+    }

@@ -22,7 +22,8 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
     if plan.micro_batches < 1 or plan.batch_size % plan.micro_batches:
         raise BadPlan(
             f"micro_batches is {plan.micro_batches}; it must divide batch_size = {plan.batch_size}.",
-            hint="Choose one of " + ", ".join(str(n) for n in range(1, plan.batch_size + 1) if plan.batch_size % n == 0),
+            hint="Choose one of "
+            + ", ".join(str(n) for n in range(1, min(plan.batch_size, 1024) + 1) if plan.batch_size % n == 0),
         )
     if not 0 <= plan.optimizer_slots <= 8:
         raise BadPlan(f"optimizer_slots is {plan.optimizer_slots}; it must be between 0 and 8.")
@@ -66,7 +67,8 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
 def layer_range(stage: Stage) -> tuple[int, int]:
     """The layers of a resolved stage, as numbers."""
     first, last = stage.layers
-    assert isinstance(first, int) and isinstance(last, int), "resolve the plan first"
+    assert isinstance(first, int), "resolve the plan first"
+    assert isinstance(last, int), "resolve the plan first"
     return first, last
 
 
@@ -87,8 +89,8 @@ def _check_cover(stages: tuple[Stage, ...], network: Network) -> None:
         expected = last
     if expected != len(network.layers):
         raise BadPlan(
-            f"stages[{len(stages) - 1}].layers ends at layer {expected}; {network.name} has {len(network.layers)} layers "
-            f"at granularity '{network.granularity}'."
+            f"stages[{len(stages) - 1}].layers ends at layer {expected}; {network.name} has {len(network.layers)} "
+            f"layers at granularity '{network.granularity}'."
         )
 
 
@@ -100,18 +102,24 @@ def _check_devices(plan: Plan, network: Network, cluster: Cluster | None) -> Non
         for name in stage.devices:
             if name in used:
                 raise BadPlan(f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}].")
+            if cluster is not None and name not in cluster.names:
+                raise BadPlan(
+                    f"stages[{index}].devices names '{name}', which is not in cluster {cluster.name}.",
+                    hint=did_you_mean(name, cluster.names),
+                )
             used[name] = index
         if stage.codec.bits not in BITS:
             raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; it must be one of {BITS}.")
     for name, home in plan.homes.items():
         if name not in network.inputs:
-            raise BadPlan(f"homes names input '{name}'.", hint=did_you_mean(name, network.inputs))
-        if cluster is None and home != EVERYWHERE and home not in used:
-            raise BadPlan(f"homes.{name} is '{home}', which is in no stage.", hint=did_you_mean(home, used))
-    if cluster is not None:
-        for name in plan.devices:
-            if name not in cluster.names:
-                raise BadPlan(f"Device '{name}' is not in cluster {cluster.name}.", hint=did_you_mean(name, cluster.names))
+            raise BadPlan(
+                f"homes names input '{name}'; {network.name} has {', '.join(network.inputs)}.",
+                hint=did_you_mean(name, network.inputs),
+            )
+        known = used if cluster is None else cluster.names
+        if home != EVERYWHERE and home not in known:
+            where = "in no stage" if cluster is None else f"not in cluster {cluster.name}"
+            raise BadPlan(f"homes.{name} is '{home}', which is {where}.", hint=did_you_mean(home, known))
 
 
 def _check_warm_up(plan: Plan) -> None:
@@ -120,10 +128,14 @@ def _check_warm_up(plan: Plan) -> None:
             raise BadPlan(f"warm_up has {len(plan.warm_up)} numbers; there are {len(plan.stages)} stages.")
         for stage, count in enumerate(plan.warm_up):
             if not 1 <= count <= plan.micro_batches:
-                raise BadPlan(f"warm_up[{stage}] is {count}; it must be between 1 and micro_batches = {plan.micro_batches}.")
+                raise BadPlan(
+                    f"warm_up[{stage}] is {count}; it must be between 1 and micro_batches = {plan.micro_batches}."
+                )
         for stage, (before, after) in enumerate(pairwise(plan.warm_up)):
             if before < after:
-                raise BadPlan(f"warm_up[{stage}] is {before}, less than warm_up[{stage + 1}] = {after}: they would wait forever.")
+                raise BadPlan(
+                    f"warm_up[{stage}] is {before}, less than warm_up[{stage + 1}] = {after}: they would wait forever."
+                )
 
 
 def _check_share(plan: Plan, index: int, stage: Stage, network: Network) -> None:
@@ -144,7 +156,9 @@ def _check_share(plan: Plan, index: int, stage: Stage, network: Network) -> None
 
 def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, network: Network) -> None:
     if len(share.samples) != len(stage.devices):
-        raise BadPlan(f"{field}.share.samples has {len(share.samples)} numbers; there are {len(stage.devices)} devices.")
+        raise BadPlan(
+            f"{field}.share.samples has {len(share.samples)} numbers; there are {len(stage.devices)} devices."
+        )
     if any(number < 1 for number in share.samples):
         raise BadPlan(f"{field}.share.samples is {list(share.samples)}; every device takes at least 1, or is left out.")
     if sum(share.samples) != plan.micro_batch_size:
@@ -156,7 +170,8 @@ def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, netwo
     for op in network.ops[first:last]:
         if op.mixes_samples and len(stage.devices) > 1:
             raise BadPlan(
-                f"{field} is shared by samples, but operator {op.name} ({op.target}, {op.where or op.module}) mixes samples.",
+                f"{field} is shared by samples, but operator {op.name} ({op.target}, {op.where or op.module}) "
+                "mixes samples.",
                 hint="Give that layer to a stage with one device.",
             )
 
@@ -164,7 +179,8 @@ def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, netwo
 def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> None:
     slots, count = len(share.rows) * len(share.columns), len(stage.devices)
     if slots != count:
-        raise BadPlan(f"{field}.share is a grid of {len(share.rows)}x{len(share.columns)} = {slots} tiles; there are {count} devices.")
+        grid = f"{len(share.rows)}x{len(share.columns)} = {slots} tiles"
+        raise BadPlan(f"{field}.share is a grid of {grid}; there are {count} devices.")
     if any(number <= 0 for number in (*share.rows, *share.columns)):
         raise BadPlan(f"{field}.share has rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0.")
     first, last = layer_range(stage)
@@ -173,15 +189,21 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
             continue
         starts = [g for g in groups if isinstance(g, int)]
         if not starts or starts[0] != first:
-            raise BadPlan(f"{field}.share.{name} is {starts}; its first group must start at layer {first}, where the stage starts.")
+            raise BadPlan(
+                f"{field}.share.{name} is {starts}; its first group must start at layer {first}, where the stage starts."
+            )
         if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= last:
-            raise BadPlan(f"{field}.share.{name} is {starts}; it must increase and stay below layer {last}, where the stage ends.")
+            raise BadPlan(
+                f"{field}.share.{name} is {starts}; it must increase and stay below layer {last}, where the stage ends."
+            )
     start, _ = op_range(stage, network)
     image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
     if image is not None and len(image.shape) == 4:
         for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
-                raise BadPlan(f"{field}.share.{name} is {list(weights)}: a tile would have 0 of the {extent} {name} of {image.name}.")
+                raise BadPlan(
+                    f"{field}.share.{name} is {list(weights)}: a tile would have 0 of the {extent} {name} of {image.name}."
+                )
 
 
 def _check_channels(plan: Plan, field: str, share: ByChannels, count: int) -> None:
@@ -199,7 +221,8 @@ def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None
     statistics = plan.batch_norm == "synchronised" and any(op.statistics for op in network.ops[first:last])
     if statistics or not isinstance(stage.share, BySamples):
         raise BadPlan(
-            f"order is eager, but the devices of stages[{index}] exchange data inside a pass and could each pick another.",
+            f"order is eager, but the devices of stages[{index}] exchange data inside a pass "
+            "and could each pick another.",
             hint="Use order: 1f1b, or batch_norm: local with a share by samples.",
         )
 

@@ -6,6 +6,7 @@ them. Kernels (memory format, oneDNN or native, threads) are the fastest that we
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from functools import cached_property
 from itertools import pairwise
@@ -27,6 +28,13 @@ class Timing(msgspec.Struct, frozen=True):
     forward_seconds: float
     backward_seconds: float
 
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise BadValue(f"A timing is for {self.samples} samples; it must be >= 1.")
+        for seconds in (self.forward_seconds, self.backward_seconds):
+            if not 0 <= seconds < math.inf:
+                raise BadValue(f"A layer took {seconds} s for {self.samples} samples; it must be finite and >= 0.")
+
 
 class LayerTiming(msgspec.Struct, frozen=True):
     """One layer's ladder, by increasing batch size."""
@@ -34,9 +42,14 @@ class LayerTiming(msgspec.Struct, frozen=True):
     layer: str
     ladder: tuple[Timing, ...]
 
+    def __post_init__(self) -> None:
+        if not self.ladder or not is_increasing(self.ladder):
+            sizes = ", ".join(str(timing.samples) for timing in self.ladder) or "none"
+            raise BadValue(f"Layer '{self.layer}' has timings for {sizes} samples; they must increase.")
+
 
 class Kernel(msgspec.Struct, frozen=True):
-    """How an operator is run: its tensors' memory format, whether by oneDNN, and on how many threads (0: all)."""
+    """How an operator is run: its tensors' memory format, by oneDNN where PyTorch can or natively, threads (0: all)."""
 
     channels_last: bool = False
     onednn: bool = True
@@ -67,10 +80,12 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
 
     def check_matches(self, network: Network) -> None:
         """A profile speaks of one graph at one granularity."""
-        if self.fingerprint != network.fingerprint or len(self.layers) != len(network.layers):
+        same_layers = [one.layer for one in self.layers] == [layer.name for layer in network.layers]
+        if self.fingerprint != network.fingerprint or not same_layers:
             raise BadFile(
-                f"The profile of {self.network} ({self.input}, {len(self.layers)} layers, {self.fingerprint}) does not "
-                f"belong to {network.name} ({network.input_text}, {len(network.layers)} layers, {network.fingerprint}).",
+                f"The profile of {self.network} ({self.input}, {len(self.layers)} {self.granularity}, "
+                f"{self.fingerprint}) does not belong to {network.name} ({network.input_text}, {len(network.layers)} "
+                f"{network.granularity}, {network.fingerprint}).",
                 hint=f"Measure it: manyhands profile --model {network.name}",
             )
 
@@ -156,7 +171,7 @@ def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
     found: dict[Device, DeviceProfile] = {}
     by_name: dict[str, DeviceProfile] = {}
     for device in cluster.devices:
-        key = msgspec.structs.replace(device, name="")
+        key = msgspec.structs.replace(device, name="any")
         if key not in found:
             found[key] = estimate(network, device)
         by_name[device.name] = found[key]

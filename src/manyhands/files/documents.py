@@ -59,11 +59,19 @@ def write_document(path: str | Path, data: object) -> None:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
+    """`write_bytes_atomic` for text, as UTF-8."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise BadValue(f"{path}: the text holds half a character pair and cannot be written as UTF-8.") from error
+    write_bytes_atomic(path, content)
+
+
+def write_bytes_atomic(path: str | Path, content: bytes) -> None:
     """Write a temporary file beside `path`, force it to disk, and rename it into place."""
     target = Path(os.path.realpath(path))  # through a symbolic link, not over it
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        content = text.encode()
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
             file.write(content)
@@ -71,8 +79,6 @@ def write_text_atomic(path: str | Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _sync_folder(target.parent)
-    except UnicodeEncodeError as error:
-        raise BadValue(f"{path}: the text holds half a character pair and cannot be written as UTF-8.") from error
     except OSError as error:
         raise BadFile(f"{path}: cannot be written: {error.strerror or error}.") from error
     finally:

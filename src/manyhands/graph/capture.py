@@ -62,7 +62,11 @@ def capture(
         if loss is not None:
             if target is None:
                 raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
-            loss_graph, _ = _export(_Loss(loss), [outputs, target], {}, name="loss", granularity="operators")
+            examples = [outputs, _as_many(target, example_batch)]
+            loss_graph, value = _export(_Loss(loss), examples, {}, name="loss", granularity="operators")
+            if not isinstance(value, torch.Tensor) or value.dim():
+                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
+                raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
             graph = Graph(**{**_fields(graph), "loss": loss_graph})
         return graph
     finally:
@@ -169,7 +173,7 @@ def _export(
     batch = _batch_of(leaves)
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
     # torch.export makes sizes 0 and 1 special, and a size that equals the batch by chance would be mistaken for it.
-    examples = [_resized(leaf, 3 if batch < 2 else batch) if own else leaf for leaf, own in zip(leaves, has_batch)]
+    examples = [_resized(leaf, _exported_samples(batch)) if own else leaf for leaf, own in zip(leaves, has_batch)]
     returned: list[Any] = []
     flat = _Flat(module, trees, returned.append)
     dimension = torch.export.Dim("batch")
@@ -237,6 +241,22 @@ def _where_batch_was_fixed(again: Callable[[], Any]) -> str:
     with _only_listener(listener), contextlib.suppress(Exception):
         again()
     return listener.place
+
+
+def _exported_samples(batch: int) -> int:
+    return 3 if batch < 2 else batch
+
+
+def _as_many(target: Any, example_batch: Any) -> Any:
+    """The example target with as many samples as the module was exported with."""
+    given: list[torch.Tensor] = []
+    _tree(example_batch, given, "the input")
+    batch = _batch_of(given)
+    leaves: list[torch.Tensor] = []
+    tree = _tree(target, leaves, "the target")
+    own = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
+    sized = [_resized(leaf, _exported_samples(batch)) if o else leaf for leaf, o in zip(leaves, own)]
+    return tree_map(lambda leaf: sized[int(leaf[1:])], tree)
 
 
 def _resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:

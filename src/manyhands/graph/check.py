@@ -20,8 +20,14 @@ from manyhands.graph.graph import Graph, Node, tree_leaves
 from manyhands.graph.piece import Context, Piece, Step, run_step
 from manyhands.graph.weights import Weights
 
-LARGEST_RECURRENT_STEPS = 16_384
+LARGEST_RECURRENT_STEPS = 4096
 """Torch unrolls a recurrent layer step by step wherever shapes are worked out."""
+
+_PROBABILITY = {
+    "aten.dropout.default": 1, "aten.feature_dropout.default": 1, "aten.alpha_dropout.default": 1,
+    "aten.bernoulli_.float": 1, "aten.bernoulli.p": 1, "aten.scaled_dot_product_attention.default": 4,
+}  # fmt: skip
+"""Random operators, and which argument is their probability."""
 
 
 def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
@@ -116,9 +122,18 @@ def _run(step: Step, slots: list[Any], samples: int) -> None:
     if node.target in ops.RECURRENT:
         _run_recurrent(step, slots, samples)
         return
+    if node.target in _PROBABILITY:
+        _check_probability(node)
     if node.several:
         _check_parts(node, step.build(slots, samples))
     run_step(replace(step, frees=()), slots, samples, context)
+
+
+def _check_probability(node: Node) -> None:
+    place = _PROBABILITY[node.target]
+    given = node.arguments[place] if len(node.arguments) > place else 0.0
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) draws with probability {given!r:.80}; it must be 0 to 1.")
 
 
 def _check_parts(node: Node, arguments: list[Any]) -> None:

@@ -43,7 +43,8 @@ _CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scala
                      "aten.sym_constrain_range_for_size.default"})  # fmt: skip
 _ALIASING = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t", "unsqueeze",
              "squeeze", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "expand", "expand_as",
-             "unbind", "movedim", "swapaxes", "detach", "contiguous", "to", "alias", "numpy_T", "broadcast_to"}  # fmt: skip
+             "unbind", "movedim", "swapaxes", "detach", "contiguous", "to", "alias", "numpy_T", "broadcast_to",
+             "broadcast_tensors", "meshgrid", "type_as", "_unsafe_view"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,8 @@ def _convert_node(node: Any, state: _State) -> None:
         raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).\n  at {where}")
     arguments = tuple(_argument(a, state, node) for a in node.args)
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
+    if target == "aten.to.device":  # where a tensor lives is decided by whoever runs the graph
+        target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
     mutated = next((a for a in arguments[:1] if isinstance(a, (Value, Weight))), None)
     is_write = target.split(".")[1].endswith("_") and not target.split(".")[1].startswith("_")
     if is_write and isinstance(mutated, Weight):
@@ -215,13 +218,20 @@ def _convert_node(node: Any, state: _State) -> None:
     )
     own = [Value(spec.name) for spec in outputs]
     state.arguments[name] = own if several else own[0]
-    shares_memory = target.split(".")[1] in _ALIASING and isinstance(mutated, Value)
+    shares_memory = _may_share_memory(target, arguments) and isinstance(mutated, Value)
     for record in own:
         state.root[record.name] = state.root[mutated.name] if shares_memory and isinstance(mutated, Value) else record.name
     if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
         for key, record in state.arguments.items():
             if record == mutated:
                 state.arguments[key] = own[0]
+
+
+def _may_share_memory(target: str, arguments: tuple[Argument, ...]) -> bool:
+    """Whether the result may be the first argument's memory: a view, or a dropout that drops nothing."""
+    if "dropout" in target:
+        return not arguments[1] or not arguments[2]
+    return target.split(".")[1] in _ALIASING
 
 
 def _convert_buffer_write(

@@ -83,7 +83,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 def to_document(graph: Graph) -> dict[str, Any]:
     """The graph without its weights' values."""
-    document: dict[str, Any] = msgspec.to_builtins(
+    encoded = msgspec.json.encode(
         {
             "version": VERSION,
             "name": graph.name,
@@ -96,6 +96,7 @@ def to_document(graph: Graph) -> dict[str, Any]:
             "aliases": graph.aliases,
         }
     )
+    document: dict[str, Any] = msgspec.json.decode(encoded)  # lists, not tuples: just what a reader will see
     document["loss"] = None if graph.loss is None else to_document(graph.loss)
     return document
 

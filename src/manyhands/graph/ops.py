@@ -19,7 +19,7 @@ hardsigmoid hardswish hardtanh le.Scalar le.Tensor leaky_relu lerp.Scalar lerp.T
 logical_and logical_not logical_or lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor maximum minimum mish
 mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg nan_to_num pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prelu reciprocal
 relu relu6 remainder.Scalar round rsqrt rsub.Scalar rsub.Tensor selu sigmoid sign silu sin softplus softshrink sqrt
-square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout to.device type_as where.self where.ScalarOther
+square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout type_as where.self where.ScalarOther
 where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias lift_fresh_copy addcmul addcdiv hardshrink
 """
 

@@ -90,7 +90,7 @@ class Piece:
         self.weight_names = tuple(dict.fromkeys(name for node in self.nodes for name in weights_of(node)))
         self._kernels = dict(kernels or {})
         self._slots = _Slots()
-        for name in self.inputs:
+        for name in (*self.inputs, *map(_weight_slot, self.weight_names)):
             self._slots.of(name)
         self._template: list[Any] | None = None
         self._steps: dict[bool, tuple[Step, ...]] = {}

@@ -22,15 +22,16 @@ class CostModel:
         self._op_shares: dict[int, tuple[float, ...]] = {}
 
     @cached_property
-    def _fractions(self) -> dict[tuple[int, str], tuple[float, ...]]:
+    def _fractions(self) -> dict[tuple[int, str, bool], tuple[float, ...]]:
         return {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         """Seconds of a forward or backward action on its device."""
-        key = (id(geometry), device)
+        key = (id(geometry), device, isinstance(action, Forward))
         parts = self._fractions.get(key)
         if parts is None:
-            parts = self._fractions[key] = geometry.fractions(device)
+            found = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions
+            parts = self._fractions[key] = found(device)
         own = self.profile.of(device)
         if not geometry.is_split_inside:
             forward, backward = self.range_seconds(own, device, action.first, action.last, parts[0] * geometry.samples)

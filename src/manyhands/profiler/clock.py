@@ -64,12 +64,13 @@ def interleave(
     trials: Sequence[Trial],
     *,
     repeats: int = 5,
+    least_repeats: int = 1,
     seconds: float = math.inf,
     warm_ups: int = 1,
     hopeless: float = math.inf,
     timer: Timer = stopwatch,
 ) -> Timings:
-    """Time the trials in turns, for `repeats` rounds or until the next round would pass `seconds`; one round at least.
+    """Time the trials in turns, for `repeats` rounds or until the next would pass `seconds`, but `least_repeats`.
 
     A trial `hopeless` times slower than the best leaves early. The first trial is the reference and stays.
     """
@@ -86,7 +87,8 @@ def interleave(
             found.seconds[name].append(one)
         found.spent_seconds += sum(round_seconds.values())
         alive = _promising(alive, round_seconds, hopeless)
-        if found.spent_seconds + sum(round_seconds[trial.name] for trial in alive) > seconds:
+        next_seconds = sum(round_seconds[trial.name] for trial in alive)
+        if number + 1 >= least_repeats and found.spent_seconds + next_seconds > seconds:
             break
     return found
 

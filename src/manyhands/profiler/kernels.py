@@ -25,7 +25,9 @@ DEFAULT = "default"
 PER_OPERATOR = "per operator"
 LEAST_GAIN = 1.02
 """A step must become this much faster to leave PyTorch's default: less is noise."""
-_MOST_ROUNDS = 30
+FLAGS_PRICE = 1.05
+"""A kernel that sets flags must be this much faster as an operator: it runs through a function of our own."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
 _OPERATORS, _STEPS = 0.5, 0.8
 """Parts of the time budget by which the first and the third phase end."""
 
@@ -110,7 +112,10 @@ def _decide(
 
 
 def _rounds(trials: list[Trial], seconds: float, timer: Timer) -> Timings:
-    return interleave(trials, repeats=_MOST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=1.5, timer=timer)
+    return interleave(
+        trials, repeats=_MOST_ROUNDS, least_repeats=_LEAST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=2.5,
+        timer=timer,
+    )  # fmt: skip
 
 
 def _first_run(trial: Trial, timer: Timer) -> float:
@@ -154,6 +159,7 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds) -> dict
         seconds = measured.by_kernel.get(node.name)
         if not seconds:
             continue
+        seconds = {kernel: one * (1.0 if _is_plain(kernel) else FLAGS_PRICE) for kernel, one in seconds.items()}
         if takes_format(graph, node) and not is_pixel(graph, node):
             paths = _through_convolution(graph, node, samples, paths, seconds, measured.convert_seconds_per_byte)
         elif follows_format(graph, node):
@@ -166,6 +172,10 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds) -> dict
             paths = {last: path.then(node.name, best, seconds[best]) for last, path in paths.items()}
     chosen = min(paths.values(), key=lambda path: path.seconds).choices()
     return chosen if any(kernel != Kernel() for kernel in chosen.values()) else {}
+
+
+def _is_plain(kernel: Kernel) -> bool:
+    return kernel.onednn and not kernel.threads
 
 
 def _through_convolution(

@@ -22,7 +22,9 @@ HOPELESS = 1.6
 """A kernel this many times slower than the best in a first round is not measured further."""
 SMALL_SECONDS = 2e-3
 """Operators below this may be faster on one thread."""
-REPEATS = 3
+REPEATS = (3, 15)
+"""Rounds at least and at most: small operators, which noise hits hardest, get more of them."""
+REPEAT_SECONDS = 0.15
 
 _FOLLOWS = ops.POOLING | ops.RESAMPLING | {"aten.batch_norm.default", "aten.group_norm.default"}
 
@@ -78,7 +80,7 @@ def kernels_for(graph: Graph, node: Node) -> list[Kernel]:
 
 
 def measure_operators(graph: Graph, samples: int, *, seconds: float, timer: Timer = stopwatch) -> OperatorSeconds:
-    """Measure every distinct operator that has a choice, those with most arithmetic first, until `seconds` are spent."""
+    """Measure every distinct operator that has a choice, the largest first, until `seconds` are spent."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, node in enumerate(graph.nodes):
         if kernels_for(graph, node):
@@ -119,7 +121,11 @@ def _time(
     graph: Graph, index: int, samples: int, kernels: list[Kernel], left: float, timer: Timer, found: OperatorSeconds
 ) -> dict[Kernel, float]:
     trials = dict(zip(kernels, _trials(graph, index, samples, kernels)))
-    timings = interleave(list(trials.values()), repeats=REPEATS, seconds=left, hopeless=HOPELESS, timer=timer)
+    least, most = REPEATS
+    timings = interleave(
+        list(trials.values()), repeats=most, least_repeats=least if left > 0 else 1, seconds=min(left, REPEAT_SECONDS),
+        hopeless=HOPELESS, timer=timer,
+    )  # fmt: skip
     found.spent_seconds += timings.spent_seconds
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
 

@@ -20,6 +20,7 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadSchedule
 
 Kind = Literal["value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient"]
+ReduceKey = tuple[int, str, int, int, int, bool]
 KINDS: tuple[str, ...] = ("value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient")
 
 
@@ -102,6 +103,11 @@ class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
     """-1: once per round."""
     backward: bool = False
     """Statistics of the backward pass."""
+
+    @property
+    def key(self) -> ReduceKey:
+        """Which reduction this is; cheaper to compare than the list of devices."""
+        return (self.stage, self.what, self.first, self.last, self.micro_batch, self.backward)
 
     def __str__(self) -> str:
         when = "" if self.micro_batch < 0 else f" m{self.micro_batch}{'b' if self.backward else ''}"

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadSchedule, OutOfMemory
 from manyhands.facts.units import format_bytes
-from manyhands.schedule.actions import Action, Message, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import Action, Message, Receive, Reduce, ReduceKey, Send, Step
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import Schedule
 
 _AROUND = 2
+
 _MOST_SHOWN = 8
 
 
@@ -40,19 +41,20 @@ class _World:
     actions: Mapping[str, Sequence[Action]]
     place: dict[str, int] = field(default_factory=dict)
     mail: Counter[tuple[str, str, Message]] = field(default_factory=Counter)
-    joined: dict[Reduce, set[str]] = field(default_factory=lambda: defaultdict(set))
-    open_reductions: dict[str, set[Reduce]] = field(default_factory=lambda: defaultdict(set))
+    joined: dict[ReduceKey, int] = field(default_factory=Counter)
+    open_reductions: dict[str, dict[ReduceKey, Reduce]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[object, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def is_complete(self, reduce: Reduce) -> bool:
-        return len(self.joined[reduce]) == len(reduce.devices)
+        return self.joined[reduce.key] == len(reduce.devices)
 
 
 def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[tuple[str, str], int]]:
     """Every send has its receive and the reverse; every reduction is joined by exactly its members."""
     sent: Counter[tuple[str, str, Message]] = Counter()
     received: Counter[tuple[str, str, Message]] = Counter()
-    members: dict[Reduce, Counter[str]] = defaultdict(Counter)
+    members: dict[ReduceKey, Counter[str]] = defaultdict(Counter)
+    reductions: dict[ReduceKey, Reduce] = {}
     bytes_between: dict[tuple[str, str], int] = defaultdict(int)
     for device, own in actions.items():
         for action in own:
@@ -62,14 +64,17 @@ def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[t
             elif isinstance(action, Receive):
                 received[(action.source, device, action.message)] += 1
             elif isinstance(action, Reduce):
-                members[action][device] += 1
+                members[action.key][device] += 1
+                reductions[action.key] = action
     for (source, target, message), count in (sent - received).items():
         raise BadSchedule(f"{source} sends {message} to {target} {count} time(s) more than {target} receives it.")
     for (source, target, message), count in (received - sent).items():
         raise BadSchedule(f"{target} waits for {message} from {source} {count} time(s) more than {source} sends it.")
-    for reduce, joined in members.items():
-        if joined != Counter(reduce.devices):
-            raise BadSchedule(f"'{reduce}' is joined by {dict(joined)}; it must be joined once by each of its devices.")
+    for key, joined in members.items():
+        if joined != Counter(reductions[key].devices):
+            raise BadSchedule(
+                f"'{reductions[key]}' is joined by {dict(joined)}; it must be joined once by each of its devices."
+            )
     return sum(sent.values()), dict(bytes_between)
 
 
@@ -100,18 +105,18 @@ def _advance(world: _World, device: str, ready: deque[str]) -> None:
                 return
             world.mail[key] -= 1
         elif isinstance(action, Reduce):
-            world.joined[action].add(device)
+            if action.key not in world.open_reductions[device]:
+                world.open_reductions[device][action.key] = action
+                world.joined[action.key] += 1
             if world.is_complete(action):
-                ready.extend(world.waiting.pop(action, ()))
+                ready.extend(world.waiting.pop(action.key, ()))
             elif action.what == "statistics":
-                world.waiting[action].append(device)
+                world.waiting[action.key].append(device)
                 return
-            else:
-                world.open_reductions[device].add(action)
         elif isinstance(action, Step):
-            late = next((r for r in world.open_reductions[device] if not world.is_complete(r)), None)
+            late = next((r for r in world.open_reductions[device].values() if not world.is_complete(r)), None)
             if late is not None:
-                world.waiting[late].append(device)
+                world.waiting[late.key].append(device)
                 return
             world.open_reductions[device].clear()
         world.place[device] += 1
@@ -130,7 +135,9 @@ def _report(world: _World, stuck: list[str]) -> str:
     return "\n".join(lines)
 
 
-def check(schedule: Schedule, cluster: Cluster | None = None, actions: Mapping[str, Sequence[Action]] | None = None) -> Checked:
+def check(
+    schedule: Schedule, cluster: Cluster | None = None, actions: Mapping[str, Sequence[Action]] | None = None
+) -> Checked:
     """Check a schedule's list (or the log of an event-driven run, given as `actions`)."""
     own = actions if actions is not None else schedule.actions
     messages, bytes_between = check_matching(own)

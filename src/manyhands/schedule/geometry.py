@@ -13,12 +13,14 @@ By samples nothing is ever missing; by tiles halos are; by channels whatever a d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from math import prod
 
-from manyhands.facts.boxes import Box, Layout, Move, cut_points, moves
+from manyhands.facts.boxes import Box, Layout, cut_points, first_come, without
 from manyhands.facts.errors import BadPlan
+from manyhands.facts.moves import Move, moves
 from manyhands.facts.network import Network
-from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Single, Stage
+from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, Plan, Single, Stage
 from manyhands.facts.plan_check import layer_range, op_range
 
 # Operators whose derivative does not read their input's values: a larger backward group fetches none for them.
@@ -39,11 +41,13 @@ class Group:
 class BackwardGroup:
     """Operators [first, last) whose gradients are computed without communication.
 
+    `regions`: tensor -> device -> the box of its gradient that the device computes with (R in TILING.md).
     `deltas`: moves of gradients, and `values`: of forward values its derivatives need, both before it starts.
     """
 
     first: int
     last: int
+    regions: dict[str, dict[str, Box]]
     deltas: dict[str, tuple[Move, ...]]
     values: dict[str, tuple[Move, ...]]
 
@@ -57,8 +61,10 @@ class StageGeometry:
         self.devices = self.stage.devices
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
-        self.needed: dict[str, dict[str, Box]] = {}
-        """Device -> tensor -> the box it computes or holds; filled by `groups`."""
+        self.computed: dict[str, dict[str, Box]] = {}
+        """Device -> tensor made here -> the box of it that the device computes; filled by `groups`."""
+        self.fetched: dict[str, dict[str, list[Box]]] = {}
+        """Device -> tensor -> the box that each group which reads it from outside wants; filled by `groups`."""
 
     @cached_property
     def is_split_inside(self) -> bool:
@@ -123,7 +129,8 @@ class StageGeometry:
     def groups(self) -> tuple[Group, ...]:
         """Forward groups with what must be fetched before each."""
         bounds = (*self.group_starts, self.last)
-        self.needed = {device: {} for device in self.devices}
+        self.computed = {device: {} for device in self.devices}
+        self.fetched = {device: {} for device in self.devices}
         found = []
         for first, last in zip(bounds, bounds[1:]):
             fetched = self._walk(first, last)
@@ -140,7 +147,7 @@ class StageGeometry:
         return self.first <= self.network.producer.get(tensor, -1) < self.last
 
     def _walk(self, first: int, last: int) -> dict[str, dict[str, Box]]:
-        """Needed boxes of the tensors a group reads from outside it; those it makes are noted in `needed`."""
+        """Boxes of the tensors a group reads from outside it; those of the tensors it makes go to `computed`."""
         reads: dict[str, dict[str, Box]] = {}
         made = {name for op in self.network.ops[first:last] for name in op.outputs}
         for device in self.devices:
@@ -151,28 +158,30 @@ class StageGeometry:
                     if any(reader >= last for reader in self.network.readers.get(name, ())) or name in self.network.outputs:
                         own = self.owned(name).hull(device)
                         need[name] = need[name].hull(own) if name in need else own
-                if not op.outputs:
-                    continue
-                output = need.get(op.outputs[0]) or Box(tuple((0, 0) for _ in self.shape(op.outputs[0])))
-                for read in op.reads:
-                    wanted = read.demand(output, self.shape(read.tensor))
-                    need[read.tensor] = need[read.tensor].hull(wanted) if read.tensor in need else wanted
+                for name in op.outputs:
+                    for read in op.reads if name in need else ():
+                        wanted = read.demand(need[name], self.shape(read.tensor))
+                        need[read.tensor] = need[read.tensor].hull(wanted) if read.tensor in need else wanted
             for name, box in need.items():
                 if name in made:
-                    self.needed[device][name] = box
+                    self.computed[device][name] = box
                 else:
-                    known = self.needed[device].get(name)
-                    self.needed[device][name] = known.hull(box) if known else box
+                    self.fetched[device].setdefault(name, []).append(box)
                     reads.setdefault(name, {})[device] = box
         return reads
+
+    def held(self, device: str, tensor: str) -> tuple[Box, ...]:
+        """What a device has of a tensor by the end of its forward pass, computed or fetched; the boxes may overlap."""
+        assert self.groups is not None  # fills `computed` and `fetched`
+        own = [self.computed[device][tensor]] if tensor in self.computed[device] else []
+        return (*own, *self.fetched[device].get(tensor, ()))
 
     def entering(self, tensor: str) -> Layout:
         """What each device needs of a tensor made before this stage."""
         if not self.is_split_inside:
             return self.owned(tensor)
-        assert self.groups is not None  # fills `needed`
         empty = Box(tuple((0, 0) for _ in self.shape(tensor)))
-        return Layout.of({d: [self.needed[d].get(tensor, empty)] for d in self.devices})
+        return Layout.of({d: [reduce(Box.hull, self.held(d, tensor), empty)] for d in self.devices})
 
     def fractions(self, device: str) -> tuple[float, ...]:
         """How much of each operator this device computes, as a part of the whole micro-batch."""
@@ -180,13 +189,22 @@ class StageGeometry:
             share = self.stage.share
             own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
             return (own / self.samples,) * (self.last - self.first)
-        assert self.groups is not None
-        found = []
-        for op in self.network.ops[self.first : self.last]:
-            box = self.needed[device].get(op.outputs[0]) if op.outputs else None
-            whole = Box.whole(self.shape(op.outputs[0])).volume if op.outputs else 0
-            found.append(box.volume / whole if box is not None and whole else 0.0)
-        return tuple(found)
+        assert self.groups is not None  # fills `computed`
+        boxes = self.computed[device]
+        return tuple(
+            max((boxes[name].volume / prod(self.shape(name)) for name in op.outputs if name in boxes), default=0.0)
+            for op in self.network.ops[self.first : self.last]
+        )
+
+    def backward_fractions(self, device: str) -> tuple[float, ...]:
+        """How much of each operator's gradient this device computes: what it computed, or its backward regions."""
+        if self.backward_groups is None:
+            return self.fractions(device)
+        boxes = {t: by_device[device] for group in self.backward_groups for t, by_device in group.regions.items()}
+        return tuple(
+            boxes[op.outputs[0]].volume / prod(self.shape(op.outputs[0])) if op.outputs else 0.0
+            for op in self.network.ops[self.first : self.last]
+        )
 
     @cached_property
     def backward_groups(self) -> tuple[BackwardGroup, ...] | None:
@@ -200,36 +218,47 @@ class StageGeometry:
 
     def _backward_group(self, first: int, last: int) -> BackwardGroup:
         """Grown delta regions R and fetched values B (TILING.md, "Backward groups")."""
-        assert self.groups is not None
         grown: dict[str, dict[str, Box]] = {}
         values: dict[str, dict[str, Box]] = {}
         for device in self.devices:
             for op in self.network.ops[first:last]:
                 if not op.outputs:
                     continue
-                region = self.owned(op.outputs[0]).hull(device)
+                region = own = self.owned(op.outputs[0]).hull(device)
                 for read in op.reads:
                     if self.network.tensors[read.tensor].differentiable and len(self.shape(read.tensor)) == 4:
                         of_input = grown.get(read.tensor, {}).get(device) or self.owned(read.tensor).hull(device)
                         region = region.hull(read.touched(of_input, self.shape(op.outputs[0])))
                 grown.setdefault(op.outputs[0], {})[device] = region
-                if op.target.split(".")[1] not in _LINEAR:
-                    for read in op.reads:
-                        wanted = read.demand(region, self.shape(read.tensor))
-                        known = values.setdefault(read.tensor, {}).get(device)
-                        values[read.tensor][device] = known.hull(wanted) if known else wanted
+                is_linear = op.target.split(".")[1] in _LINEAR
+                if is_linear and not any(self.network.weights[name].trainable for name in op.weights):
+                    continue
+                for read in op.reads:  # a linear operator's weight gradient reads what made its owned output
+                    wanted = read.demand(own if is_linear else region, self.shape(read.tensor))
+                    known = values.setdefault(read.tensor, {}).get(device)
+                    values[read.tensor][device] = known.hull(wanted) if known else wanted
         deltas: dict[str, tuple[Move, ...]] = {}
         for tensor, boxes in grown.items():
             leaves = any(not first <= reader < last for reader in self.network.readers.get(tensor, ()))
             if (leaves or tensor in self.network.outputs) and self.network.tensors[tensor].differentiable:
                 target = Layout.of({d: [box] for d, box in boxes.items()})
                 deltas[tensor] = tuple(m for m in moves(self.owned(tensor), target) if not m.is_local)
-        fetched: dict[str, tuple[Move, ...]] = {}
-        for tensor, boxes in values.items():
-            missing = {
-                d: list(box.subtract(self.needed[d][tensor])) if tensor in self.needed[d] else [box] for d, box in boxes.items()
-            }
-            fetched[tensor] = tuple(m for m in moves(self.owned(tensor), Layout.of(missing)) if not m.is_local)
+        fetched = {tensor: self._missing_values(tensor, boxes) for tensor, boxes in values.items()}
         return BackwardGroup(
-            first, last, {t: ms for t, ms in deltas.items() if ms}, {t: ms for t, ms in fetched.items() if ms}
+            first, last, grown, {t: ms for t, ms in deltas.items() if ms}, {t: ms for t, ms in fetched.items() if ms}
         )
+
+    def _missing_values(self, tensor: str, wanted: dict[str, Box]) -> tuple[Move, ...]:
+        """From whoever has them, the forward values each device wants and lacks.
+
+        What nobody has, nobody needed: its gradient is zero, and any value will do.
+        """
+        if tensor in self.network.inputs and self.plan.homes.get(tensor, EVERYWHERE) == EVERYWHERE:
+            return ()
+        held = {d: first_come((d, box) for box in self.held(d, tensor)) for d in self.devices}
+        missing = {}
+        for device, box in wanted.items():
+            offered = first_come((device, box.intersect(piece)) for own in held.values() for _, piece in own)
+            missing[device] = [part for _, piece in offered for part in without([piece], *self.held(device, tensor))]
+        source = Layout.of({d: [piece for _, piece in own] for d, own in held.items()})
+        return moves(source, Layout.of(missing))

@@ -56,7 +56,7 @@ class EagerOrder:
 
     def __init__(self, work: DeviceWork, micro_batches: int, ahead: int) -> None:
         self.work, self.micro_batches, self.ahead = work, micro_batches, ahead
-        self.forwards = self.backwards = 0
+        self.announced = self.forwards = self.backwards = 0
         self._pending: list[Action] = []
         self._finished = False
 
@@ -81,10 +81,13 @@ class EagerOrder:
                 self._pending = actions
                 return
         if self.forwards < self.micro_batches and self.forwards - self.backwards < self.ahead:
-            actions = self.work.forward(self.forwards)
+            if self.announced == self.forwards:  # inputs others wait for do not wait for what this device waits for
+                self._pending = self.work.inputs(self.forwards)
+                self.announced += 1
+            actions = self.work.forward_pass(self.forwards)
             if _has_arrived(actions, state):
                 self.forwards += 1
-                self._pending = actions
+                self._pending += actions
 
 
 def _has_arrived(actions: list[Action], state: DeviceState) -> bool:

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manyhands.facts.boxes import Box, Move, adjoint, moves
+from manyhands.facts.boxes import Box
+from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, Codec, Plan
 from manyhands.schedule.actions import Action, Backward, Forward, Kind, Message, Part, Receive, Reduce, Send, Step
@@ -35,8 +36,16 @@ class DeviceWork:
     """The backward pass of the round's last micro-batch, with gradient reductions in between."""
     end: list[Action] = field(default_factory=list)
 
+    def inputs(self, micro_batch: int) -> list[Action]:
+        """Sending the inputs that others read."""
+        return [_numbered(action, micro_batch) for action in self.before]
+
+    def forward_pass(self, micro_batch: int) -> list[Action]:
+        """The forward pass itself, without the inputs for others."""
+        return [_numbered(action, micro_batch) for action in self.forward_actions]
+
     def forward(self, micro_batch: int) -> list[Action]:
-        return [_numbered(action, micro_batch) for action in (*self.before, *self.forward_actions)]
+        return self.inputs(micro_batch) + self.forward_pass(micro_batch)
 
     def backward(self, micro_batch: int, *, is_last: bool) -> list[Action]:
         chosen = self.last_backward_actions if is_last else self.backward_actions
@@ -114,8 +123,8 @@ class Lowering:
                 made = self.network.producer.get(tensor)
                 if made is not None and made < geometry.first:
                     producer = next(i for i, g in enumerate(self.geometries) if g.first <= made < g.last)
-                    source = self.geometries[producer].owned(tensor)
-                    by_producer[producer][tensor] = moves(source, geometry.entering(tensor))
+                    made_as = self.geometries[producer].owned(tensor)
+                    by_producer[producer][tensor] = moves(made_as, geometry.entering(tensor))
             self.between.extend((producer, consumer, found) for producer, found in by_producer.items())
         for _, consumer, found in self.between:
             for (source, target), message in self._packed(found, "value", self.plan.stages[consumer].codec).items():
@@ -179,17 +188,28 @@ class Lowering:
             self.work[device].forward_actions.extend(sends)
 
     def _backward_messages(self, index: int) -> tuple[dict[tuple[str, str], Message], dict[tuple[str, str], Message]]:
-        """Gradients this stage receives (from later stages) and sends (to earlier ones): adjoint moves."""
+        """Gradients this stage receives (from later stages) and sends (to earlier ones)."""
         receives: dict[tuple[str, str], Message] = {}
         sends: dict[tuple[str, str], Message] = {}
         for producer, consumer, found in self.between:
             if index not in (producer, consumer):
                 continue
-            back = {t: adjoint(own) for t, own in found.items() if self.network.tensors[t].differentiable}
+            back = {
+                t: self._way_back(t, producer, consumer, own)
+                for t, own in found.items()
+                if self.network.tensors[t].differentiable
+            }
             codec = self.plan.stages[consumer].codec
             packed = self._packed(back, "gradient", codec if codec.gradients else None)
             (receives if index == producer else sends).update(packed)
         return receives, sends
+
+    def _way_back(self, tensor: str, producer: int, consumer: int, there: tuple[Move, ...]) -> tuple[Move, ...]:
+        """Gradients return as values came, sums of what overlaps; a stage with backward groups has them complete."""
+        geometry = self.geometries[consumer]
+        if geometry.backward_groups is None:
+            return adjoint(there)
+        return moves(geometry.owned(tensor), self.geometries[producer].owned(tensor))
 
     def _lower_backward(self, index: int, geometry: StageGeometry) -> None:
         receives, sends = self._backward_messages(index)

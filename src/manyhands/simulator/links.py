@@ -36,22 +36,23 @@ class Network:
     """All transfers under way."""
 
     cluster: Cluster
-    on: dict[Resource, set[Transfer]] = field(default_factory=dict)
+    on: dict[Resource, dict[Transfer, None]] = field(default_factory=dict)
+    """Who crosses a resource, in the order they came: sets would make two runs differ in the last digit."""
     capacity: dict[Resource, float] = field(default_factory=dict)
 
     def start(self, source: str, target: str, byte_count: float, label: object, now: float) -> list[Transfer]:
         """Begin a transfer. Returns the transfers whose rate changed, the new one among them."""
         transfer = Transfer(source, target, byte_count, label, now, self._resources(source, target), since=now)
         for resource in transfer.crosses:
-            self.on.setdefault(resource, set()).add(transfer)
+            self.on.setdefault(resource, {})[transfer] = None
         return self._share_again(transfer, now)
 
     def finish(self, transfer: Transfer, now: float) -> list[Transfer]:
         """End a transfer. Returns the transfers whose rate changed."""
         touched = self._connected(transfer)
-        touched.discard(transfer)
+        del touched[transfer]
         for resource in transfer.crosses:
-            self.on[resource].discard(transfer)
+            del self.on[resource][transfer]
         return self._fill(touched, now) if touched else []
 
     def _resources(self, source: str, target: str) -> tuple[Resource, ...]:
@@ -67,16 +68,16 @@ class Network:
                 found.append(resource)
         return tuple(found)
 
-    def _connected(self, transfer: Transfer) -> set[Transfer]:
-        found = {transfer}
+    def _connected(self, transfer: Transfer) -> dict[Transfer, None]:
+        found = {transfer: None}
         frontier = [transfer]
         seen: set[Resource] = set()
         while frontier:
             for resource in frontier.pop().crosses:
                 if resource not in seen:
                     seen.add(resource)
-                    fresh = self.on[resource] - found
-                    found |= fresh
+                    fresh = [other for other in self.on[resource] if other not in found]
+                    found.update(dict.fromkeys(fresh))
                     frontier.extend(fresh)
         return found
 
@@ -86,24 +87,24 @@ class Network:
             return [transfer]
         return self._fill(self._connected(transfer), now)
 
-    def _fill(self, transfers: set[Transfer], now: float) -> list[Transfer]:
+    def _fill(self, transfers: dict[Transfer, None], now: float) -> list[Transfer]:
         """Max-min fair rates by progressive filling."""
-        resources = {resource for transfer in transfers for resource in transfer.crosses}
+        resources = dict.fromkeys(resource for transfer in transfers for resource in transfer.crosses)
         left = {resource: self.capacity[resource] for resource in resources}
-        crowd = {resource: set(self.on[resource]) for resource in resources}
+        crowd = {resource: dict(self.on[resource]) for resource in resources}
         rates: dict[Transfer, float] = {}
         while len(rates) < len(transfers):
             open_resources = [resource for resource in resources if crowd[resource]]
             if not open_resources:
                 rates.update({transfer: math.inf for transfer in transfers if transfer not in rates})
                 break
-            tightest = min(open_resources, key=lambda resource: (left[resource] / len(crowd[resource]), str(resource)))
+            tightest = min(open_resources, key=lambda resource: left[resource] / len(crowd[resource]))
             part = left[tightest] / len(crowd[tightest])
             for transfer in list(crowd[tightest]):
                 rates[transfer] = part
                 for resource in transfer.crosses:
                     left[resource] = max(0.0, left[resource] - part)
-                    crowd[resource].discard(transfer)
+                    del crowd[resource][transfer]
         changed = []
         for transfer, rate in rates.items():
             if rate != transfer.rate:

@@ -18,8 +18,15 @@ class Span:
     track: Track
     start: float
     end: float
-    label: str
     kind: str
+    what: object
+    """The action, message or reduction; printed only when somebody looks."""
+    peer: str = ""
+
+    @property
+    def text(self) -> str:
+        link = {"send": f"to {self.peer}: ", "receive": f"from {self.peer}: "}.get(self.track, "")
+        return f"{link}{self.what}"
 
 
 @dataclass

@@ -22,7 +22,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
 from manyhands.planner.cost import CostModel
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, ReduceKey, Send, Step
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
 from manyhands.schedule.work import DeviceWork
@@ -30,6 +30,7 @@ from manyhands.simulator.links import Network, Transfer
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
 MOST_SPANS = 2_000_000
+
 
 
 def simulate(
@@ -67,7 +68,7 @@ class _Device:
     mail: Counter[tuple[str, Message]] = field(default_factory=Counter)
     held: Action | None = None
     """An action that waits: it is tried again when something arrives."""
-    open_reductions: set[Reduce] = field(default_factory=set)
+    open_reductions: set[ReduceKey] = field(default_factory=set)
     transfers: int = 0
     transfers_since: float = 0.0
     is_done: bool = False
@@ -86,9 +87,9 @@ class _Run:
         self.spans: list[Span] = []
         self.log: dict[str, list[Action]] = {name: [] for name in policies}
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
-        self.joined: dict[Reduce, int] = Counter()
-        self.flows_left: dict[Reduce, int] = {}
-        self.complete: set[Reduce] = set()
+        self.joined: dict[ReduceKey, int] = Counter()
+        self.flows_left: dict[ReduceKey, int] = {}
+        self.complete: set[ReduceKey] = set()
         self.waiting: dict[object, list[str]] = defaultdict(list)
         self.runnable: deque[str] = deque(policies)
         self.devices: dict[str, _Device] = {}
@@ -160,11 +161,11 @@ class _Run:
                 return False
             device.mail[key] -= 1
         elif isinstance(action, Reduce) and action.what == "statistics":
-            if action not in self.complete:
-                self.waiting[action].append(device.name)
+            if action.key not in self.complete:
+                self.waiting[action.key].append(device.name)
                 return False
         elif isinstance(action, Step):
-            late = next((reduce for reduce in device.open_reductions if reduce not in self.complete), None)
+            late = next((key for key in device.open_reductions if key not in self.complete), None)
             if late is not None:
                 self.waiting[late].append(device.name)
                 return False
@@ -187,7 +188,7 @@ class _Run:
         device.result.busy_seconds += seconds
         if self.keep_spans and len(self.spans) < MOST_SPANS:
             kind = type(action).__name__.lower()
-            self.spans.append(Span(device.name, "compute", self.now, self.now + seconds, str(action), kind))
+            self.spans.append(Span(device.name, "compute", self.now, self.now + seconds, kind, action))
         if seconds == 0.0:
             return False
         self._at(self.now + seconds, "computed", device.name)
@@ -215,9 +216,9 @@ class _Run:
         is_message = isinstance(transfer.label, Message)
         if self.keep_spans and len(self.spans) < MOST_SPANS:
             kind = transfer.label.kind if isinstance(transfer.label, Message) else "reduce"
-            text = f"{transfer.source} to {transfer.target}: {transfer.label}"
-            self.spans.append(Span(transfer.source, "send", transfer.started, self.now, text, kind))
-            self.spans.append(Span(transfer.target, "receive", transfer.started + delay, self.now + delay, text, kind))
+            source, target, start = transfer.source, transfer.target, transfer.started
+            self.spans.append(Span(source, "send", start, self.now, kind, transfer.label, target))
+            self.spans.append(Span(target, "receive", start + delay, self.now + delay, kind, transfer.label, source))
         self._count_transfer(transfer.source, -1)
         if is_message:
             self._at(self.now + delay, "arrived", transfer)
@@ -225,8 +226,8 @@ class _Run:
             self._count_transfer(transfer.target, -1)
             reduce = transfer.label
             assert isinstance(reduce, Reduce)
-            self.flows_left[reduce] -= 1
-            if not self.flows_left[reduce]:
+            self.flows_left[reduce.key] -= 1
+            if not self.flows_left[reduce.key]:
                 self._at(self.now + self.costs.ring_delay_seconds(reduce), "reduced", reduce)
 
     def _arrived(self, transfer: Transfer) -> None:
@@ -242,22 +243,22 @@ class _Run:
 
     def _join(self, device: _Device, reduce: Reduce) -> None:
         if reduce.what == "gradients":
-            device.open_reductions.add(reduce)
-        self.joined[reduce] += 1
-        if self.joined[reduce] < len(reduce.devices):
+            device.open_reductions.add(reduce.key)
+        self.joined[reduce.key] += 1
+        if self.joined[reduce.key] < len(reduce.devices):
             return
         byte_count = self.costs.ring_bytes(reduce)
         ring = list(zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0])))
-        self.flows_left[reduce] = len(ring)
+        self.flows_left[reduce.key] = len(ring)
         for source, target in ring:
             self.bytes_between[(source, target)] += byte_count
             self._start_transfer(source, target, byte_count, reduce)
 
     def _reduced(self, reduce: Reduce) -> None:
-        self.complete.add(reduce)
+        self.complete.add(reduce.key)
         for name in reduce.devices:
             self.devices[name].result.bytes_received += self.costs.ring_bytes(reduce)
-        self.runnable.extend(self.waiting.pop(reduce, ()))
+        self.runnable.extend(self.waiting.pop(reduce.key, ()))
 
     def _count_transfer(self, name: str, change: int) -> None:
         """Time during which at least one transfer is under way costs energy."""

@@ -1,0 +1,166 @@
+"""The functions behind `import manyhands as mh`: plan and simulate by name or by value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from manyhands.api.networks import load_network
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import BadPlan, BadValue, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Order, Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
+from manyhands.files.documents import load_cluster, read_document, write_document
+from manyhands.planner.strategies import STRATEGIES, Candidate, Task, choose, plan_by_name
+from manyhands.schedule.actions import print_schedule
+from manyhands.schedule.checker import check
+from manyhands.schedule.policy import Schedule
+from manyhands.simulator.result import Simulation
+from manyhands.simulator.simulate import simulate as simulate_plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what else was looked at: the fastest first."""
+
+    plan: Plan
+    candidates: list[Candidate]
+
+
+def _network(network: Network | str) -> Network:
+    return load_network(network) if isinstance(network, str) else network
+
+
+def _cluster(cluster: Cluster | str | Path) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
+def plan(
+    network: Network | str,
+    cluster: Cluster | str | Path,
+    *,
+    batch_size: int = 32,
+    strategy: str = "auto",
+    micro_batches: int | None = None,
+    order: Order = "1f1b",
+    optimizer_slots: int = 1,
+    profile: Profile | None = None,
+) -> Planned:
+    """A plan by strategy. `auto` prices every candidate with the simulator and takes the fastest that fits in memory.
+
+    Without a profile, times are estimated from the device catalogue.
+    """
+    network, cluster = _network(network), _cluster(cluster)
+    profile = profile or estimate_cluster(network, cluster)
+    if batch_size < 1 or (micro_batches is not None and (micro_batches < 1 or batch_size % micro_batches)):
+        raise BadPlan(f"batch_size {batch_size} cannot be divided into {micro_batches} micro-batches.")
+    task = Task(network, cluster, profile, batch_size, micro_batches, order, optimizer_slots)
+    if strategy != "auto":
+        chosen = plan_by_name(strategy, task)
+        return Planned(chosen, [])
+
+    def price(candidate: Plan) -> float:
+        schedule = Schedule(candidate, network)
+        if schedule.is_fixed:
+            check(schedule, cluster)
+        return simulate_plan(candidate, network, cluster, profile, keep_spans=False).seconds
+
+    ranked = choose(task, price)
+    best = ranked[0]
+    if best.plan is None:
+        reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
+        raise BadPlan(f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}")
+    return Planned(best.plan, ranked)
+
+
+def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:
+    """A plan from a JSON or YAML file, checked."""
+    return resolve(Plan.from_dict(read_document(path)), network, cluster)
+
+
+def simulate(
+    plan: Plan,
+    network: Network | str,
+    cluster: Cluster | str | Path,
+    profile: Profile | None = None,
+    *,
+    keep_spans: bool = True,
+) -> Simulation:
+    """One round of a plan under a virtual clock."""
+    return simulate_plan(plan, _network(network), _cluster(cluster), profile, keep_spans=keep_spans)
+
+
+def is_strategy(name: str) -> bool:
+    return name in STRATEGIES
+
+
+def plan_file(name: str) -> Path:
+    """The plan file a user named; a name that is neither a file nor a strategy is a typo."""
+    path = Path(name)
+    if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
+        raise unknown("plan file or strategy", name, STRATEGIES)
+    return path
+
+
+def order_named(name: str) -> Order:
+    """An order by name."""
+    orders: dict[str, Order] = {known: known for known in get_args(Order)}
+    if name not in orders:
+        raise unknown("order", name, orders)
+    return orders[name]
+
+
+def parse_ladder(text: str) -> tuple[int, ...] | None:
+    """'1,2,4' -> (1, 2, 4); empty: the default ladder."""
+    if not text:
+        return None
+    try:
+        ladder = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        ladder = (0,)
+    if ladder[0] < 1:
+        raise BadValue(f"'{text}' is not a list of batch sizes.", hint="Write it like 1,2,4,8.")
+    return ladder
+
+
+def read_profiles(text: str, network: Network, cluster: Cluster) -> Profile:
+    """'pi4-1=pi.json,nano=nano.json'; a file without a device serves every device that has none of its own."""
+    found: dict[str, DeviceProfile] = {}
+    rest: DeviceProfile | None = None
+    for part in text.split(","):
+        device, _, path = part.rpartition("=")
+        own = decode(read_document(path), DeviceProfile, path)
+        own.check_matches(network)
+        if device:
+            found[cluster.device(device).name] = own
+        else:
+            rest = own
+    estimated = estimate_cluster(network, cluster)
+    return Profile({name: found.get(name) or rest or estimated.of(name) for name in cluster.names})
+
+
+def schedule_text(plan: Plan, network: Network) -> str:
+    """Every device's actions, one a line."""
+    schedule = Schedule(resolve(plan, network), network)
+    if not schedule.is_fixed:
+        raise BadPlan(f"The order '{plan.order}' is decided as messages arrive; it has no list in advance.")
+    return print_schedule(schedule.actions)
+
+
+def write_simulation(folder: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> list[Path]:
+    """plan.yaml, cluster.yaml, trace.json and timeline.png in a folder."""
+    from manyhands.observe.timeline import draw_timeline
+    from manyhands.observe.trace import trace_events
+
+    title = f"{network.name} on {cluster.name}, simulated: {result.seconds:.4g} s a step"
+    files = [folder / name for name in ("plan.yaml", "cluster.yaml", "trace.json", "timeline.png")]
+    write_document(files[0], plan.to_dict())
+    write_document(files[1], cluster.to_dict())
+    write_document(files[2], trace_events(result.spans, title=title))
+    notes = {name: f"{1 - result.idle_part(name):.0%} busy" for name in result.devices}
+    draw_timeline(result.spans, list(result.devices), result.seconds, files[3], title=title, notes=notes)
+    return files

@@ -1,0 +1,34 @@
+"""`manyhands bench`: measured figures, each from one command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.options import Json
+
+app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure the figures that manyhands claims."""
+
+
+@app.command("capture")
+def capture(
+    quick: Annotated[bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")] = False,
+    json: Json = False,
+) -> None:
+    """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed."""
+    from manyhands.api.bench import bench_capture
+    from manyhands.cli.show import print_json, print_table, working
+
+    with working("measuring"):
+        figures = bench_capture(quick=quick)
+    if json:
+        print_json(figures)
+        return
+    rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in figures.items()]
+    print_table("bench capture" + (" --quick" if quick else ""), ["figure", "value"], rows)

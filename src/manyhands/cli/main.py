@@ -1,0 +1,92 @@
+"""The `manyhands` command. One file per subcommand; this one only gathers them and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from manyhands import __version__
+from manyhands.cli import bench, devices, models, plan, profile, simulate
+from manyhands.facts.errors import ManyhandsError
+
+INTERNAL_ERROR = 70
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="manyhands",
+    help="Many hands make light work: one training and inference machine out of the devices you already own.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"manyhands {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _everywhere(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    del debug, version  # read from the command line by main() and the callback
+
+
+app.command("models")(models.models)
+app.command("devices")(devices.devices)
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
+app.command("profile")(profile.profile)
+app.add_typer(bench.app, name="bench")
+
+
+def _explain_usage(error: Any) -> None:
+    """A misspelt command or option: what was wrong, what was meant, exit code 2."""
+    message = error.format_message()
+    if message.startswith("Usage:"):  # called without a command
+        print(message)
+    else:
+        print(f"Error: {message}", file=sys.stderr)
+        where = error.ctx.command_path if getattr(error, "ctx", None) is not None else "manyhands"
+        print(f"Try: {where} --help", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def main() -> None:
+    """Run the command line. `--debug` may stand anywhere."""
+    words = sys.argv[1:]
+    debug = "--debug" in words or bool(os.environ.get("MANYHANDS_DEBUG"))
+    if "--debug" in words:
+        words.remove("--debug")
+    try:
+        code = app(args=words, prog_name="manyhands", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (typer.Abort, KeyboardInterrupt):
+        print("Stopped.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except ManyhandsError as error:
+        if debug:
+            raise
+        print(f"Error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(error.hint, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away (head, less): nothing to say
+        sys.exit(0)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of click's, which typer may carry under its own name
+            _explain_usage(error)
+        if debug:
+            raise
+        print(f"Internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("This is a bug in manyhands. Run again with --debug for the traceback.", file=sys.stderr)
+        sys.exit(INTERNAL_ERROR)

@@ -1,0 +1,60 @@
+"""`manyhands plan`: choose a plan, print it, and write it to a file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.options import BatchSize, ClusterName, Granularity, Input, Json, MicroBatches, Model, Order, ProfileFile
+
+
+def plan(
+    model: Model = "yolov2-16",
+    cluster: ClusterName = "pi3x6",
+    batch_size: BatchSize = 8,
+    strategy: Annotated[str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")] = "auto",
+    micro_batches: MicroBatches = None,
+    order: Order = "1f1b",
+    input: Input = "",
+    granularity: Granularity = "blocks",
+    profile: ProfileFile = "",
+    out: Annotated[str, typer.Option("--out", "-o", help="Write the plan to this .yaml or .json file.")] = "",
+    schedule: Annotated[bool, typer.Option("--schedule", help="Print every device's actions too.")] = False,
+    json: Json = False,
+) -> None:
+    """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
+    from manyhands.api import public
+    from manyhands.cli.inputs import load_task
+    from manyhands.cli.show import print_json, working
+    from manyhands.cli.tables import print_candidates, print_plan
+    from manyhands.files.documents import write_document
+
+    network, machines, known = load_task(model, input, granularity, cluster, profile)
+    with working("planning"):
+        planned = public.plan(
+            network, machines, batch_size=batch_size, strategy=strategy, micro_batches=micro_batches,
+            order=public.order_named(order), profile=known,
+        )  # fmt: skip
+        result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+    if out:
+        write_document(out, planned.plan.to_dict())
+    if json:
+        print_json(
+            {
+                "plan": planned.plan.to_dict(),
+                "simulation": result.to_dict(),
+                "candidates": [
+                    {"name": c.name, "seconds": c.seconds, "reason": c.reason, "plan": c.plan.to_dict() if c.plan else None}
+                    for c in planned.candidates
+                ],
+            }
+        )
+        return
+    print_plan(planned.plan, network, machines, result)
+    if planned.candidates:
+        print_candidates(planned.candidates)
+    if schedule:
+        typer.echo(public.schedule_text(planned.plan, network))
+    if out:
+        typer.echo(f"Plan written to {out}. Try: manyhands simulate --model {model} --cluster {cluster} --plan {out}")

@@ -1,0 +1,55 @@
+"""`manyhands profile`: measure a network on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.options import Granularity, Input, Json, Model
+
+
+def profile(
+    model: Model = "mobilenetv2",
+    input: Input = "",
+    granularity: Granularity = "blocks",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="The ladder, like 1,2,4,8.")] = "",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to use; 0: all cores.")] = 0,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again even if a stored profile exists.")] = False,
+    out: Annotated[str, typer.Option("--out", "-o", help="Write the profile to this .json file too.")] = "",
+    json: Json = False,
+) -> None:
+    """Measure forward and backward seconds per layer over batch sizes, and the fastest kernels, on this machine."""
+    import msgspec
+
+    from manyhands.api.networks import capture_model, parse_input
+    from manyhands.api.public import parse_ladder
+    from manyhands.cli.show import print_json, print_table, working
+    from manyhands.facts.units import format_bytes, format_seconds
+    from manyhands.files.documents import write_document
+    from manyhands.profiler.measure import LADDER
+    from manyhands.profiler.store import profile_network
+
+    ladder = parse_ladder(batch_sizes)
+    with working(f"capturing {model}"):
+        graph = capture_model(model, parse_input(input), granularity)
+    with working(f"measuring {model}"):
+        # A ladder asked for by name is measured; otherwise a stored profile serves.
+        measured = profile_network(graph, ladder=ladder or LADDER, threads=threads or None, refresh=refresh or bool(ladder))
+    if out:
+        write_document(out, msgspec.to_builtins(measured))
+    if json:
+        print_json(msgspec.to_builtins(measured))
+        return
+    sizes = [timing.samples for timing in measured.layers[0].ladder]
+    rows = []
+    for layer in measured.layers:
+        cells = [f"{format_seconds(t.forward_seconds)} + {format_seconds(t.backward_seconds)}" for t in layer.ladder]
+        rows.append([layer.layer, *cells])
+    headings = ["layer", *(f"batch {size}" for size in sizes)]
+    title = f"{measured.network} ({measured.input}) on {measured.machine}: forward + backward, {measured.source}"
+    print_table(title, headings, rows, numbers=headings[1:])
+    for samples, peak in measured.peak_bytes.items():
+        typer.echo(f"Peak tensor bytes of a step at batch {samples}: {format_bytes(peak)}.")
+    chosen = sorted({str(kernel) for kernel in measured.kernels.values()})
+    typer.echo(f"Kernels: {', '.join(chosen) or 'PyTorch defaults'} ({len(measured.kernels)} operators changed).")

@@ -1,0 +1,54 @@
+"""Printing: tables for people, JSON for programs, and a spinner while something takes long."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+WIDTH_WITHOUT_TERMINAL = 140
+
+
+def print_json(data: object) -> None:
+    """One JSON document on standard output; infinities become null."""
+    print(json.dumps(_finite(data), indent=2))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(item) for item in data]
+    return data
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
+    """A table; columns named in `numbers` are aligned to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell).replace("[", r"\[") for cell in row))
+    console.print(table)
+
+
+@contextmanager
+def working(message: str) -> Iterator[None]:
+    """A spinner on standard error while a person waits; nothing where there is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield

@@ -1,0 +1,90 @@
+"""Plans and simulations as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from manyhands.cli.show import print_table
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Share
+from manyhands.facts.plan_check import layer_range
+from manyhands.facts.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from manyhands.facts.cluster import Cluster
+    from manyhands.facts.network import Network
+    from manyhands.facts.plan import Plan
+    from manyhands.planner.strategies import Candidate
+    from manyhands.simulator.result import Simulation
+
+MOST_ROWS = 40
+
+
+def share_text(share: Share, place: int) -> str:
+    """What the device at `place` of a stage takes of it."""
+    if isinstance(share, BySamples):
+        return f"{share.samples[place]} of {sum(share.samples)} samples"
+    if isinstance(share, ByTiles):
+        row, column = divmod(place, len(share.columns))
+        part = share.rows[row] / sum(share.rows) * share.columns[column] / sum(share.columns)
+        return f"tile {row},{column} of {len(share.rows)}x{len(share.columns)} ({part:.0%})"
+    if isinstance(share, ByChannels):
+        return f"{share.groups[place]} of {sum(share.groups)} channel groups"
+    return "all"
+
+
+def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> None:
+    """Which device holds which layers and which part, and what that costs."""
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        first, last = layer_range(stage)
+        names = network.layers[first].name if last - first == 1 else f"{network.layers[first].name} .. {network.layers[last - 1].name}"
+        for place, device in enumerate(stage.devices):
+            own = result.devices[device]
+            rows.append(
+                [str(number) if place == 0 else "", f"{first}-{last - 1}  {names}" if place == 0 else "", device,
+                 share_text(stage.share, place), f"{1 - result.idle_part(device):.0%}",
+                 f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}",
+                 format_bytes(own.bytes_sent), format_bytes(own.bytes_received)]
+            )  # fmt: skip
+    hidden = len(rows) - MOST_ROWS
+    title = (
+        f"{network.name} ({network.input_text}) on {cluster.name}: batch {plan.batch_size} in {plan.micro_batches} "
+        f"micro-batch(es), order {plan.order}"
+    )
+    headings = ["stage", "layers", "device", "share", "busy", "peak memory", "sent", "received"]
+    print_table(title, headings, rows[:MOST_ROWS], numbers=["busy", "peak memory", "sent", "received"])
+    if hidden > 0:
+        typer.echo(f"... and {hidden} more devices.")
+    unused = [name for name in cluster.names if name not in plan.devices]
+    if unused:
+        typer.echo(f"Not used: {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}.")
+    typer.echo(
+        f"Simulated: {format_seconds(result.seconds)} a step, {result.samples_per_second:.3g} samples/s, "
+        f"{format_bytes(result.total_bytes)} between devices, {result.joules_per_sample:.3g} J a sample."
+    )
+
+
+def print_simulation(result: Simulation, cluster: Cluster) -> None:
+    """The busiest links."""
+    busiest = sorted(result.bytes_between.items(), key=lambda item: -item[1])[:10]
+    rows = []
+    for (source, target), count in busiest:
+        seconds = count / cluster.bytes_per_second_between(source, target)
+        rows.append([f"{source} to {target}", format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""])
+    if rows:
+        print_table("Busiest links", ["link", "bytes", "of the step"], rows, numbers=["bytes", "of the step"])
+
+
+def print_candidates(candidates: list[Candidate]) -> None:
+    """What else was looked at, and why it lost."""
+    best = candidates[0].seconds
+    rows = []
+    for candidate in candidates:
+        if candidate.plan is None:
+            rows.append([candidate.name, "", candidate.reason.split("\n")[0]])
+        else:
+            times = candidate.seconds / best if best else 1.0
+            rows.append([candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"])
+    print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])

@@ -1,0 +1,223 @@
+"""Plans by name: each strategy uses every device of the cluster; only `auto` may leave devices out.
+
+    single     the fastest device alone
+    samples    one stage, each device takes samples in proportion to its speed
+    pipeline   one device per stage, cuts placed so that the slowest stage is as fast as can be
+    tiles      the maps cut into rows in proportion to speed, up to global pooling; the tail on the fastest device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BySamples, ByTiles, Order, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+
+STRATEGIES = ("auto", "single", "samples", "pipeline", "tiles")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned."""
+
+    network: Network
+    cluster: Cluster
+    profile: Profile
+    batch_size: int
+    micro_batches: int | None = None
+    """None: chosen by the strategy."""
+    order: Order = "1f1b"
+    optimizer_slots: int = 1
+
+    def step_seconds(self, device: str, samples: int) -> float:
+        """Forward and backward of the whole network on one device."""
+        profile = self.profile.of(device)
+        return sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(self.network.layers)))
+
+    def fastest(self) -> str:
+        return min(self.cluster.names, key=lambda name: self.step_seconds(name, self.batch_size))
+
+    def plan(self, stages: list[Stage], micro_batches: int) -> Plan:
+        return Plan(
+            network=self.network.name,
+            batch_size=self.batch_size,
+            stages=tuple(stages),
+            micro_batches=micro_batches,
+            order=self.order,
+            optimizer_slots=self.optimizer_slots,
+        )
+
+
+def plan_by_name(strategy: str, task: Task) -> Plan:
+    """The plan of a named strategy (`auto` needs prices: see `choose`)."""
+    makers = {"single": single, "samples": samples, "pipeline": pipeline, "tiles": tiles}
+    if strategy not in makers:
+        raise unknown("strategy", strategy, STRATEGIES)
+    return resolve(makers[strategy](task), task.network, task.cluster)
+
+
+def single(task: Task, device: str = "") -> Plan:
+    """One device alone."""
+    stage = Stage((0, len(task.network.layers)), (device or task.fastest(),))
+    return task.plan([stage], task.micro_batches or 1)
+
+
+def proportional(total: int, weights: list[float]) -> list[int]:
+    """Whole numbers in proportion to weights that add up to `total` (largest remainders)."""
+    scale = total / sum(weights)
+    exact = [weight * scale for weight in weights]
+    counts = [int(part) for part in exact]
+    order = sorted(range(len(weights)), key=lambda i: exact[i] - counts[i], reverse=True)
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def samples(task: Task) -> Plan:
+    """Data parallel with shares by speed. A device too slow for one sample in a micro-batch is left out."""
+    micro_batches = task.micro_batches or 1
+    size = task.batch_size // micro_batches
+    names = list(task.cluster.names)
+    speeds = [1.0 / task.step_seconds(name, max(1, size // len(names))) for name in names]
+    counts = proportional(size, speeds)
+    used = [(name, count) for name, count in zip(names, counts) if count]
+    share = BySamples(tuple(count for _, count in used))
+    stage = Stage((0, len(task.network.layers)), tuple(name for name, _ in used), share)
+    return task.plan([stage], micro_batches)
+
+
+def divisor_near(number: int, wanted: int) -> int:
+    """The divisor of `number` closest to `wanted`."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def balanced_cuts(costs: list[list[float]]) -> list[int]:
+    """Stage ends that minimise the slowest stage: costs[p][l] is layer l on the device of stage p. By dynamic programming."""
+    stages, layers = len(costs), len(costs[0])
+    sums = [[0.0] for _ in range(stages)]
+    for p in range(stages):
+        for cost in costs[p]:
+            sums[p].append(sums[p][-1] + cost)
+    best = [[float("inf")] * (layers + 1) for _ in range(stages + 1)]
+    back = [[0] * (layers + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for p in range(1, stages + 1):
+        for end in range(p, layers - (stages - p) + 1):
+            for start in range(p - 1, end):
+                slowest = max(best[p - 1][start], sums[p - 1][end] - sums[p - 1][start])
+                if slowest < best[p][end]:
+                    best[p][end], back[p][end] = slowest, start
+    ends = [layers]
+    for p in range(stages, 1, -1):
+        ends.append(back[p][ends[-1]])
+    return ends[::-1]
+
+
+def pipeline(task: Task) -> Plan:
+    """One device per stage in order of memory (ASTEROID §3.3), the slowest stage as fast as can be."""
+    layers = len(task.network.layers)
+    by_memory = sorted(task.cluster.devices, key=lambda device: -device.memory_bytes)
+    names = [device.name for device in by_memory][:layers]
+    micro_batches = task.micro_batches or divisor_near(task.batch_size, 4 * len(names))
+    size = task.batch_size // micro_batches
+    costs = [[sum(task.profile.of(name).layer_seconds(layer, size)) for layer in range(layers)] for name in names]
+    ends = balanced_cuts(costs)
+    starts = [0, *ends[:-1]]
+    stages = [Stage((start, end), (name,)) for name, start, end in zip(names, starts, ends)]
+    return task.plan(stages, micro_batches)
+
+
+def _tileable_layers(task: Task) -> int:
+    """How many leading layers make only maps with rows and columns, the last of them not yet collapsed."""
+    network = task.network
+    for number, layer in enumerate(network.layers):
+        for op in network.ops[layer.first : layer.last]:
+            for name in op.outputs:
+                shape = network.tensors[name].shape
+                if len(shape) != 4 or shape[2] * shape[3] < len(task.cluster.devices):
+                    return number
+    return len(network.layers)
+
+
+def tiles(task: Task) -> Plan:
+    """Rows in proportion to speed; exchange at every layer; the tail on the fastest device, if there is one to spare."""
+    network, names = task.network, list(task.cluster.names)
+    last = _tileable_layers(task)
+    if not last:
+        raise BadPlan(f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and columns.")
+    stages = []
+    if last < len(network.layers):  # a device works in one stage, so the tail takes one away
+        tail = task.fastest()
+        names.remove(tail)
+        stages.append(Stage((last, len(network.layers)), (tail,)))
+    if len(names) < 2:
+        raise BadPlan(
+            f"Tiles of {network.name} need at least {2 + len(stages)} devices, two of them for the tiles; "
+            f"cluster {task.cluster.name} has {len(task.cluster.names)}."
+        )
+    speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
+    share = ByTiles(rows=tuple(round(speed / max(speeds), 3) for speed in speeds))
+    stages.insert(0, Stage((0, last), tuple(names), share))
+    return task.plan(stages, task.micro_batches or 1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its price, or why it has none."""
+
+    name: str
+    plan: Plan | None
+    seconds: float
+    reason: str = ""
+
+
+def candidates(task: Task) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
+    """Everything `auto` looks at: devices alone (the fastest of each kind), and every strategy over all of them."""
+    kinds: dict[str, str] = {}
+    for device in sorted(task.cluster.devices, key=lambda one: task.step_seconds(one.name, task.batch_size)):
+        kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
+    for name in list(kinds.values())[:8]:
+        yield f"single on {name}", partial(single, device=name)
+    if len(task.cluster.devices) > 1:
+        yield "samples", samples
+        yield "pipeline", pipeline
+        yield "tiles", tiles
+
+
+def choose(task: Task, price: Callable[[Plan], float]) -> list[Candidate]:
+    """Price every candidate; the fastest first, those that cannot run last with the reason.
+
+    A plan that does not fit a device's memory is tried again with more, smaller micro-batches.
+    """
+    found = []
+    for name, make in candidates(task):
+        try:
+            plan = _fitting(task, make, price)
+            found.append(Candidate(name, plan, price(plan)))
+        except ManyhandsError as error:
+            found.append(Candidate(name, None, float("inf"), error.message))
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def _fitting(task: Task, make: Callable[[Task], Plan], price: Callable[[Plan], float]) -> Plan:
+    plan = resolve(make(task), task.network, task.cluster)
+    if task.micro_batches is not None:
+        return plan
+    finer = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
+    for count in (None, *finer):
+        try:
+            attempt = plan if count is None else resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+            price(attempt)
+            return attempt
+        except OutOfMemory as error:
+            refused = error
+        except BadPlan:
+            break
+    raise refused

@@ -1,0 +1,207 @@
+"""Measure a network on this machine: forward and backward seconds of every layer over a ladder of batch sizes.
+
+Each layer is a piece of its own with detached inputs, as if they had come over a wire (tape.py), and the layers run in
+order, so that each finds the caches as it would in training. The gradient of the first layer's input is not computed.
+The loss is not included: outputs get a gradient of ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import psutil
+import torch
+
+from manyhands.facts.errors import BadValue
+from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Timing
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls, store_weights
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+from manyhands.profiler.kernels import choose_kernels
+from manyhands.profiler.memory import PeakBytes
+from manyhands.profiler.steps import random_inputs
+from manyhands.profiler.this_machine import identify
+
+LADDER = (1, 2, 4, 8, 16, 32)
+REPEATS = 3
+_KERNELS = 0.4
+"""Part of the time budget for choosing kernels."""
+_KERNEL_SAMPLES = 4
+_MOST_OF_MEMORY = 0.8
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class _Pass:
+    """Seconds of every layer in one training step, forward and backward."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+
+def measure_network(
+    graph: Graph,
+    *,
+    ladder: Sequence[int] = LADDER,
+    threads: int | None = None,
+    seconds: float = 50.0,
+    repeats: int = REPEATS,
+    kernels: Mapping[str, Kernel] | None = None,
+    device: str = "local",
+    on_progress: Progress | None = None,
+) -> DeviceProfile:
+    """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
+
+    Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
+    is always measured.
+    """
+    _check_ladder(ladder)
+    say = on_progress or (lambda text: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        start = time.perf_counter()
+        if kernels is None:
+            say(f"choosing kernels for {graph.name}")
+            samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
+            kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS).kernels
+        layers = _Layers(graph, kernels)
+        left = seconds - (time.perf_counter() - start)
+        passes, peaks = _climb(layers, ladder, left, repeats, say)
+        return _profile(graph, passes, peaks, kernels, device, identify().text)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_ladder(ladder: Sequence[int]) -> None:
+    if not ladder or ladder[0] < 1 or list(ladder) != sorted(set(ladder)):
+        raise BadValue(f"The ladder of batch sizes is {list(ladder)}; it must increase from 1 or more.")
+
+
+def _climb(
+    layers: _Layers, ladder: Sequence[int], seconds: float, repeats: int, say: Progress
+) -> tuple[dict[int, list[_Pass]], dict[int, int]]:
+    """Passes and peak bytes by batch size, as far up as time and memory allow."""
+    passes: dict[int, list[_Pass]] = {}
+    peaks: dict[int, int] = {}
+    pass_seconds = 0.0
+    start = time.perf_counter()
+    below = 0
+    for samples in ladder:
+        left = seconds - (time.perf_counter() - start)
+        if below:
+            growth = samples / below
+            # One pass that also counts bytes and warms up, then as many as there is time for.
+            affordable = int(left / (pass_seconds * growth)) - 1
+            if affordable < 1 or peaks[below] * growth > _MOST_OF_MEMORY * psutil.virtual_memory().available:
+                say(f"the ladder ends at {below} samples")
+                break
+        else:
+            affordable = repeats
+        say(f"measuring {samples} samples")
+        inputs = random_inputs(layers.graph, samples)
+        peaks[samples] = layers.peak_bytes(inputs, samples)
+        began = time.perf_counter()
+        passes[samples] = [layers.run(inputs, samples)]
+        pass_seconds, below = time.perf_counter() - began, samples
+        passes[samples] += [layers.run(inputs, samples) for _ in range(min(repeats, affordable) - 1)]
+    return passes, peaks
+
+
+def _profile(
+    graph: Graph,
+    passes: dict[int, list[_Pass]],
+    peaks: dict[int, int],
+    kernels: Mapping[str, Kernel],
+    device: str,
+    machine: str,
+) -> DeviceProfile:
+    network = graph.network
+    timings = []
+    for index, layer in enumerate(network.layers):
+        ladder = tuple(
+            Timing(samples, median(one.forward[index] for one in runs), median(one.backward[index] for one in runs))
+            for samples, runs in passes.items()
+        )
+        timings.append(LayerTiming(layer.name, ladder))
+    return DeviceProfile(
+        network=network.name,
+        fingerprint=network.fingerprint,
+        input=network.input_text,
+        granularity=network.granularity,
+        device=device,
+        source="measured",
+        layers=tuple(timings),
+        kernels=dict(kernels),
+        peak_bytes={str(samples): count for samples, count in peaks.items()},
+        machine=machine,
+        repeats=min(len(runs) for runs in passes.values()),
+    )
+
+
+class _Layers:
+    """A graph's layers as pieces over one set of weights."""
+
+    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel]) -> None:
+        self.graph = graph
+        self.weights = Weights.copied(graph)
+        store_weights(graph, self.weights, kernels)
+        calls = kernel_calls(graph, kernels)
+        self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
+
+    def peak_bytes(self, inputs: dict[str, torch.Tensor], samples: int) -> int:
+        """Most tensor bytes alive at once in a training step: weights, inputs, activations, gradients."""
+        peak = PeakBytes([*self.weights.tensors.values(), *inputs.values()])
+        with peak:
+            self.run(inputs, samples)
+        return peak.most_bytes
+
+    def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
+        """One training step without the optimiser, each layer timed."""
+        for tensor in self.weights.tensors.values():
+            tensor.grad = None
+        found = _Pass()
+        values, context = dict(inputs), Context(samples=samples)
+        entered: list[dict[str, torch.Tensor]] = []
+        left: list[dict[str, torch.Tensor]] = []
+        for piece in self.pieces:
+            own = {name: values[name].detach() for name in piece.inputs}
+            for name, tensor in own.items():
+                if name not in inputs and tensor.is_floating_point():
+                    tensor.requires_grad_()
+            start = time.perf_counter()
+            made = piece(own, context)
+            found.forward.append(time.perf_counter() - start)
+            entered.append(own)
+            left.append(made)
+            values.update({name: tensor.detach() for name, tensor in made.items()})
+        seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
+        del values
+        found.backward = _backward(entered, left, seeds)
+        return found
+
+
+def _backward(
+    entered: list[dict[str, torch.Tensor]], left: list[dict[str, torch.Tensor]], gradients: dict[str, torch.Tensor]
+) -> list[float]:
+    """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
+    seconds: list[float] = []
+    while left:
+        own, made = entered.pop(), left.pop()
+        start = time.perf_counter()
+        roots = [(t, gradients[name]) for name, t in made.items() if t.requires_grad and name in gradients]
+        if roots:
+            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        for name, tensor in own.items():
+            if tensor.grad is not None:
+                gradients[name] = gradients[name] + tensor.grad if name in gradients else tensor.grad
+        seconds.append(time.perf_counter() - start)
+        for name in made:
+            gradients.pop(name, None)
+        del roots
+    return seconds[::-1]

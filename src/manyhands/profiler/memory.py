@@ -1,0 +1,48 @@
+"""Peak tensor bytes of a piece of work, counted and not guessed.
+
+Every operator's results are seen as they are made (TorchDispatchMode), each storage is counted once and given back
+when it dies. What a kernel takes and frees inside one call (im2col, oneDNN's scratch pad) is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start."""
+
+    def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.most_bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        for tensor in held:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return made
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._alive:
+            return
+
+        def died(_: object) -> None:
+            if self._alive.pop(address, None) is not None:
+                self.bytes -= size
+
+        self._alive[address] = weakref.ref(storage, died)
+        self.bytes += size
+        self.most_bytes = max(self.most_bytes, self.bytes)

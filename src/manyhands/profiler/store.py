@@ -1,0 +1,85 @@
+"""Profiles on disk: one readable JSON file per model, input, granularity and machine, reused until asked otherwise.
+
+    profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.network import Network
+from manyhands.facts.profile import DeviceProfile
+from manyhands.files.documents import cache_folder, read_document, write_document
+from manyhands.graph.graph import Graph
+from manyhands.profiler.measure import LADDER, REPEATS, Progress, measure_network
+from manyhands.profiler.this_machine import Machine, identify
+
+VERSION = 1
+_REFRESH = "Delete it, or measure again: manyhands profile --refresh"
+
+
+def profiles_folder() -> Path:
+    return cache_folder() / "profiles"
+
+
+def profile_path(network: Network, machine: Machine, folder: Path | None = None) -> Path:
+    """Where the profile of a network on a machine is kept."""
+    parts = (network.name, network.input_text, network.granularity)
+    readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60].strip("-") for part in parts)
+    return (folder or profiles_folder()) / f"{readable}_{machine.slug}_{network.fingerprint}.json"
+
+
+def save_profile(profile: DeviceProfile, path: str | Path) -> None:
+    """Write a profile, whole or not at all."""
+    write_document(path, msgspec.to_builtins(profile))
+
+
+def load_profile(path: str | Path, network: Network | None = None, machine: Machine | None = None) -> DeviceProfile:
+    """Read a profile and check it; against a network and a machine too, where given."""
+    raw = read_document(path)
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version is not None and version != VERSION:
+        raise BadFile(f"{path}: has version {version}; this program reads version {VERSION}.", hint=_REFRESH)
+    try:
+        profile = msgspec.convert(raw, DeviceProfile)
+        if network is not None:
+            profile.check_matches(network)
+    except msgspec.ValidationError as error:
+        raise BadFile(f"{path}: is not a profile: {error}.", hint=_REFRESH) from error
+    except ManyhandsError as error:
+        raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error
+    if machine is not None and profile.source == "measured" and profile.machine != machine.text:
+        raise BadFile(f"{path}: was measured on '{profile.machine}'; this is '{machine.text}'.", hint=_REFRESH)
+    return profile
+
+
+def profile_network(
+    graph: Graph,
+    *,
+    ladder: Sequence[int] = LADDER,
+    threads: int | None = None,
+    seconds: float = 50.0,
+    repeats: int = REPEATS,
+    device: str = "local",
+    refresh: bool = False,
+    folder: Path | None = None,
+    on_progress: Progress | None = None,
+) -> DeviceProfile:
+    """The stored profile of `graph` on this machine, or a new one, which is stored.
+
+    A stored one is taken as it is, whatever ladder it has; `refresh` measures anew. A damaged one is an error.
+    """
+    path = profile_path(graph.network, identify(threads), folder)
+    if path.exists() and not refresh:
+        found = load_profile(path, graph.network, identify(threads))
+        return msgspec.structs.replace(found, device=device)
+    profile = measure_network(
+        graph, ladder=ladder, threads=threads, seconds=seconds, repeats=repeats, device=device, on_progress=on_progress
+    )
+    save_profile(profile, path)
+    return profile

@@ -1,0 +1,84 @@
+"""Drawn plans that fit a given network: every share, order, codec and home."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from manyhands.facts.network import Network
+from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, Codec, Plan, Share, Single, Stage
+
+FIXED_ORDERS = ("sequential", "gpipe", "1f1b", "stream")
+GRIDS = ((2, 1), (1, 2), (3, 1), (2, 2))
+
+
+@st.composite
+def groups(draw: st.DrawFn, first: int, last: int) -> tuple[int, ...] | None:
+    """Layers at which groups of a stage [first, last) start, or None for every layer."""
+    if draw(st.booleans()):
+        return None
+    return (first, *sorted(draw(st.sets(st.integers(first + 1, last - 1))))) if last > first + 1 else (first,)
+
+
+@st.composite
+def shares(draw: st.DrawFn, kinds: tuple[str, ...], samples: int, first: int, last: int) -> tuple[Share, int]:
+    """A share of layers [first, last), and how many devices it takes."""
+    kind = draw(st.sampled_from(kinds))
+    if kind == "samples":
+        cuts = sorted(draw(st.sets(st.integers(1, samples - 1), max_size=2))) if samples > 1 else []
+        return BySamples(tuple(b - a for a, b in pairwise([0, *cuts, samples]))), len(cuts) + 1
+    if kind == "tiles":
+        rows, columns = draw(st.sampled_from(GRIDS))
+        weights = st.integers(1, 2)
+        heights = tuple(draw(weights) for _ in range(rows))
+        widths = tuple(draw(weights) for _ in range(columns))
+        return ByTiles(heights, widths, draw(groups(first, last)), draw(groups(first, last))), rows * columns
+    if kind == "channels":
+        count = draw(st.integers(2, 3))
+        return ByChannels(tuple(draw(st.integers(1, 2)) for _ in range(count))), count
+    return Single(), 1
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    network: Network,
+    *,
+    kinds: tuple[str, ...] = ("single", "samples", "tiles", "channels"),
+    orders: tuple[str, ...] = FIXED_ORDERS,
+    most_stages: int = 3,
+) -> Plan:
+    layers = len(network.layers)
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)))
+    micro_batches, samples = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    order = draw(st.sampled_from(orders))
+    stages = []
+    used = 0
+    for first, last in pairwise([0, *cuts, layers]):
+        share, count = draw(shares(kinds, samples, first, last))
+        devices = tuple(f"d{number}" for number in range(used, used + count))
+        used += count
+        codec = Codec(draw(st.sampled_from((2, 4, 8, 16, 32))), draw(st.booleans()), draw(st.booleans()))
+        reduce = draw(st.sampled_from(("allreduce", "gateway")))
+        stages.append(Stage((first, last), devices, share, codec, reduce))
+    warm_up = draw(st.sampled_from(("2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1", "list")))
+    if warm_up == "list":
+        ahead = draw(st.lists(st.integers(1, micro_batches), min_size=len(stages), max_size=len(stages)))
+        warm_up = tuple(sorted(ahead, reverse=True))
+    homes = {}
+    home = draw(st.sampled_from(("none", EVERYWHERE, "d0", f"d{used - 1}", "phone")))
+    if home != "none":
+        homes = {network.inputs[0]: home}
+    return Plan(
+        network=network.name,
+        batch_size=micro_batches * samples,
+        stages=tuple(stages),
+        micro_batches=micro_batches,
+        order=order,
+        warm_up=warm_up,
+        batch_norm=draw(st.sampled_from(("synchronised", "local"))),
+        homes=homes,
+        optimizer_slots=draw(st.integers(0, 2)),
+        bucket_bytes=draw(st.sampled_from((1, 500, 25_000_000))),
+    )

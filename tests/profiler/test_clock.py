@@ -1,0 +1,65 @@
+"""Taking turns, leaving early, keeping to a budget; with a rigged timer, and once with the real one."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.profiler.clock import Trial, interleave, stopwatch
+
+
+class Rigged:
+    """Says what it is told, and keeps a list of who was asked."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+        self.asked: list[str] = []
+
+    def __call__(self, trial: Trial) -> float:
+        self.asked.append(trial.name)
+        return self.seconds[trial.name]
+
+
+def _trials(names: str) -> list[Trial]:
+    return [Trial(name, lambda: None) for name in names]
+
+
+def test_trials_take_turns_in_both_orders() -> None:
+    timer = Rigged({"A": 1.0, "B": 2.0})
+    found = interleave(_trials("AB"), repeats=3, timer=timer)
+    assert "".join(timer.asked) == "AB" + "AB" + "BA" + "AB"
+    assert found.seconds == {"A": [1.0] * 3, "B": [2.0] * 3}
+    assert found.spent_seconds == 12.0
+    assert (found.median("B"), found.least("A"), found.rounds()) == (2.0, 1.0, 3)
+
+
+def test_the_hopeless_leave_and_the_reference_stays() -> None:
+    timer = Rigged({"A": 9.0, "B": 1.0, "C": 1.8, "D": 5.0})
+    found = interleave(_trials("ABCD"), repeats=3, hopeless=1.5, timer=timer)
+    assert {name: len(times) for name, times in found.seconds.items()} == {"A": 3, "B": 3, "C": 1, "D": 0}
+    assert found.median("D") == math.inf
+    assert found.ratio("A", "D") == 0.0
+
+
+@pytest.mark.parametrize(("seconds", "least", "rounds"), [(0.0, 1, 1), (0.0, 3, 3), (9.0, 1, 2), (1000.0, 1, 50)])
+def test_the_budget_holds(seconds: float, least: int, rounds: int) -> None:
+    timer = Rigged({"A": 1.0, "B": 2.0})
+    found = interleave(_trials("AB"), repeats=50, least_repeats=least, seconds=seconds, timer=timer)
+    assert found.rounds() == rounds
+    assert found.spent_seconds <= seconds or rounds == least
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1.1, 3)), min_size=1, max_size=9))
+def test_a_drift_that_both_sides_share_cancels(rounds: list[tuple[float, float]]) -> None:
+    found = interleave(_trials("AB"), repeats=0, timer=Rigged({"A": 1, "B": 1}))
+    found.seconds = {"A": [2 * drift for drift, _ in rounds], "B": [drift for drift, _ in rounds]}
+    assert found.ratio("A", "B") == pytest.approx(2.0)
+
+
+def test_the_stopwatch_does_not_time_the_preparation() -> None:
+    trial = Trial("short", lambda: time.sleep(0.001), prepare=lambda: time.sleep(0.05))
+    assert 0.001 <= stopwatch(trial) < 0.05

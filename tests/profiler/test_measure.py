@@ -1,0 +1,59 @@
+"""Measured profiles: every layer, every rung, as far as the budget goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manyhands.facts.errors import BadValue
+from manyhands.facts.profile import Kernel
+from manyhands.graph.capture import capture
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import takes_format
+from manyhands.models.registry import build, example_batch
+from manyhands.profiler.measure import measure_network
+from manyhands.profiler.this_machine import identify
+
+
+def test_every_layer_of_tiny_takes_time(tiny: Graph) -> None:
+    said: list[str] = []
+    profile = measure_network(tiny, ladder=(1, 2, 4), threads=1, seconds=3.0, on_progress=said.append)
+    profile.check_matches(tiny.network)
+    assert profile.source == "measured"
+    assert profile.machine == identify(1).text
+    assert profile.repeats == 3
+    for layer in profile.layers:
+        assert [timing.samples for timing in layer.ladder] == [1, 2, 4]
+        assert all(timing.forward_seconds > 0 and timing.backward_seconds > 0 for timing in layer.ladder)
+    assert said[0] == "choosing kernels for tiny"
+
+
+def test_the_given_kernels_are_used_and_kept(tiny: Graph) -> None:
+    kernels = {n.name: Kernel(channels_last=True, onednn=False) for n in tiny.nodes if takes_format(tiny, n)}
+    profile = measure_network(tiny, ladder=(2,), kernels=kernels, threads=1)
+    assert profile.kernels == kernels
+
+
+def test_the_ladder_ends_where_time_does(tiny: Graph) -> None:
+    profile = measure_network(tiny, ladder=(1, 2, 4), seconds=0.0, threads=1)
+    assert [timing.samples for timing in profile.layers[0].ladder] == [1]
+    assert profile.kernels == {}
+
+
+@pytest.mark.parametrize("ladder", [(), (0, 1), (2, 1), (1, 1)])
+def test_a_ladder_must_increase(tiny: Graph, ladder: tuple[int, ...]) -> None:
+    with pytest.raises(BadValue, match="must increase"):
+        measure_network(tiny, ladder=ladder)
+
+
+@pytest.mark.parametrize("model", ["bilstm", "din"])
+def test_networks_of_words_and_tables_are_measured_too(model: str) -> None:
+    graph = capture(build(model), example_batch(model, 2, input_shape=(8,)), name=model)
+    profile = measure_network(graph, ladder=(1,), kernels={}, threads=1, repeats=1)
+    assert sum(one.ladder[0].backward_seconds for one in profile.layers) > 0
+
+
+def test_weights_of_the_graph_are_left_alone(tiny: Graph) -> None:
+    before = {name: tensor.clone() for name, tensor in tiny.state.items()}
+    measure_network(tiny, ladder=(2,), kernels={}, threads=1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in tiny.state.items())

@@ -1,0 +1,67 @@
+"""The house is in order: linters, types, import directions, and documents that tell the truth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*words], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "ruff", "check", "."],
+        ["-m", "ruff", "format", "--check", "."],
+        ["-m", "mypy"],
+    ],
+    ids=["ruff check", "ruff format", "mypy --strict"],
+)
+def test_linters(words: list[str]) -> None:
+    result = run(sys.executable, *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_imports_point_downwards() -> None:
+    result = run(str(Path(sys.executable).with_name("lint-imports")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 kept, 0 broken" in result.stdout
+
+
+def test_every_room_is_under_the_linter() -> None:
+    """A new package must be placed in the direction of imports."""
+    layers = re.findall(r'"manyhands\.(\w+)', (ROOT / "pyproject.toml").read_text())
+    rooms = {path.parent.name for path in (ROOT / "src" / "manyhands").glob("*/__init__.py")}
+    assert rooms <= set(layers) | {"models", "graph"}
+
+
+def test_ci_runs_the_readme_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
+    assert len(commands) == 2
+    assert "manyhands simulate" in commands[0]
+    assert "pytest" in commands[1]
+    assert "grep -m1 'pytest' README.md" in (ROOT / ".ci" / "run").read_text()
+    assert next(line for line in readme.splitlines() if "pytest" in line) == commands[1]
+
+
+def test_architecture_names_every_room() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in (ROOT / "src" / "manyhands").glob("*/__init__.py"):
+        assert f"`{path.parent.name}/`" in text, path.parent.name
+
+
+def test_no_code_on_the_wire() -> None:
+    """No pickle anywhere: graphs and weights are data."""
+    for path in (ROOT / "src").rglob("*.py"):
+        words = re.findall(r"^\s*(?:import|from)\s+(pickle|marshal|dill|cloudpickle|shelve)\b", path.read_text(), re.M)
+        assert not words, path
+        assert "torch.load(" not in path.read_text(), path
