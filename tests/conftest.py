@@ -1,1 +1,17 @@
-"""Puts this folder on the path, so that every test can import what hand_made.py makes."""
+"""Tests use one thread each, so that two run side by side, and a cache folder of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is read from or written to the user's cache."""
+    root: Path = tmp_path_factory.getbasetemp() / "home"
+    os.environ["MANYHANDS_HOME"] = str(root)

@@ -70,6 +70,11 @@ def test_below_the_first_point_in_proportion_and_beyond_the_last_by_its_slope() 
     assert profile.layer_seconds(0, 0) == (0.0, 0.0)
 
 
+def test_a_slope_that_noise_turned_down_is_not_followed() -> None:
+    profile = _profile((Timing(2, 3.0, 1.0), Timing(4, 2.0, 2.0)))
+    assert profile.layer_seconds(0, 40) == (2.0, 20.0)
+
+
 @pytest.mark.parametrize("timing", [(0, 1.0, 1.0), (1, -1.0, 1.0), (1, 1.0, math.inf), (1, math.nan, 1.0)])
 def test_impossible_timings_are_refused(timing: tuple[int, float, float]) -> None:
     with pytest.raises(BadValue):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def by_pieces(
 
 def cut(graph: Graph, weights: Weights, bounds: Sequence[int]) -> list[Piece]:
     edges = sorted({0, len(graph.nodes), *bounds})
-    return [Piece(graph, weights, a, b) for a, b in zip(edges, edges[1:])]
+    return [Piece(graph, weights, a, b) for a, b in itertools.pairwise(edges)]
 
 
 def detached(value: Any) -> Any:

@@ -70,7 +70,8 @@ def test_inputs_as_tuple_and_as_keywords() -> None:
     graph = check(TwoInputs(), (randn(2, 3), randn(2, 5)), other=(randn(5, 3), randn(5, 5)))
     assert [spec.name for spec in graph.inputs] == ["left", "right"]
     # Keywords may come in any order.
-    graph = check(TwoInputs(), {"right": randn(2, 5), "left": randn(2, 3)}, other={"left": randn(4, 3), "right": randn(4, 5)})
+    other = {"left": randn(4, 3), "right": randn(4, 5)}
+    graph = check(TwoInputs(), {"right": randn(2, 5), "left": randn(2, 3)}, other=other)
     assert {spec.name for spec in graph.inputs} == {"left", "right"}
 
 

@@ -117,7 +117,7 @@ def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     assert blocks.fingerprint == operators.fingerprint
 
 
-@pytest.mark.parametrize("name", ["tiny", "resnet18", "mobilenetv3-large", "chair", "din"])
+@pytest.mark.parametrize("name", ["tiny", "resnet18", "chair", "din"])
 def test_macs_and_parameters_are_the_registry_s(name: str) -> None:
     module, entry = registry.build(name), registry.ZOO[name]
     graph = capture(module, registry.example_batch(name, 2, input_shape=entry.input_shape))

@@ -30,9 +30,9 @@ class Drawn(nn.Module):
 
     @staticmethod
     def _layer(kind: str, n: int) -> nn.Module:
-        kernel = 1 + n % 3
+        kernel, dilation = 1 + n % 3, 1 + n % 2
         layers: dict[str, Any] = {
-            "conv": lambda: nn.Conv2d(4, 4, kernel, padding=kernel // 2 * (1 + n % 2), dilation=1 + n % 2, bias=n % 2 == 0),
+            "conv": lambda: nn.Conv2d(4, 4, kernel, padding=kernel // 2 * dilation, dilation=dilation, bias=n % 2 == 0),
             "grouped": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=(2, 4)[n % 2]),
             "norm": lambda: nn.BatchNorm2d(4, affine=n % 3 > 0, track_running_stats=n % 4 > 0),
             "pool": lambda: nn.MaxPool2d(2, stride=1 + n % 2, ceil_mode=n % 3 == 0),
@@ -92,13 +92,14 @@ def trains(module: nn.Module, x: Tensor, target: Tensor) -> bool:
     try:
         F.cross_entropy(module(x), target).backward()
     except RuntimeError as error:
-        assert "inplace" in str(error) or "in-place" in str(error), error
-        return False
+        if "inplace" in str(error) or "in-place" in str(error):
+            return False
+        raise
     module.zero_grad()
     return True
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=1, max_size=9),
     cuts=st.lists(st.integers(0, 60), max_size=5),
@@ -116,9 +117,9 @@ def test_a_drawn_network_equals_its_module(steps: list[Step], cuts: list[int], s
     try:
         graph = capture(module, x[:2], loss=F.cross_entropy, target=target[:2])
     except CaptureFailed as error:
-        assert "in place" in str(error), error  # the one reason to refuse such a network
-        assert "test_drawn_networks.py:" in str(error)
-        return
+        if "in place" in str(error) and "test_drawn_networks.py:" in str(error):
+            return  # the one reason to refuse such a network, and the line is named
+        raise
     wanted = by_module(module, graph, x, target, F.cross_entropy)
     places = [place % len(graph.nodes) for place in cuts]
     assert_same(by_pieces(graph, places, x, target), wanted, 1e-11)

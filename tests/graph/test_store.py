@@ -198,6 +198,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "absurd product": (lambda d: shape_of(d).update(shape=[1, 2**20, 2**20, 2**20]), "conv2d.*elements"),
     "absurd rank": (lambda d: shape_of(d).update(shape=[1] * 40), "40 axes"),
     "absurd integer": ((lambda d: conv(d)["arguments"].append([2**50, 1])), "conv2d.*larger"),
+    "number too long to print": ((lambda d: conv(d)["arguments"].append(10**5000)), "refused"),
+    "extent too long to print": (lambda d: shape_of(d).update(shape=[10**5000]), "refused"),
     "too many items": ((lambda d: conv(d)["arguments"].append([1] * 10_000)), "conv2d.*items"),
     "deep nesting": ((lambda d: conv(d)["arguments"].append(nest(40))), "conv2d.*inside each other"),
     "nesting deeper than python": ((lambda d: conv(d)["arguments"].append(nest(100_000))), "refused"),
@@ -251,8 +253,8 @@ def chain(plain: Graph, target: str, arguments: list[Any], shape: list[int], **m
     """A document with one node more, on the input of shape [samples, 1, 4, 4]."""
     document = store.to_document(plain)
     outputs = [{"name": "bad", "shape": shape, "dtype": "float32", "batch_axis": None}]
-    node = {"name": "bad", "target": target, "arguments": arguments, "options": {}, "outputs": outputs, "several": False,
-            "in_place": False, "updates": "", "module": "", "where": "", **more}  # fmt: skip
+    node = {"name": "bad", "target": target, "arguments": arguments, "options": {}, "outputs": outputs,
+            "several": False, "in_place": False, "updates": "", "module": "", "where": "", **more}  # fmt: skip
     document["nodes"].append(node)
     return document
 
@@ -293,7 +295,7 @@ def test_probabilities_are_probabilities(p: Any, plain: Graph) -> None:
     document["nodes"][-1]["outputs"][0]["batch_axis"] = 0
     store.from_document(document, store.state_of(plain))
     document["nodes"][-1]["arguments"][1] = p
-    with pytest.raises(BadGraph, match="bad.*probability"):
+    with pytest.raises(BadGraph, match=r"bad.*probability"):
         store.from_document(document, store.state_of(plain))
 
 
@@ -306,7 +308,7 @@ def test_an_operator_may_not_make_a_million_tensors(target: str, plain: Graph) -
             "arguments": [{"is": "value", "name": "bad"}, *extra],
             "outputs": [{**document["nodes"][-1]["outputs"][0], "name": "worse"}]}  # fmt: skip
     document["nodes"].append(node)
-    with pytest.raises(BadGraph, match="worse.*1000000000 tensors"):
+    with pytest.raises(BadGraph, match=r"worse.*1000000000 tensors"):
         store.from_document(document, store.state_of(plain))
 
 
@@ -321,7 +323,7 @@ def test_a_recurrent_layer_may_not_run_for_ever(graph: Graph) -> None:
     document["nodes"].insert(document["nodes"].index(lstm), zeros)
     lstm["arguments"][0] = {"is": "value", "name": "long"}
     lstm["outputs"][0]["shape"] = [1, long, 3]
-    with pytest.raises(BadGraph, match="lstm.*1000000000 steps"):
+    with pytest.raises(BadGraph, match=r"lstm.*1000000000 steps"):
         store.from_document(document, store.state_of(graph))
 
 
@@ -355,7 +357,8 @@ def test_files_that_are_not_what_they_should_be(plain: Graph, tmp_path: Path) ->
     good, good_text = weights.read_bytes(), text.read_bytes()
     (length,) = struct.unpack("<Q", good[:8])
     bad = [b"", b"\x01", good[:8], good[:40], good[: 8 + length], good[:-1], good + b"\0", b"\xff" * 100,
-           struct.pack("<Q", 2**60) + good[8:], struct.pack("<Q", 3) + b"[1]", good[:8] + b"[" * length + good[8 + length:],
+           struct.pack("<Q", 2**60) + good[8:], struct.pack("<Q", 3) + b"[1]",
+           good[:8] + b"[" * length + good[8 + length:],
            good.replace(b'"F32"', b'"F16"', 1), good.replace(b"data_offsets", b"data_offsetz", 1),
            good.replace(b'"data_offsets":[0', b'"data_offsets":[9', 1)]  # fmt: skip
     for content in bad:
@@ -378,7 +381,9 @@ def test_a_json_file_too_large_is_not_read(plain: Graph, tmp_path: Path, monkeyp
         store.load(tmp_path)
 
 
-def test_nothing_is_loaded_before_sizes_are_checked(plain: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_loaded_before_sizes_are_checked(
+    plain: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("tensors were read")
 
@@ -410,7 +415,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 9), st.floats(), st.text(max_size=5),
-    st.sampled_from(["input", "conv2d", "0.weight", "float32", "int64", "aten.relu.default", "aten.sum.default", "bool"]),
+    st.sampled_from(["input", "conv2d", "0.weight", "float32", "int64", "aten.relu.default", "aten.sum.default"]),
     st.sampled_from([[], {}, [1], {"is": "value", "name": "input"}, {"is": "samples", "factor": 2}, {"is": "x"}, [[]]]),
 )  # fmt: skip
 

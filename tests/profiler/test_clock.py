@@ -28,7 +28,13 @@ def _trials(names: str) -> list[Trial]:
     return [Trial(name, lambda: None) for name in names]
 
 
-def test_trials_take_turns_in_both_orders() -> None:
+def test_each_round_begins_with_another() -> None:
+    timer = Rigged({"A": 1.0, "B": 2.0, "C": 3.0})
+    interleave(_trials("ABC"), repeats=4, warm_ups=0, timer=timer)
+    assert "".join(timer.asked) == "ABC" + "BCA" + "CAB" + "ABC"
+
+
+def test_trials_take_turns() -> None:
     timer = Rigged({"A": 1.0, "B": 2.0})
     found = interleave(_trials("AB"), repeats=3, timer=timer)
     assert "".join(timer.asked) == "AB" + "AB" + "BA" + "AB"

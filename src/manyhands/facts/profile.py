@@ -102,7 +102,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
 
 
 def _interpolate(ladder: tuple[Timing, ...], samples: float) -> tuple[float, float]:
-    """Between two points: the straight line. Below the first: in proportion. Beyond the last: the last slope."""
+    """Between two points: the straight line. Below the first: in proportion. Beyond the last: the last slope, if it
+    rises; noise may make it fall, but more samples never take less time."""
     place = bisect_left(ladder, samples, key=lambda timing: timing.samples)
     if place < len(ladder) and ladder[place].samples == samples:
         return (ladder[place].forward_seconds, ladder[place].backward_seconds)
@@ -113,6 +114,8 @@ def _interpolate(ladder: tuple[Timing, ...], samples: float) -> tuple[float, flo
     part = (samples - low.samples) / (high.samples - low.samples)
     forward = low.forward_seconds + part * (high.forward_seconds - low.forward_seconds)
     backward = low.backward_seconds + part * (high.backward_seconds - low.backward_seconds)
+    if place == len(ladder):
+        return (max(forward, high.forward_seconds), max(backward, high.backward_seconds))
     return (max(forward, 0.0), max(backward, 0.0))
 
 

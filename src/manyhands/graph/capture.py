@@ -160,7 +160,8 @@ def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str,
 def _batch_of(leaves: list[torch.Tensor]) -> int:
     sizes = [leaf.shape[0] for leaf in leaves if leaf.dim()]
     if not sizes:
-        raise CaptureFailed("The example batch holds no tensor with a batch axis.", hint="Pass e.g. torch.randn(4, 3, 32, 32).")
+        hint = "Pass e.g. torch.randn(4, 3, 32, 32)."
+        raise CaptureFailed("The example batch holds no tensor with a batch axis.", hint=hint)
     return sizes[0]
 
 

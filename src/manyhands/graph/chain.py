@@ -9,6 +9,7 @@ interval of the tensor. Views and created constants are glue; they go with the o
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from manyhands.facts.errors import BadValue
@@ -41,7 +42,7 @@ def layers_of(
         narrow = {i for i in starts if sum(tensors[n].differentiable for n in crossing[i]) <= 1}
         starts = _block_starts(described, starts, narrow)
     bounds = [0, *starts, len(described)] if described else []
-    runs = list(zip(bounds, bounds[1:]))
+    runs = list(itertools.pairwise(bounds))
     names = _names(described, runs)
     return tuple(
         _layer(name, first, last, described, tensors, weights, crossing[last] if last < len(described) else outputs)
@@ -89,7 +90,7 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
     chosen: list[int] = []
     regions = [0, *sorted(narrow), len(described)]
     block_heavy = 0
-    for first, last in zip(regions, regions[1:]):
+    for first, last in itertools.pairwise(regions):
         inside = sum(heavy[first:last])
         if inside and block_heavy and first:
             chosen.append(first)
@@ -97,7 +98,8 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
         block_heavy += inside
         if inside > _LARGEST_BLOCK:
             for i in starts:
-                if first < i < last and heavy[_next_work(described, i)] and any(heavy[max([0, *chosen][-1], first) : i]):
+                since = max([0, *chosen][-1], first)
+                if first < i < last and heavy[_next_work(described, i)] and any(heavy[since:i]):
                     chosen.append(i)
     return chosen
 

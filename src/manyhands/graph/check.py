@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
-from manyhands.graph.document import LARGEST_LIST, weights_in
+from manyhands.graph.document import weights_in
 from manyhands.graph.graph import Graph, Node, tree_leaves
+from manyhands.graph.limits import LARGEST_LIST
 from manyhands.graph.piece import Context, Piece, Step, run_step
 from manyhands.graph.weights import Weights
 
@@ -42,14 +43,16 @@ def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
         spec = expected[name]
         found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if found != (spec.shape, spec.dtype):
-            raise BadGraph(f"Weight {name!r:.120} is {found[1]}{list(found[0])}; the graph says {spec.dtype}{list(spec.shape)}.")
+            wanted = f"{spec.dtype}{list(spec.shape)}"
+            raise BadGraph(f"Weight {name!r:.120} is {found[1]}{list(found[0])}; the graph says {wanted}.")
 
 
 def check_loss(graph: Graph, loss: Graph) -> None:
     """The loss takes what the network returns, and returns one number."""
     positional, keywords = loss.input_tree
     if len(positional) != 2 or keywords:
-        raise BadGraph(f"The loss takes {len(positional)} inputs and {len(keywords)} keywords; it must take (output, target).")
+        given = f"{len(positional)} inputs and {len(keywords)} keywords"
+        raise BadGraph(f"The loss takes {given}; it must take (output, target).")
     if _form(positional[0]) != _form(graph.output_tree):
         raise BadGraph("The loss takes an output of another structure than the network returns.")
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
@@ -100,7 +103,7 @@ def _check_at(graph: Graph, samples: int) -> None:
             except BadGraph:
                 raise
             except Exception as error:
-                raise BadGraph(f"Node {step.node.name!r:.80} ({step.node.target}) cannot run: {_first_line(error)}") from error
+                raise BadGraph(f"{_called(step.node)} cannot run: {_first_line(error)}") from error
             _compare(step, slots, samples)
             for place in step.frees:
                 slots[place] = None
@@ -108,6 +111,10 @@ def _check_at(graph: Graph, samples: int) -> None:
 
 def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def _called(node: Node) -> str:
+    return f"Node {node.name!r:.80} ({node.target})"
 
 
 def _first_line(error: Exception) -> str:
@@ -133,7 +140,7 @@ def _check_probability(node: Node) -> None:
     place = _PROBABILITY[node.target]
     given = node.arguments[place] if len(node.arguments) > place else 0.0
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
-        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) draws with probability {given!r:.80}; it must be 0 to 1.")
+        raise BadGraph(f"{_called(node)} draws with probability {given!r:.80}; it must be 0 to 1.")
 
 
 def _check_parts(node: Node, arguments: list[Any]) -> None:
@@ -147,7 +154,7 @@ def _check_parts(node: Node, arguments: list[Any]) -> None:
     elif name == "split" and isinstance(arguments[1], int):
         count = arguments[0].shape[arguments[2] if len(arguments) > 2 else 0] // max(1, arguments[1])
     if count > LARGEST_LIST:
-        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) makes {count} tensors; at most {LARGEST_LIST} are taken.")
+        raise BadGraph(f"{_called(node)} makes {count} tensors; at most {LARGEST_LIST} are taken.")
 
 
 def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
@@ -159,7 +166,7 @@ def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
     axis = 1 if batch_first else 0
     steps = x.shape[axis]
     if steps > LARGEST_RECURRENT_STEPS:
-        raise BadGraph(f"Node {node.name!r:.80} ({node.target}) runs {steps} steps; at most {LARGEST_RECURRENT_STEPS} are taken.")
+        raise BadGraph(f"{_called(node)} runs {steps} steps; at most {LARGEST_RECURRENT_STEPS} are taken.")
     arguments[0] = x.narrow(axis, 0, min(1, steps))
     first, *others = step.call(*arguments, **(step.options(slots, samples) if step.options else {}))
     shape = list(first.shape)
@@ -172,10 +179,10 @@ def _compare(step: Step, slots: list[Any], samples: int) -> None:
     for place, spec in zip(step.outputs, step.node.outputs, strict=True):
         made = slots[place]
         if not isinstance(made, torch.Tensor):
-            raise BadGraph(f"Node {step.node.name!r:.80} ({step.node.target}) makes fewer tensors than it says.")
+            raise BadGraph(f"{_called(step.node)} makes fewer tensors than it says.")
         found = (tuple(made.shape), str(made.dtype).removeprefix("torch."))
         if found != (spec.shape_for(samples), spec.dtype):
             raise BadGraph(
-                f"Node {step.node.name!r:.80} ({step.node.target}) makes {found[1]}{list(found[0])} of {samples} samples; "
+                f"{_called(step.node)} makes {found[1]}{list(found[0])} of {samples} samples; "
                 f"the graph says {spec.dtype}{list(spec.shape_for(samples))}."
             )

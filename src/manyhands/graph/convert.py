@@ -19,32 +19,33 @@ import torch
 from torch.export.graph_signature import InputKind
 
 from manyhands.facts.errors import CaptureFailed
-from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
+from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.graph import (
     Argument,
     Enum,
     Graph,
     Node,
-    Samples,
     Special,
     Value,
     Weight,
     records,
     tree_map,
+    values_of,
 )
+from manyhands.graph.sizes import dtype_name, output_specs, sized, spec_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})
 # Checks that export writes into the graph; shapes and dtypes are checked by manyhands itself.
-_CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
-                     "aten.sym_constrain_range_for_size.default"})  # fmt: skip
-_ALIASING = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t", "unsqueeze",
-             "squeeze", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "expand", "expand_as",
-             "unbind", "movedim", "swapaxes", "detach", "contiguous", "to", "alias", "numpy_T", "broadcast_to",
-             "broadcast_tensors", "meshgrid", "type_as", "_unsafe_view"}  # fmt: skip
+_CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default",
+                     "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default"})  # fmt: skip
+_ALIASING = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "permute", "transpose", "t",
+             "unsqueeze", "squeeze", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "expand",
+             "expand_as", "unbind", "movedim", "swapaxes", "detach", "contiguous", "to", "alias", "numpy_T",
+             "broadcast_to", "broadcast_tensors", "meshgrid", "type_as", "_unsafe_view"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def convert(exported: Exported) -> Graph:
             _convert_node(node, state)
     leaves = _outputs(program, state)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
-    kept = _live(state.nodes, {leaf for leaf in leaves})
+    kept = _live(state.nodes, set(leaves))
     return Graph(
         name=exported.name,
         inputs=inputs,
@@ -131,7 +132,7 @@ def _weights(
         (state.parameters if is_parameter else state.buffers).add(name)
         trainable = is_parameter and parameters[spec.target].requires_grad
         specs.append(
-            WeightSpec(name, tuple(tensor.shape), _dtype(tensor.dtype, name), trainable=trainable, buffer=not is_parameter)
+            WeightSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype, name), trainable, buffer=not is_parameter)
         )
         tensors[name] = tensor.detach()
     # Tied parameters that export already folded into one placeholder still answer to both names.
@@ -148,7 +149,7 @@ def _inputs(program: Any, names: list[str], state: _State) -> tuple[TensorSpec, 
     users = [n for n, s in zip(placeholders, program.graph_signature.input_specs) if s.kind is InputKind.USER_INPUT]
     specs = []
     for node, name in zip(users, names, strict=True):
-        spec = _spec(name, node.meta["val"], name)
+        spec = spec_of(name, node.meta["val"], name)
         if spec.batch_axis is None and node.meta["val"].dim() and node.users:
             raise CaptureFailed(
                 f"The batch size of input '{name}' is fixed at {node.meta['val'].shape[0]} by the module's code.",
@@ -189,7 +190,8 @@ def _convert_node(node: Any, state: _State) -> None:
     target = str(node.target)
     if target in _CHECKS:
         return
-    if isinstance(value, (float, bool, torch.SymFloat, torch.SymBool)) or value is None and not target.startswith("aten."):
+    is_number = isinstance(value, (float, bool, torch.SymFloat, torch.SymBool))
+    if is_number or (value is None and not target.startswith("aten.")):
         raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).\n  at {where}")
     arguments = tuple(_argument(a, state, node) for a in node.args)
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
@@ -211,16 +213,16 @@ def _convert_node(node: Any, state: _State) -> None:
     if target not in ops.ALLOWED or ops.resolve(target) is None:
         raise _off_list(target, where)
     _refuse_hidden_randomness(target, arguments, where)
-    outputs = _output_specs(name, value, where)
+    outputs = output_specs(name, value, where)
     several = isinstance(value, (tuple, list))
     state.nodes.append(
         Node(name, target, arguments, options, outputs, several, in_place, "", _module(node), where)
     )
     own = [Value(spec.name) for spec in outputs]
     state.arguments[name] = own if several else own[0]
-    shares_memory = _may_share_memory(target, arguments) and isinstance(mutated, Value)
+    shared = mutated.name if isinstance(mutated, Value) and _may_share_memory(target, arguments) else None
     for record in own:
-        state.root[record.name] = state.root[mutated.name] if shares_memory and isinstance(mutated, Value) else record.name
+        state.root[record.name] = record.name if shared is None else state.root[shared]
     if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
         for key, record in state.arguments.items():
             if record == mutated:
@@ -235,16 +237,17 @@ def _may_share_memory(target: str, arguments: tuple[Argument, ...]) -> bool:
 
 
 def _convert_buffer_write(
-    node: Any, target: str, arguments: tuple[Argument, ...], options: dict[str, Argument], name: str, where: str, state: _State
-) -> None:
+    node: Any, target: str, arguments: tuple[Argument, ...], options: dict[str, Argument], name: str, where: str,
+    state: _State,
+) -> None:  # fmt: skip
     if name in state.parameters:
         raise CaptureFailed(f"The module writes to its parameter '{name}' in forward.\n  at {where}")
     if target == "aten.copy_.default" and arguments[1] == Weight(name):
         return  # export's epilogue: the buffer was already written in place
     if target not in ops.BUFFER_UPDATE:
         raise _off_list(target, where)
-    spec = _spec(state.prefix + node.name, node.meta["val"], where)
-    state.nodes.append(Node(spec.name, target, arguments, options, (spec,), updates=name, module=_module(node), where=where))
+    spec = spec_of(state.prefix + node.name, node.meta["val"], where)
+    state.nodes.append(Node(spec.name, target, arguments, options, (spec,), False, False, name, _module(node), where))
     state.arguments[spec.name] = Weight(name)
 
 
@@ -301,7 +304,8 @@ def _refuse_hidden_randomness(target: str, arguments: tuple[Argument, ...], wher
         dropout = arguments[5]
         if isinstance(dropout, float) and dropout > 0 and arguments[4] > 1:
             raise CaptureFailed(
-                f"A recurrent layer draws dropout (p={dropout}) inside one operator, which no share could repeat.\n  at {where}",
+                f"A recurrent layer draws dropout (p={dropout}) inside one operator, which no share could repeat.\n"
+                f"  at {where}",
                 hint="Use one nn.LSTM(num_layers=1) per layer with nn.Dropout between them.",
             )
 
@@ -323,61 +327,19 @@ def _argument(value: Any, state: _State, node: Any) -> Argument:
     if isinstance(value, float) and not math.isfinite(value):
         return Special(str(value))
     if isinstance(value, torch.dtype):
-        return Enum(_dtype(value, _where(node)))
+        return Enum(dtype_name(value, _where(node)))
     if isinstance(value, torch.memory_format):
         return Enum(str(value).removeprefix("torch."))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.device):
         return None
-    raise CaptureFailed(f"{node.target} takes a {type(value).__name__}, which a graph cannot hold.\n  at {_where(node)}")
+    what = type(value).__name__
+    raise CaptureFailed(f"{node.target} takes a {what}, which a graph cannot hold.\n  at {_where(node)}")
 
 
 def _integer(value: Any, node: Any) -> Argument:
-    return value if isinstance(value, int) else _sized(value, _where(node))
-
-
-def _sized(value: Any, where: str) -> int | Samples:
-    """An integer, or a multiple of the number of samples."""
-    expression = value.node.expr
-    symbols = sorted(expression.free_symbols, key=str)
-    if not symbols:
-        return int(expression)
-    at = [int(expression.subs(dict.fromkeys(symbols, n))) for n in (1, 2, 3, 7)]
-    if len(symbols) > 1 or at != [at[0], 2 * at[0], 3 * at[0], 7 * at[0]]:
-        raise CaptureFailed(
-            f"A size ({expression}) is not a multiple of the batch size.\n  at {where}",
-            hint="Every tensor's axes must be fixed or a multiple of the batch.",
-        )
-    return Samples(at[0])
-
-
-def _output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
-    if isinstance(value, (tuple, list)):
-        return tuple(_spec(f"{name}:{i}", one, where) for i, one in enumerate(value))
-    return (_spec(name, value, where),)
-
-
-def _spec(name: str, value: Any, where: str) -> TensorSpec:
-    if not isinstance(value, torch.Tensor):
-        raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.\n  at {where}")
-    shape: list[int] = []
-    batch_axis: int | None = None
-    for axis, size in enumerate(value.shape):
-        extent = size if isinstance(size, int) else _sized(size, where)
-        if isinstance(extent, Samples):
-            if batch_axis is not None:
-                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {tuple(value.shape)}.\n  at {where}")
-            batch_axis, extent = axis, extent.factor
-        shape.append(extent)
-    return TensorSpec(name, tuple(shape), _dtype(value.dtype, where), batch_axis)
-
-
-def _dtype(dtype: torch.dtype, where: str) -> str:
-    text = str(dtype).removeprefix("torch.")
-    if text not in DTYPE_BYTES:
-        raise CaptureFailed(f"dtype {text} is not supported.\n  at {where}")
-    return text
+    return value if isinstance(value, int) else sized(value, _where(node))
 
 
 def _module(node: Any) -> str:
@@ -394,8 +356,6 @@ def _where(node: Any) -> str:
 
 def _live(nodes: list[Node], outputs: set[str]) -> list[Node]:
     """Nodes whose result is used, or that write a buffer."""
-    from manyhands.graph.graph import values_of
-
     needed = set(outputs)
     kept = []
     for node in reversed(nodes):

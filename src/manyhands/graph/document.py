@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,25 +28,27 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
+from manyhands.graph.limits import (
+    DEEPEST_NESTING,
+    LARGEST_LIST,
+    LARGEST_NODES,
+    LARGEST_WEIGHT_BYTES,
+    LARGEST_WEIGHTS,
+    check_count,
+    check_integer,
+    check_name,
+    check_tensor,
+    check_text,
+    refuse,
+)
 
 if TYPE_CHECKING:
     import torch
 
 VERSION = 1
-LARGEST_NODES = 20_000
-LARGEST_WEIGHTS = 100_000
-LARGEST_RANK = 12
-LARGEST_ELEMENTS = 2**34
-LARGEST_WEIGHT_BYTES = 2**38
-LARGEST_TEXT = 1024
-LARGEST_INTEGER = 2**40
-LARGEST_LIST = 4096
-"""Items in one node's arguments, outputs of one node, leaves of an input or output tree."""
-DEEPEST_NESTING = 8
 LOSS_PREFIX = "__loss__/"
 """Before the names of the loss's own weights, where they lie beside the network's."""
 
-_INT64 = 2**63
 _RECORDS: dict[str, type[Value] | type[Weight] | type[Samples] | type[Enum] | type[Special]] = {
     "value": Value, "weight": Weight, "samples": Samples, "enum": Enum, "float": Special,
 }  # fmt: skip
@@ -141,42 +143,41 @@ def weights_in(graph: Graph) -> dict[str, WeightSpec]:
 
 def read_document(document: object) -> Graph:
     """The graph without weights: sizes, names and records are checked, shapes are not yet."""
-    graph = _graph(document, is_loss=False)
+    try:
+        graph = _graph(document, is_loss=False)
+    except (ValueError, RecursionError, OverflowError) as error:  # e.g. numbers too long to be printed
+        refuse("document", f"{error}"[:200])
     total = sum(spec.bytes for spec in weights_in(graph).values())
     if total > LARGEST_WEIGHT_BYTES:
-        _refuse("weights", f"{total} bytes; at most {LARGEST_WEIGHT_BYTES} are taken")
+        refuse("weights", f"{total} bytes; at most {LARGEST_WEIGHT_BYTES} are taken")
     return graph
-
-
-def _refuse(place: str, what: str) -> NoReturn:
-    raise BadGraph(f"The graph is refused: {place}: {what}.")
 
 
 def _graph(document: object, *, is_loss: bool) -> Graph:
     try:
         raw = msgspec.convert(document, _Document)
     except (msgspec.ValidationError, RecursionError, TypeError, ValueError, OverflowError) as error:
-        _refuse("document", f"{error}"[:400])
+        refuse("document", f"{error}"[:400])
     if raw.version != VERSION:
-        _refuse("version", f"{raw.version}; this manyhands reads version {VERSION}")
-    _check_text(raw.name, "name")
+        refuse("version", f"{raw.version}; this manyhands reads version {VERSION}")
+    check_text(raw.name, "name")
     if raw.granularity not in GRANULARITIES:
-        _refuse("granularity", f"{raw.granularity!r:.80} is none of {', '.join(GRANULARITIES)}")
-    _check_count(len(raw.nodes), LARGEST_NODES, "nodes")
-    _check_count(len(raw.weights), LARGEST_WEIGHTS, "weights")
-    _check_count(len(raw.aliases), LARGEST_WEIGHTS, "aliases")
+        refuse("granularity", f"{raw.granularity!r:.80} is none of {', '.join(GRANULARITIES)}")
+    check_count(len(raw.nodes), LARGEST_NODES, "nodes")
+    check_count(len(raw.weights), LARGEST_WEIGHTS, "weights")
+    check_count(len(raw.aliases), LARGEST_WEIGHTS, "aliases")
     weights = _weights(raw.weights)
     for alias, name in raw.aliases.items():
-        _check_name(alias, f"alias {alias!r:.80}")
+        check_name(alias, f"alias {alias!r:.80}")
         if alias in weights or name not in weights:
-            _refuse(f"alias {alias!r:.80}", f"stands for {name!r:.80}; it must be a new name for a known weight")
+            refuse(f"alias {alias!r:.80}", f"stands for {name!r:.80}; it must be a new name for a known weight")
     known = _inputs(raw, weights)
     nodes = _nodes(raw.nodes, known, weights)
     for leaf in _leaves(raw.output_tree, "output_tree"):
         if leaf not in known:
-            _refuse("output_tree", f"{leaf!r:.80} is no tensor of the graph")
+            refuse("output_tree", f"{leaf!r:.80} is no tensor of the graph")
     if raw.loss is not None and is_loss:
-        _refuse("loss", "a loss has no loss of its own")
+        refuse("loss", "a loss has no loss of its own")
     return Graph(
         name=raw.name,
         inputs=tuple(raw.inputs),
@@ -195,12 +196,12 @@ def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:
     found: dict[str, WeightSpec] = {}
     for spec in specs:
         place = f"weight {spec.name!r:.80}"
-        _check_name(spec.name, place)
+        check_name(spec.name, place)
         if spec.name in found:
-            _refuse(place, "is named twice")
-        _check_tensor(spec, place)
+            refuse(place, "is named twice")
+        check_tensor(spec, place)
         if spec.trainable and (spec.buffer or not spec.dtype.startswith(("float", "bfloat", "complex"))):
-            _refuse(place, f"cannot be trained (buffer={spec.buffer}, dtype={spec.dtype})")
+            refuse(place, f"cannot be trained (buffer={spec.buffer}, dtype={spec.dtype})")
         found[spec.name] = spec
     return found
 
@@ -208,20 +209,20 @@ def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:
 def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, TensorSpec]:
     """The graph's inputs by name; they must be the leaves of the input tree."""
     known: dict[str, TensorSpec] = {}
-    _check_count(len(raw.inputs), LARGEST_LIST, "inputs")
+    check_count(len(raw.inputs), LARGEST_LIST, "inputs")
     for spec in raw.inputs:
         place = f"input {spec.name!r:.80}"
         _check_output(spec, known, place)
         if spec.batch_axis is not None and spec.rows_per_sample != 1:
-            _refuse(place, f"has {spec.rows_per_sample} rows per sample; an input has 1")
+            refuse(place, f"has {spec.rows_per_sample} rows per sample; an input has 1")
     if not any(spec.batch_axis is not None for spec in raw.inputs):
-        _refuse("inputs", "none has a batch axis")
+        refuse("inputs", "none has a batch axis")
     tree = raw.input_tree
     if len(tree) != 2 or not isinstance(tree[0], list) or not isinstance(tree[1], dict):
-        _refuse("input_tree", "must be a list of positional inputs and a dict of keyword inputs")
+        refuse("input_tree", "must be a list of positional inputs and a dict of keyword inputs")
     leaves = _leaves(tree, "input_tree")
     if sorted(leaves) != sorted(known):
-        _refuse("input_tree", f"its leaves {leaves!r:.160} are not the inputs {list(known)!r:.160}, each once")
+        refuse("input_tree", f"its leaves {leaves!r:.160} are not the inputs {list(known)!r:.160}, each once")
     return known
 
 
@@ -231,22 +232,22 @@ def _nodes(raw: list[_Node], known: dict[str, TensorSpec], weights: Mapping[str,
     names: set[str] = set()
     for one in raw:
         place = f"node {one.name!r:.80}"
-        _check_name(one.name, place)
+        check_name(one.name, place)
         if one.name in names:
-            _refuse(place, "is named twice")
+            refuse(place, "is named twice")
         names.add(one.name)
         node = _node(one, place)
         for name in values_of(node):
             if name not in known:
-                _refuse(place, f"reads {name!r:.80}, which no node before it makes")
+                refuse(place, f"reads {name!r:.80}, which no node before it makes")
         for name in weights_of(node):
             if name not in weights:
-                _refuse(place, f"reads weight {name!r:.80}, which the graph does not have")
+                refuse(place, f"reads weight {name!r:.80}, which the graph does not have")
         _check_writes(node, weights, place)
         own = {} if node.updates else known  # what a buffer's update returns is not there in evaluation
         for spec in node.outputs:
             if spec.name in known:
-                _refuse(place, f"makes {spec.name!r:.80}, which is already made")
+                refuse(place, f"makes {spec.name!r:.80}, which is already made")
             _check_output(spec, own, place)
         nodes.append(node)
     return tuple(nodes)
@@ -254,20 +255,24 @@ def _nodes(raw: list[_Node], known: dict[str, TensorSpec], weights: Mapping[str,
 
 def _node(raw: _Node, place: str) -> Node:
     if not raw.target.isascii() or raw.target not in ops.ALLOWED or ops.resolve(raw.target) is None:
-        _refuse(place, f"operator {raw.target!r:.80} is not on the list of operators manyhands runs")
+        refuse(place, f"operator {raw.target!r:.80} is not on the list of operators manyhands runs")
     for text, what in ((raw.module, "module"), (raw.where, "where"), (raw.updates, "updates")):
-        _check_text(text, f"{place}, {what}")
+        check_text(text, f"{place}, {what}")
     refused = _REFUSED_OPTIONS.intersection(raw.options)
     if refused:
-        _refuse(place, f"option {sorted(refused)[0]!r} is not taken")
+        refuse(place, f"option {sorted(refused)[0]!r} is not taken")
+    schema = ops.resolve(raw.target)._schema
+    by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
     for key in raw.options:
-        _check_name(key, f"{place}, option {key!r:.80}")
-    returns = ops.resolve(raw.target)._schema.returns
+        if key not in by_name:
+            known = ", ".join(sorted(by_name)) or "none"
+            refuse(place, f"option {key!r:.80} is not one of {raw.target}; it has {known}")
+    returns = schema.returns
     several = len(returns) > 1 or str(returns[0].type) != "Tensor"
-    _check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
+    check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
     wanted = len(returns) if len(returns) > 1 else len(raw.outputs) if several else 1
     if raw.several != several or len(raw.outputs) != wanted or not raw.outputs:
-        _refuse(place, f"says {len(raw.outputs)} outputs (several={raw.several}); {raw.target} returns "
+        refuse(place, f"says {len(raw.outputs)} outputs (several={raw.several}); {raw.target} returns "
                 f"{wanted or 'some'} (several={several})")  # fmt: skip
     room = [LARGEST_LIST]
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
@@ -281,89 +286,72 @@ def _argument(raw: Any, room: list[int], depth: int, target: str, place: str) ->
     room[0] -= 1
     if room[0] < 0 or depth > DEEPEST_NESTING:
         limit = f"{LARGEST_LIST} items" if room[0] < 0 else f"{DEEPEST_NESTING} lists inside each other"
-        _refuse(place, f"its arguments hold more than {limit}")
+        refuse(place, f"its arguments hold more than {limit}")
     if raw is None or isinstance(raw, bool):
         return raw
     if isinstance(raw, int):
-        _check_integer(raw, target, place)
+        check_integer(raw, target, place)
         return raw
     if isinstance(raw, float):
         if not math.isfinite(raw):
-            _refuse(place, f"{raw} must be written as a record")
+            refuse(place, f"{raw} must be written as a record")
         return raw
     if isinstance(raw, str):
-        _check_text(raw, place)
+        check_text(raw, place)
         return raw
     if isinstance(raw, (list, tuple)):
         return tuple(_argument(item, room, depth + 1, target, place) for item in raw)
     if isinstance(raw, dict):
         return _record(raw, target, place)
-    _refuse(place, f"an argument is a {type(raw).__name__}")
+    refuse(place, f"an argument is a {type(raw).__name__}")
 
 
 def _record(raw: dict[Any, Any], target: str, place: str) -> Argument:
     tag = raw.get("is")
     kind = _RECORDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
-        _refuse(place, f"a record is {tag!r:.80}; known: {', '.join(_RECORDS)}")
+        refuse(place, f"a record is {tag!r:.80}; known: {', '.join(_RECORDS)}")
     if len(raw) != 2:
-        _refuse(place, f"a {tag} record has {len(raw)} fields, not 2")
+        refuse(place, f"a {tag} record has {len(raw)} fields, not 2")
     try:
         record = msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError, TypeError, ValueError, OverflowError) as error:
-        _refuse(place, f"a {tag} record: {error}"[:300])
+        refuse(place, f"a {tag} record: {error}"[:300])
     if isinstance(record, Samples):
-        _check_integer(record.factor, target, place)
+        check_integer(record.factor, target, place)
     elif isinstance(record, Enum):
         if record.name not in _ENUMS:
-            _refuse(place, f"constant {record.name!r:.80} is no dtype or memory format")
-    elif isinstance(record, Special):
-        if record.text not in ("inf", "-inf", "nan"):
-            _refuse(place, f"number {record.text!r:.80} is none of inf, -inf, nan")
+            refuse(place, f"constant {record.name!r:.80} is no dtype or memory format")
+    elif isinstance(record, Special) and record.text not in ("inf", "-inf", "nan"):
+        refuse(place, f"number {record.text!r:.80} is none of inf, -inf, nan")
     return record
-
-
-def _check_integer(number: int, target: str, place: str) -> None:
-    """Sizes are bounded; the ends of int64 stand for 'to the end' in a slice, and are values elsewhere."""
-    is_end = number in (_INT64 - 1, -_INT64) and (target in ops.POINTWISE or target == "aten.slice.Tensor")
-    if abs(number) > LARGEST_INTEGER and not is_end:
-        _refuse(place, f"integer {str(number)[:40]} is larger than {LARGEST_INTEGER}")
 
 
 def _check_writes(node: Node, weights: Mapping[str, WeightSpec], place: str) -> None:
     first = node.arguments[0] if node.arguments else None
     if bool(node.updates) != (node.target in ops.BUFFER_UPDATE):
-        _refuse(place, f"{node.target} with updates={node.updates!r:.80}; exactly the writing operators update")
+        refuse(place, f"{node.target} with updates={node.updates!r:.80}; exactly the writing operators update")
     if node.updates and (first != Weight(node.updates) or not weights[node.updates].buffer):
-        _refuse(place, f"updates {node.updates!r:.80}, which must be its first argument and a buffer")
+        refuse(place, f"updates {node.updates!r:.80}, which must be its first argument and a buffer")
     if node.in_place and not isinstance(first, Value):
-        _refuse(place, "is said to write in place, but its first argument is no tensor of the graph")
+        refuse(place, "is said to write in place, but its first argument is no tensor of the graph")
     if node.target != "aten.batch_norm.default":
         return
     if len(node.arguments) != 9 or node.options:
-        _refuse(place, f"batch_norm has {len(node.arguments)} arguments, not 9")
+        refuse(place, f"batch_norm has {len(node.arguments)} arguments, not 9")
     for statistic in node.arguments[3:5]:
         if statistic is not None and not (isinstance(statistic, Weight) and weights[statistic.name].buffer):
-            _refuse(place, "the running statistics of a batch norm must be buffers")
+            refuse(place, "the running statistics of a batch norm must be buffers")
 
 
 def _check_output(spec: TensorSpec, known: dict[str, TensorSpec], place: str) -> None:
-    _check_name(spec.name, place)
+    check_name(spec.name, place)
     if spec.name in known:
-        _refuse(place, f"{spec.name!r:.80} is named twice")
-    _check_tensor(spec, place)
+        refuse(place, f"{spec.name!r:.80} is named twice")
+    check_tensor(spec, place)
     if spec.batch_axis is not None and not 0 <= spec.batch_axis < len(spec.shape):
-        _refuse(place, f"batch_axis {spec.batch_axis} of a tensor with {len(spec.shape)} axes")
+        refuse(place, f"batch_axis {spec.batch_axis} of a tensor with {len(spec.shape)} axes")
     known[spec.name] = spec
-
-
-def _check_tensor(spec: TensorSpec | WeightSpec, place: str) -> None:
-    if spec.dtype not in DTYPE_BYTES:
-        _refuse(place, f"dtype {spec.dtype!r:.80} is none of {', '.join(DTYPE_BYTES)}")
-    if len(spec.shape) > LARGEST_RANK:
-        _refuse(place, f"{len(spec.shape)} axes; at most {LARGEST_RANK} are taken")
-    if any(not 0 <= extent <= LARGEST_ELEMENTS for extent in spec.shape) or spec.elements > LARGEST_ELEMENTS:
-        _refuse(place, f"shape {spec.shape!r:.160}; at most {LARGEST_ELEMENTS} elements are taken")
 
 
 def _leaves(tree: Any, place: str) -> list[str]:
@@ -373,36 +361,20 @@ def _leaves(tree: Any, place: str) -> list[str]:
         room[0] -= 1
         if room[0] < 0 or depth > DEEPEST_NESTING:
             limit = f"{LARGEST_LIST} items" if room[0] < 0 else f"{DEEPEST_NESTING} levels"
-            _refuse(place, f"holds more than {limit}")
+            refuse(place, f"holds more than {limit}")
         if isinstance(item, (list, dict)):
             parts: Iterable[Any] = item.values() if isinstance(item, dict) else item
             for key in item if isinstance(item, dict) else ():
                 if not isinstance(key, str):
-                    _refuse(place, f"a key is a {type(key).__name__}")
-                _check_text(key, place)
+                    refuse(place, f"a key is a {type(key).__name__}")
+                check_text(key, place)
             for part in parts:
                 visit(part, depth + 1)
         elif not isinstance(item, str):
-            _refuse(place, f"a leaf is a {type(item).__name__}")
+            refuse(place, f"a leaf is a {type(item).__name__}")
 
     visit(tree, 0)
     leaves = list(tree_leaves(tree))
     if not leaves:
-        _refuse(place, "holds no tensor")
+        refuse(place, "holds no tensor")
     return leaves
-
-
-def _check_count(count: int, limit: int, place: str) -> None:
-    if count > limit:
-        _refuse(place, f"{count}; at most {limit} are taken")
-
-
-def _check_name(text: str, place: str) -> None:
-    _check_text(text, place)
-    if not text or text.startswith("weight "):  # 'weight NAME' is how pieces call a weight's place
-        _refuse(place, f"{text!r} is no name")
-
-
-def _check_text(text: str, place: str) -> None:
-    if len(text) > LARGEST_TEXT or not text.isprintable():
-        _refuse(place, f"text {text!r:.60} of {len(text)} characters; at most {LARGEST_TEXT} printable ones are taken")

@@ -20,7 +20,8 @@ logical_and logical_not logical_or lt.Scalar lt.Tensor masked_fill.Scalar masked
 mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg nan_to_num pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prelu reciprocal
 relu relu6 remainder.Scalar round rsqrt rsub.Scalar rsub.Tensor selu sigmoid sign silu sin softplus softshrink sqrt
 square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout type_as where.self where.ScalarOther
-where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias lift_fresh_copy addcmul addcdiv hardshrink
+where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias
+lift_fresh_copy addcmul addcdiv hardshrink
 """
 
 _CONVOLUTION = """
@@ -31,7 +32,9 @@ _POOLING = """
 max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
 adaptive_avg_pool3d adaptive_max_pool2d
 """
-_RESAMPLING = "upsample_nearest1d.vec upsample_nearest2d.vec upsample_bilinear2d.vec upsample_nearest2d upsample_bilinear2d"
+_RESAMPLING = """
+upsample_nearest1d.vec upsample_nearest2d.vec upsample_bilinear2d.vec upsample_nearest2d upsample_bilinear2d
+"""
 _NORMALISATION = "batch_norm layer_norm group_norm instance_norm rms_norm native_layer_norm"
 _PRODUCT = """
 linear matmul bmm mm mv dot addmm baddbmm einsum scaled_dot_product_attention bilinear lstm.input gru.input
@@ -56,13 +59,15 @@ scalar_tensor linspace eye meshgrid.indexing meshgrid empty.memory_format empty_
 """
 _LOSS = """
 cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
-binary_cross_entropy_with_logits kl_div margin_ranking_loss triplet_margin_loss cosine_embedding_loss hinge_embedding_loss
-soft_margin_loss
+binary_cross_entropy_with_logits kl_div margin_ranking_loss triplet_margin_loss cosine_embedding_loss
+hinge_embedding_loss soft_margin_loss
 """
 _RANDOM = """
 dropout feature_dropout alpha_dropout bernoulli bernoulli.p bernoulli_.float rand_like randn_like
 """
-_BUFFER_UPDATE = "copy_ add_.Tensor add_.Scalar mul_.Tensor mul_.Scalar lerp_.Scalar lerp_.Tensor sub_.Tensor fill_.Scalar zero_"
+_BUFFER_UPDATE = """
+copy_ add_.Tensor add_.Scalar mul_.Tensor mul_.Scalar lerp_.Scalar lerp_.Tensor sub_.Tensor fill_.Scalar zero_
+"""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -96,7 +101,7 @@ MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "pre
 
 
 def functional(target: str) -> str | None:
-    """The target without its in-place underscore, if that is on the list: 'aten.relu_.default' -> 'aten.relu.default'."""
+    """The target without its in-place underscore, if on the list: 'aten.relu_.default' -> 'aten.relu.default'."""
     _, name, overload = target.split(".", 2)
     if not name.endswith("_") or name.startswith("_"):
         return None

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: hash(seed, step, operator, sample, place), the same on one device and on any share of it.
+"""Counter-based random numbers: hash(seed, step, operator, sample, place), the same on one device and on any share.
 
 Every element of a random tensor is a pure function of who it is, not of when it was drawn. So a device that holds
 samples 5..8, or rows 100..200, computes its own part of the very mask one device would have drawn, and a replay draws
@@ -61,7 +61,9 @@ def _keys(draw: Draw) -> tuple[int, int]:
     return key, _mix_number(key + 0x5851F42D)
 
 
-def bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device) -> torch.Tensor:
+def bits(
+    draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device
+) -> torch.Tensor:
     """Uniform int32 numbers for the elements in `box` of a tensor.
 
     `sample_shape` is the whole tensor's shape for one sample; along `batch_axis` it says how many rows a sample has,

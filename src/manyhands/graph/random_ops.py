@@ -20,8 +20,9 @@ _ALPHA = 1.7580993408473766  # SELU's negative saturation (Klambauer et al. 2017
 
 
 def _bits(
-    node: Node, seed: int, step: int, first_sample: int, like: torch.Size, spec: TensorSpec, device: torch.device, stream: int = 0
-) -> torch.Tensor:
+    node: Node, seed: int, step: int, first_sample: int, like: torch.Size, spec: TensorSpec, device: torch.device,
+    stream: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Bits for a tensor of shape `like`, whose whole form is `spec`; the samples at hand start at `first_sample`."""
     intervals = [(0, extent) for extent in like]
     if spec.batch_axis is not None:

@@ -64,8 +64,10 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return tuple(Window(a) if a < 2 or kept[a] else Whole() for a in range(rank))
     if node.target in ops.RESAMPLING:
         return _resampling(source, output, margin=0 if "nearest" in name else 1)
-    if name in ("batch_norm", "instance_norm") and is_main:
+    if name == "batch_norm" and is_main:
         return tuple(Window(a) for a in range(rank))
+    if name == "instance_norm" and is_main:
+        return tuple(Window(a) if a < 2 else Whole() for a in range(rank))
     if name == "layer_norm" and is_main:
         normalised = len(node.arguments[1])
         return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
@@ -88,7 +90,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return _slice(node, source)
     if name == "embedding":
         return tuple(Window(a) for a in range(rank))
-    if name in ("pad", "constant_pad_nd"):
+    if name == "constant_pad_nd" or (name == "pad" and _argument(node, 2, "constant") == "constant"):
         before = dict(zip(range(rank - 1, -1, -1), node.arguments[1][::2]))
         return tuple(Shifted(a, before[a]) if before.get(a) else Window(a) for a in range(rank))
     return _unknown(source, output)
@@ -211,5 +213,5 @@ def _slice(node: Node, source: TensorSpec) -> tuple[Rule, ...]:
     if not isinstance(start, int):
         return _unknown(source, node.outputs[0])
     if start < 0:
-        start += source.shape[axis]
+        start = max(0, start + source.shape[axis])
     return tuple(Shifted(a, -start) if a == axis and start else Window(a) for a in range(len(source.shape)))

@@ -34,7 +34,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def save(graph: Graph, folder: str | Path) -> None:
-    """Write the graph into a folder. Each file is replaced as a whole; weights first, so that a new graph finds its own."""
+    """Write the graph into a folder. Each file is replaced as a whole; weights first, so a new graph finds its own."""
     folder = Path(folder)
     weights_in(graph)  # refuses names that would collide
     _write_weights(_plain(state_of(graph)), folder / WEIGHTS_FILE)
@@ -119,7 +119,8 @@ def _check_header(path: Path, graph: Graph) -> None:
             _refuse(path, f"{len(start)} bytes; not even a header's length")
         (sizes[1],) = struct.unpack("<Q", start)
         if sizes[1] > min(LARGEST_HEADER_BYTES, sizes[0] - 8):
-            _refuse(path, f"a header of {sizes[1]} bytes in a file of {sizes[0]}; at most {LARGEST_HEADER_BYTES} are read")
+            limit = f"at most {LARGEST_HEADER_BYTES} are read"
+            _refuse(path, f"a header of {sizes[1]} bytes in a file of {sizes[0]}; {limit}")
         return file.read(sizes[1])
 
     header = _read(path, read)

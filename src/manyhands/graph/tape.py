@@ -113,5 +113,5 @@ class Loss:
         output = tree_map(leaves.__getitem__, self.graph.output_tree)
         made = self.piece(bind_inputs(self.graph.loss, (output, target)))
         value = made[self.graph.loss.outputs[0]]
-        value.backward()
+        torch.autograd.backward([value])
         return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}

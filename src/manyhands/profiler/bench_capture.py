@@ -74,7 +74,7 @@ class Budget:
     compare_yolo: float
 
 
-FULL = Budget(least_rounds=7, overhead=30.0, choose=20.0, compare=8.0, choose_yolo=45.0, compare_yolo=20.0)
+FULL = Budget(least_rounds=9, overhead=45.0, choose=20.0, compare=8.0, choose_yolo=45.0, compare_yolo=24.0)
 QUICK = Budget(least_rounds=3, overhead=6.0, choose=6.0, compare=3.0, choose_yolo=15.0, compare_yolo=6.0)
 
 
@@ -95,6 +95,7 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
             say(f"the captured chain beside the module: {setting}")
             found = overhead(setting, budget.overhead, budget.least_rounds)
             figures[f"capture_overhead_{setting.model}"] = found.ratio("captured", "module")
+            figures[f"capture_overhead_noise_{setting.model}"] = found.ratio("module again", "module")
             figures[f"capture_overhead_rounds_{setting.model}"] = found.rounds()
         figures["capture_overhead"] = max(float(figures[f"capture_overhead_{s.model}"]) for s in OVERHEAD)
         say(f"choosing kernels: {KERNEL_GAIN}")
@@ -122,7 +123,8 @@ def _about(quick: bool, kernel_settings: list[Setting]) -> Figures:
         "python": platform.python_version(),
         "quick": int(quick),
         "capture_overhead_settings": "; ".join(map(str, OVERHEAD))
-        + ": forward, sum of the output, backward, torch.optim.SGD; the module against one piece over its whole graph",
+        + ": forward, sum of the output, backward, torch.optim.SGD; the module against one piece over its whole graph; "
+        "noise: the module against a copy of itself",
         "kernel_choice_settings": "; ".join(map(str, (KERNEL_GAIN, *kernel_settings)))
         + ": the same step of the captured chain, PyTorch's default kernels against the chosen ones; 1 where the "
         "default was chosen, both sides being the same then",
@@ -147,13 +149,17 @@ def _captured(setting: Setting) -> tuple[torch.nn.Module, torch.Tensor, Graph]:
 
 
 def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
-    """Steps of the plain module and of the captured chain, in turns, with PyTorch's default kernels on both sides."""
+    """Steps of the plain module and of the captured chain, in turns, with PyTorch's default kernels on both sides.
+
+    A copy of the plain module runs too: what differs between it and the module is the machine's noise.
+    """
     module, batch, graph = _captured(setting)
-    twin = copy.deepcopy(module)
+    twin, again = copy.deepcopy(module), copy.deepcopy(module)
     piece, inputs = Piece(graph, Weights.shared(graph, twin)), bind_inputs(graph, batch)
     trials = [
         Trial("module", _step(module, lambda: module(batch))),
         Trial("captured", _step(twin, lambda: piece(inputs)[graph.outputs[0]])),
+        Trial("module again", _step(again, lambda: again(batch))),
     ]
     return interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
 

@@ -1,7 +1,7 @@
 """Timing on a machine that is never quite at rest: warm up, take turns, report medians.
 
-    round 1   A B C      turns in one order, then the other, so that a slow drift of the machine favours nobody
-    round 2   C B A
+    round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
+    round 2   B C A
     round 3   A B        C was hopeless and left
 """
 
@@ -82,7 +82,8 @@ def interleave(
         # A first run also builds what later ones reuse, so it must be worse by twice as much.
         alive = _promising(alive, first, 2 * hopeless)
     for number in range(repeats):
-        round_seconds = {trial.name: timer(trial) for trial in (reversed(alive) if number % 2 else alive)}
+        begin = number % len(alive)
+        round_seconds = {trial.name: timer(trial) for trial in alive[begin:] + alive[:begin]}
         for name, one in round_seconds.items():
             found.seconds[name].append(one)
         found.spent_seconds += sum(round_seconds.values())

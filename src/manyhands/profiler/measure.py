@@ -49,7 +49,7 @@ def measure_network(
     *,
     ladder: Sequence[int] = LADDER,
     threads: int | None = None,
-    seconds: float = 50.0,
+    seconds: float = 45.0,
     repeats: int = REPEATS,
     kernels: Mapping[str, Kernel] | None = None,
     device: str = "local",

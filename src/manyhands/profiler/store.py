@@ -63,7 +63,7 @@ def profile_network(
     *,
     ladder: Sequence[int] = LADDER,
     threads: int | None = None,
-    seconds: float = 50.0,
+    seconds: float = 45.0,
     repeats: int = REPEATS,
     device: str = "local",
     refresh: bool = False,

@@ -126,10 +126,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 Action = Forward | Backward | Send | Receive | Reduce | Step
 
 _COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)")
-_TRANSFER = re.compile(r"(send|receive) (\S+) m(\d+) (\S+) (\S+) (\d+)B")
+_BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"
+_NAME = r"[^\[\]+\s]+"
+_PART = re.compile(f"({_NAME})({_BOX})")
+_PARTS = rf"{_NAME}{_BOX}(?:\+{_NAME}{_BOX})*"
+_TRANSFER = re.compile(rf"(send|receive) (\S+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
 _REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B")
 _STEP = re.compile(r"step s(\d+)")
-_PART = re.compile(r"([^\[\]+]+)(\[[^\]]*\])")
 
 
 def parse_action(text: str) -> Action:
@@ -140,10 +143,9 @@ def parse_action(text: str) -> Action:
         return (Forward if match.group(1) == "forward" else Backward)(stage, micro_batch, first, last)
     if match := _TRANSFER.fullmatch(text):
         word, peer, micro_batch_text, kind, parts, size = match.groups()
-        if kind in KINDS:
-            boxes = tuple(Part(name, Box.parse(box)) for name, box in _PART.findall(parts))
-            message = Message(kind, int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
-            return Send(peer, message) if word == "send" else Receive(peer, message)
+        boxes = tuple(Part(name, Box.parse(box)) for name, box in _PART.findall(parts))
+        message = Message(kind, int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
+        return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
         stage_text, what, at, back, first_text, last_text, devices, size = match.groups()
         return Reduce(
@@ -170,7 +172,10 @@ def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
     current: list[Action] | None = None
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("device "):
-            current = found.setdefault(line.removeprefix("device ").strip(), [])
+            name = line.removeprefix("device ").strip()
+            if name in found:
+                raise BadSchedule(f"line {number}: device '{name}' has a list already.")
+            current = found[name] = []
         elif line.strip():
             if current is None:
                 raise BadSchedule(f"line {number}: '{line.strip():.60}' comes before any 'device NAME' line.")

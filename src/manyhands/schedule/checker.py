@@ -139,6 +139,11 @@ def check(
     schedule: Schedule, cluster: Cluster | None = None, actions: Mapping[str, Sequence[Action]] | None = None
 ) -> Checked:
     """Check a schedule's list (or the log of an event-driven run, given as `actions`)."""
+    if actions is None and not schedule.is_fixed:
+        raise BadSchedule(
+            f"order is {schedule.plan.order}: what each device does is decided as messages arrive, there is no list yet.",
+            hint="Run manyhands simulate, and check its log.",
+        )
     own = actions if actions is not None else schedule.actions
     messages, bytes_between = check_matching(own)
     check_progress(own)

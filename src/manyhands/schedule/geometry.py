@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import pairwise
 from math import prod
 
 from manyhands.facts.boxes import Box, Layout, cut_points, first_come, without
@@ -24,8 +25,10 @@ from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, Pla
 from manyhands.facts.plan_check import layer_range, op_range
 
 # Operators whose derivative does not read their input's values: a larger backward group fetches none for them.
-_LINEAR = frozenset({"conv2d", "add", "sub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
-                     "upsample_bilinear2d", "conv_transpose2d", "mean", "sum", "neg", "clone", "contiguous"})  # fmt: skip
+_LINEAR = frozenset({
+    "conv2d", "conv_transpose2d", "add", "sub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d",
+    "upsample_nearest2d", "upsample_bilinear2d", "mean", "sum", "neg", "clone", "contiguous",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,18 @@ class Group:
     first: int
     last: int
     fetches: dict[str, tuple[Move, ...]]
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What a walk through operators [first, last) found for each device."""
+
+    first: int
+    last: int
+    computed: dict[str, dict[str, Box]]
+    """Device -> tensor made by the group -> the box of it that the device computes."""
+    read: dict[str, dict[str, Box]]
+    """Tensor read from outside the group -> device -> the box it wants."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +76,6 @@ class StageGeometry:
         self.devices = self.stage.devices
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
-        self.computed: dict[str, dict[str, Box]] = {}
-        """Device -> tensor made here -> the box of it that the device computes; filled by `groups`."""
-        self.fetched: dict[str, dict[str, list[Box]]] = {}
-        """Device -> tensor -> the box that each group which reads it from outside wants; filled by `groups`."""
 
     @cached_property
     def is_split_inside(self) -> bool:
@@ -126,36 +137,45 @@ class StageGeometry:
         return (self.first,)
 
     @cached_property
+    def computed(self) -> dict[str, dict[str, Box]]:
+        """Device -> tensor made here -> the box of it that the device computes."""
+        return {d: {name: box for walk in self._walks for name, box in walk.computed[d].items()} for d in self.devices}
+
+    @cached_property
+    def _walks(self) -> tuple[_Walk, ...]:
+        """Every forward group, walked backwards."""
+        return tuple(self._walk(first, last) for first, last in pairwise((*self.group_starts, self.last)))
+
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Forward groups with what must be fetched before each."""
-        bounds = (*self.group_starts, self.last)
-        self.computed = {device: {} for device in self.devices}
-        self.fetched = {device: {} for device in self.devices}
+        if not self.is_split_inside:
+            return (Group(self.first, self.last, {}),)
         found = []
-        for first, last in zip(bounds, bounds[1:]):
-            fetched = self._walk(first, last)
+        for walk in self._walks:
             inside = {
                 tensor: moves(self.owned(tensor), Layout.of({d: [box] for d, box in boxes.items()}))
-                for tensor, boxes in fetched.items()
-                if self._is_made_here(tensor) and self.is_split_inside
+                for tensor, boxes in walk.read.items()
+                if self._is_made_here(tensor)
             }
             crossing = {t: tuple(m for m in ms if not m.is_local) for t, ms in inside.items()}
-            found.append(Group(first, last, {t: ms for t, ms in crossing.items() if ms}))
+            found.append(Group(walk.first, walk.last, {t: ms for t, ms in crossing.items() if ms}))
         return tuple(found)
 
     def _is_made_here(self, tensor: str) -> bool:
         return self.first <= self.network.producer.get(tensor, -1) < self.last
 
-    def _walk(self, first: int, last: int) -> dict[str, dict[str, Box]]:
-        """Boxes of the tensors a group reads from outside it; those of the tensors it makes go to `computed`."""
-        reads: dict[str, dict[str, Box]] = {}
+    def _walk(self, first: int, last: int) -> _Walk:
+        """The boxes of a group's tensors, from what must leave it back to what it reads."""
+        found = _Walk(first, last, {device: {} for device in self.devices}, {})
         made = {name for op in self.network.ops[first:last] for name in op.outputs}
         for device in self.devices:
             need: dict[str, Box] = {}
             for index in range(last - 1, first - 1, -1):
                 op = self.network.ops[index]
                 for name in op.outputs:
-                    if any(reader >= last for reader in self.network.readers.get(name, ())) or name in self.network.outputs:
+                    read_later = any(reader >= last for reader in self.network.readers.get(name, ()))
+                    if read_later or name in self.network.outputs:
                         own = self.owned(name).hull(device)
                         need[name] = need[name].hull(own) if name in need else own
                 for name in op.outputs:
@@ -164,17 +184,16 @@ class StageGeometry:
                         need[read.tensor] = need[read.tensor].hull(wanted) if read.tensor in need else wanted
             for name, box in need.items():
                 if name in made:
-                    self.computed[device][name] = box
+                    found.computed[device][name] = box
                 else:
-                    self.fetched[device].setdefault(name, []).append(box)
-                    reads.setdefault(name, {})[device] = box
-        return reads
+                    found.read.setdefault(name, {})[device] = box
+        return found
 
     def held(self, device: str, tensor: str) -> tuple[Box, ...]:
         """What a device has of a tensor by the end of its forward pass, computed or fetched; the boxes may overlap."""
-        assert self.groups is not None  # fills `computed` and `fetched`
         own = [self.computed[device][tensor]] if tensor in self.computed[device] else []
-        return (*own, *self.fetched[device].get(tensor, ()))
+        read = [walk.read[tensor][device] for walk in self._walks if device in walk.read.get(tensor, ())]
+        return (*own, *read)
 
     def entering(self, tensor: str) -> Layout:
         """What each device needs of a tensor made before this stage."""
@@ -189,7 +208,6 @@ class StageGeometry:
             share = self.stage.share
             own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
             return (own / self.samples,) * (self.last - self.first)
-        assert self.groups is not None  # fills `computed`
         boxes = self.computed[device]
         return tuple(
             max((boxes[name].volume / prod(self.shape(name)) for name in op.outputs if name in boxes), default=0.0)
@@ -213,8 +231,8 @@ class StageGeometry:
         if not isinstance(share, ByTiles) or share.backward_groups is None or not self.is_split_inside:
             return None
         starts = [self.network.layers[g].first for g in share.backward_groups if isinstance(g, int)]
-        bounds = (*starts, self.last)
-        return tuple(self._backward_group(a, b) for a, b in reversed(list(zip(bounds, bounds[1:]))))
+        bounds = pairwise((*starts, self.last))
+        return tuple(self._backward_group(first, last) for first, last in reversed(list(bounds)))
 
     def _backward_group(self, first: int, last: int) -> BackwardGroup:
         """Grown delta regions R and fetched values B (TILING.md, "Backward groups")."""

@@ -1,0 +1,55 @@
+"""Shapes as torch.export gives them, with symbols -> shapes for one sample and the axis that grows with the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.facts.network import DTYPE_BYTES, TensorSpec
+from manyhands.graph.graph import Samples
+
+
+def sized(value: Any, where: str) -> int | Samples:
+    """An integer, or a multiple of the number of samples."""
+    expression = value.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    if not symbols:
+        return int(expression)
+    at = [int(expression.subs(dict.fromkeys(symbols, n))) for n in (1, 2, 3, 7)]
+    if len(symbols) > 1 or at != [at[0], 2 * at[0], 3 * at[0], 7 * at[0]]:
+        raise CaptureFailed(
+            f"A size ({expression}) is not a multiple of the batch size.\n  at {where}",
+            hint="Every tensor's axes must be fixed or a multiple of the batch.",
+        )
+    return Samples(at[0])
+
+
+def output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(spec_of(f"{name}:{i}", one, where) for i, one in enumerate(value))
+    return (spec_of(name, value, where),)
+
+
+def spec_of(name: str, value: Any, where: str) -> TensorSpec:
+    if not isinstance(value, torch.Tensor):
+        raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.\n  at {where}")
+    shape: list[int] = []
+    batch_axis: int | None = None
+    for axis, size in enumerate(value.shape):
+        extent = size if isinstance(size, int) else sized(size, where)
+        if isinstance(extent, Samples):
+            if batch_axis is not None:
+                sizes = tuple(value.shape)
+                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {sizes}.\n  at {where}")
+            batch_axis, extent = axis, extent.factor
+        shape.append(extent)
+    return TensorSpec(name, tuple(shape), dtype_name(value.dtype, where), batch_axis)
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    text = str(dtype).removeprefix("torch.")
+    if text not in DTYPE_BYTES:
+        raise CaptureFailed(f"dtype {text} is not supported.\n  at {where}")
+    return text

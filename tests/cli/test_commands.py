@@ -1,0 +1,163 @@
+"""Every command as a user types it, in a process of its own: output, JSON, typos, exit codes, speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PROGRAM = str(Path(sys.executable).with_name("manyhands"))
+
+
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+
+
+def run_json(*words: str, cwd: Path | None = None) -> Any:
+    result = run(*words, "--json", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_help_is_fast_and_does_not_import_torch() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) <= 0.5, seconds
+    code = "import sys; from manyhands.cli import main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_models_lists_the_zoo() -> None:
+    listed = {entry["name"]: entry for entry in run_json("models")}
+    assert listed["resnet50"]["parameters"] == 25_557_032
+    assert {"yolov2-16", "yolov2", "bert-small", "bilstm", "chair", "din", "unet", "tiny"} <= set(listed)
+    assert "mobilenetv3-large" in run("models").stdout
+
+
+def test_models_shows_layers() -> None:
+    shown = run_json("models", "tiny")
+    assert sum(layer["macs"] for layer in shown["layers"]) == shown["macs"]
+    assert all(layer["cut_bytes"] > 0 for layer in shown["layers"])
+    finer = run_json("models", "tiny", "--granularity", "operators")
+    assert len(finer["layers"]) > len(shown["layers"])
+    assert finer["macs"] == shown["macs"]
+
+
+def test_devices_and_presets() -> None:
+    listed = run_json("devices")
+    assert {"pi3", "pi4", "pi5", "jetson-nano", "a100", "laptop"} <= set(listed["devices"])
+    assert all(entry["source"] for entry in listed["devices"].values())
+    assert {"pi3x6", "env-a", "env-b", "env-c", "env-d", "decnn-880", "home", "edge-cloud"} <= set(listed["presets"])
+    assert len(run_json("devices", "env-c")["devices"]) >= 1
+    assert "100 Mbit/s" in run("devices", "env-c").stdout
+
+
+def test_simulate_writes_trace_and_picture(tmp_path: Path) -> None:
+    result = run_json("simulate", "-m", "tiny", "-c", "env-d", "-b", "16", "-p", "samples", "--out", "out", cwd=tmp_path)
+    assert result["simulated"] is True
+    assert result["seconds"] > 0
+    assert result["bytes"] == pytest.approx(sum(link["bytes"] for link in result["links"]))
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"compute", "send", "receive"} <= names
+    assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert result["warnings"] == ["Times are estimated from the device catalogue, not measured."]
+
+
+def test_plan_file_round_trip(tmp_path: Path) -> None:
+    planned = run_json("plan", "-m", "tiny", "-c", "env-a", "-b", "20", "--strategy", "pipeline", "-o", "p.yaml", cwd=tmp_path)
+    assert yaml.safe_load((tmp_path / "p.yaml").read_text()) == planned["plan"]
+    again = run_json("simulate", "-m", "tiny", "-c", "env-a", "-p", "p.yaml", cwd=tmp_path)
+    assert again["seconds"] == pytest.approx(planned["simulation"]["seconds"])
+
+
+def test_plan_auto_lists_what_it_looked_at() -> None:
+    planned = run_json("plan", "-m", "tiny", "-c", "env-c", "-b", "32")
+    seconds = [c["seconds"] for c in planned["candidates"] if c["seconds"] is not None]
+    assert seconds == sorted(seconds)
+    assert planned["simulation"]["seconds"] == pytest.approx(seconds[0])
+    assert any(c["name"].startswith("single") for c in planned["candidates"])
+
+
+def test_plan_prints_its_schedule() -> None:
+    shown = run("plan", "-m", "tiny", "-c", "env-a", "--strategy", "pipeline", "--schedule")
+    assert "forward s0 m0" in shown.stdout
+
+
+def test_profile_measures_and_is_reused(tmp_path: Path) -> None:
+    first = run_json("profile", "-m", "tiny", "--batch-sizes", "1,2", "-o", "p.json", cwd=tmp_path)
+    assert first["source"] == "measured"
+    assert [t["samples"] for t in first["layers"][0]["ladder"]] == [1, 2]
+    assert run_json("profile", "-m", "tiny", cwd=tmp_path)["layers"] == first["layers"]
+    used = run_json("simulate", "-m", "tiny", "-c", "local:2", "-p", "samples", "--profile", "p.json", cwd=tmp_path)
+    assert used["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["simulat"], 2, "Did you mean 'simulate'"),
+        (["simulate", "--modle", "tiny"], 2, "--model"),
+        (["simulate", "-m", "resnt18"], 3, "Did you mean resnet18"),
+        (["simulate", "-m", "tiny", "-c", "env-x"], 3, "Did you mean env-"),
+        (["simulate", "-m", "tiny", "-p", "tilez"], 3, "Did you mean tiles"),
+        (["simulate", "-m", "tiny", "-p", "missing.yaml"], 4, "missing.yaml"),
+        (["plan", "-m", "tiny", "-b", "10", "--micro-batches", "3"], 5, "10"),
+        (["plan", "-m", "tiny", "-c", "local:3", "--order", "1f1c"], 3, "Did you mean 1f1b"),
+        (["models", "tiny", "--granularity", "block"], 10, "blocks"),
+        (["models", "tiny", "--input", "3by2"], 10, "3x224x224"),
+        (["plan", "-m", "no.such.module:factory"], 3, "no.such.module"),
+        (["profile", "-m", "tiny", "--batch-sizes", "1,x"], 10, "1,2,4,8"),
+    ],
+)
+def test_mistakes(words: list[str], code: int, said: str) -> None:
+    result = run(*words)
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = run("simulate", "-m", "resnt18", "--debug")
+    assert "Traceback" in result.stderr
+    assert result.returncode != 0
+
+
+def test_a_users_own_factory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def net():\n"
+        "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))\n"
+        "def good():\n"
+        "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())\n"
+        "class Bad(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x if x.sum() > 0 else -x\n"
+    )
+    shown = run_json("models", "mine:good", "--input", "3x16x16", cwd=tmp_path)
+    assert shown["parameters"] == 3 * 4 * 9 + 4
+    refused = run("models", "mine:Bad", "--input", "3x16x16", cwd=tmp_path)
+    assert refused.returncode == 6
+    assert "mine.py:8" in refused.stderr
+
+
+def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(
+        "name: small\n"
+        "devices: [{name: a, kind: pi3, memory: 1 MB}, {name: b, kind: pi3, memory: 1 MB}]\n"
+        "link: {rate: 100 Mbit/s, delay: 1 ms}\n"
+    )
+    result = run("plan", "-m", "resnet18", "-c", "small.yaml", cwd=tmp_path)
+    assert result.returncode == 5
+    assert "would hold" in result.stderr
+    assert "1 MB" in result.stderr

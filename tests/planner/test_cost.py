@@ -1,0 +1,138 @@
+"""Prices of actions: ranges add up, parts of layers are parts of their time, between measured points a line."""
+
+from __future__ import annotations
+
+import pytest
+from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, changed, cluster, profile, step_seconds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.facts.cluster import Link
+from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
+from manyhands.planner.cost import CostModel
+from manyhands.schedule.actions import Backward, Forward, Reduce
+from manyhands.schedule.geometry import StageGeometry
+
+NETWORK = chain(4, operators_per_layer=3)
+TIMES = [(0.01, 0.02), (0.03, 0.05), (0.02, 0.07), (0.04, 0.01)]
+PROFILE = profile(NETWORK, {"a": TIMES, "b": [(2 * f, 2 * b) for f, b in TIMES]})
+CLUSTER = cluster(["a", "b"], Link(1e6, 0.001))
+
+
+def model() -> CostModel:
+    return CostModel(NETWORK, CLUSTER, PROFILE)
+
+
+def seconds(first: int, last: int, samples: float = 1, device: str = "a") -> tuple[float, float]:
+    return model().range_seconds(PROFILE.of(device), device, first, last, samples)
+
+
+def test_whole_layers_take_what_was_measured() -> None:
+    assert seconds(0, 3) == TIMES[0]
+    assert seconds(0, 12) == pytest.approx((sum(f for f, _ in TIMES), sum(b for _, b in TIMES)))
+    assert seconds(3, 9, samples=5) == pytest.approx((5 * 0.05, 5 * 0.12))
+    assert seconds(0, 3, device="b") == pytest.approx((0.02, 0.04))
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.sampled_from((0.25, 1, 3, 7.5)))
+def test_ranges_add_up_over_any_split(one: int, two: int, three: int, samples: float) -> None:
+    first, middle, last = sorted((one, two, three))
+    whole = seconds(first, last, samples)
+    left, right = seconds(first, middle, samples), seconds(middle, last, samples)
+    assert whole == pytest.approx((left[0] + right[0], left[1] + right[1]), rel=1e-12)
+
+
+def test_a_part_of_a_layer_takes_its_operators_part() -> None:
+    """Operators of equal weight share a layer equally; one that moves nothing takes nothing."""
+    assert seconds(0, 1) == pytest.approx((0.01 / 3, 0.02 / 3))
+    network = changed(chain(4, operators_per_layer=3), 1, macs=0, moved_bytes=0)
+    costs = CostModel(network, CLUSTER, PROFILE)
+    assert costs.range_seconds(PROFILE.of("a"), "a", 1, 2, 1) == (0, 0)
+    assert costs.range_seconds(PROFILE.of("a"), "a", 0, 1, 1) == pytest.approx((0.005, 0.01))
+
+
+LADDER = (Timing(2, 0.2, 0.4), Timing(4, 0.3, 0.8), Timing(8, 0.7, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "forward", "backward"),
+    [
+        (0, 0.0, 0.0),
+        (1, 0.1, 0.2),  # below the first point: in proportion
+        (0.5, 0.05, 0.1),
+        (2, 0.2, 0.4),
+        (3, 0.25, 0.6),  # half-way
+        (4, 0.3, 0.8),
+        (5, 0.4, 1.1),
+        (8, 0.7, 2.0),
+        (10, 0.9, 2.6),  # beyond the last: the last slope
+    ],
+)
+def test_between_measured_points(samples: float, forward: float, backward: float) -> None:
+    base = PROFILE.of("a")
+    layers = tuple(LayerTiming(layer.name, LADDER) for layer in NETWORK.layers)
+    own = DeviceProfile(base.network, base.fingerprint, base.input, base.granularity, "a", "measured", layers)
+    costs = CostModel(NETWORK, CLUSTER, Profile({"a": own}))
+    assert costs.range_seconds(own, "a", 0, 3, samples) == pytest.approx((forward, backward))
+
+
+def geometry(share: Share, samples: int = 4) -> StageGeometry:
+    plan = Plan("chain", samples, (Stage((0, 4), ("a", "b"), share),))
+    return StageGeometry(resolve(plan, NETWORK), 0, NETWORK)
+
+
+def test_a_share_of_the_samples() -> None:
+    stage = geometry(BySamples((1, 3)))
+    assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(1 * 0.01)
+    assert model().compute_seconds(stage, "b", Forward(0, 0, 0, 3)) == pytest.approx(3 * 0.02)
+    assert model().compute_seconds(stage, "b", Backward(0, 0, 0, 3)) == pytest.approx(3 * 0.04)
+
+
+def test_a_tile_costs_its_part_of_every_operator() -> None:
+    """Half the rows, grown inside one group by a row per operator towards its start."""
+    stage = geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3)))
+    grown = (6 / 8 + 5 / 8 + 4 / 8) / 3
+    assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(4 * 0.01 * grown)
+    assert model().compute_seconds(stage, "a", Backward(0, 0, 0, 3)) == pytest.approx(4 * 0.02 * grown)
+
+
+def test_backward_groups_price_their_regions() -> None:
+    stage = geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3), backward_groups=(0,)))
+    regions = (4 / 8 + 5 / 8 + 6 / 8) / 3
+    forward = (6 / 8 + 5 / 8 + 4 / 8) / 3
+    assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(4 * 0.01 * forward)
+    assert model().compute_seconds(stage, "a", Backward(0, 0, 0, 3)) == pytest.approx(4 * 0.02 * regions)
+    last = model().compute_seconds(stage, "a", Backward(0, 0, 9, 12))
+    assert last > model().compute_seconds(geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3))), "a", Backward(0, 0, 9, 12))
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_a_step_passes_over_the_weights(slots: int) -> None:
+    assert model().step_seconds(geometry(BySamples((2, 2))), "a", slots) == pytest.approx(step_seconds(12, slots=slots))
+
+
+def test_a_ring() -> None:
+    """ASTEROID Eq. 5: 2(n-1)/n of the bytes over the slowest link, and 2(n-1) delays."""
+    names = ["a", "b", "c"]
+    made = cluster(names, Link(1e6, 0.001)).with_link(Link(2e5, 0.003), ("c", "a"))
+    costs = CostModel(NETWORK, made, PROFILE)
+    reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
+    assert costs.ring_bytes(reduce) == pytest.approx(2 * 2 / 3 * 3 * WEIGHT_BYTES)
+    assert costs.ring_delay_seconds(reduce) == pytest.approx(4 * 0.003)
+    assert costs.reduce_seconds(reduce) == pytest.approx(4 * WEIGHT_BYTES / 2e5 + 0.012)
+
+
+def test_a_profile_of_another_network_is_refused() -> None:
+    with pytest.raises(BadFile, match="does not belong to chain"):
+        CostModel(chain(3), CLUSTER, PROFILE)
+    with pytest.raises(BadValue, match="no profile of device 'c'"):
+        Profile({}).of("c")
+
+
+def test_hand_made_sizes() -> None:
+    """What the other numbers stand on."""
+    assert MAP_BYTES == 4 * 4 * 8 * 6
+    assert NETWORK.cut_bytes(2, samples=3) == 3 * MAP_BYTES

@@ -1,0 +1,129 @@
+"""Strategies: shares add up, cuts are optimal, auto is never worse than its candidates."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.api.networks import load_network
+from manyhands.api.public import plan as make_plan
+from manyhands.api.public import simulate
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, OutOfMemory, UnknownName
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BySamples, ByTiles, Plan
+from manyhands.facts.presets import preset
+from manyhands.facts.profile import estimate_cluster
+from manyhands.planner.strategies import Task, balanced_cuts, choose, divisor_near, plan_by_name, proportional
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Network:
+    return load_network("tiny")
+
+
+@given(st.integers(1, 500), st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
+def test_proportional_adds_up_and_is_close(total: int, weights: list[float]) -> None:
+    counts = proportional(total, weights)
+    assert sum(counts) == total
+    for count, weight in zip(counts, weights):
+        assert abs(count - total * weight / sum(weights)) < 1 + 1e-9
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_divisor_near(number: int, wanted: int) -> None:
+    found = divisor_near(number, wanted)
+    assert number % found == 0
+    assert all(abs(d - wanted) >= abs(found - wanted) for d in range(1, number + 1) if number % d == 0)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_balanced_cuts_equal_exhaustive_search(data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, 4))
+    layers = data.draw(st.integers(stages, 8))
+    costs = [[data.draw(st.floats(0.01, 10)) for _ in range(layers)] for _ in range(stages)]
+    ends = balanced_cuts(costs)
+    assert ends[-1] == layers
+    assert ends == sorted(set(ends))
+
+    def slowest(ends: list[int]) -> float:
+        starts = [0, *ends[:-1]]
+        return max(sum(costs[p][a:b]) for p, (a, b) in enumerate(zip(starts, ends)))
+
+    best = min(slowest([*cuts, layers]) for cuts in combinations(range(1, layers), stages - 1))
+    assert slowest(ends) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("strategy", ["single", "samples", "pipeline", "tiles"])
+def test_named_strategies_run(tiny: Network, strategy: str) -> None:
+    cluster = preset("env-c")
+    planned = make_plan(tiny, cluster, batch_size=24, strategy=strategy)
+    result = simulate(planned.plan, tiny, cluster)
+    assert result.seconds > 0
+    if strategy != "single":
+        assert len(planned.plan.devices) > 1
+
+
+def test_samples_follow_speed(tiny: Network) -> None:
+    planned = make_plan(load_network("resnet18"), preset("env-c"), batch_size=60, strategy="samples")
+    share = planned.plan.stages[0].share
+    assert isinstance(share, BySamples)
+    by_device = dict(zip(planned.plan.stages[0].devices, share.samples))
+    assert by_device["nx-1"] > by_device["nano-1"] * 2
+
+
+def test_tiles_have_taller_tiles_on_faster_devices() -> None:
+    planned = make_plan(load_network("yolov2-16"), preset("env-c"), batch_size=2, strategy="tiles")
+    share = planned.plan.stages[0].share
+    assert isinstance(share, ByTiles)
+    rows = dict(zip(planned.plan.stages[0].devices, share.rows))
+    assert rows["nx-1"] > 2 * rows["nano-1"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_auto_is_never_worse_than_any_candidate(tiny: Network, data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(["pi3", "pi4", "nano", "tx2"]), min_size=1, max_size=4))
+    rate = data.draw(st.sampled_from(["1 Mbit/s", "100 Mbit/s", "10 Gbit/s"]))
+    document = {
+        "name": "drawn",
+        "devices": [{"name": f"d{i}", "kind": kind} for i, kind in enumerate(kinds)],
+        "link": {"rate": rate, "delay": "1 ms"},
+    }
+    cluster = Cluster.from_dict(document)
+    planned = make_plan(tiny, cluster, batch_size=16)
+    chosen = simulate(planned.plan, tiny, cluster).seconds
+    for candidate in planned.candidates:
+        if candidate.plan is not None:
+            assert chosen <= simulate(candidate.plan, tiny, cluster).seconds * (1 + 1e-9)
+    assert any(candidate.name.startswith("single") for candidate in planned.candidates)
+
+
+def test_a_plan_too_large_is_tried_with_smaller_micro_batches(tiny: Network) -> None:
+    cluster = Cluster.local(1)
+    task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
+    tried: list[int] = []
+
+    def price(plan: Plan) -> float:
+        tried.append(plan.micro_batches)
+        if plan.micro_batches < 4:
+            raise OutOfMemory("too large")
+        return 1.0
+
+    best = choose(task, price)[0]
+    assert best.plan is not None
+    assert best.plan.micro_batches == 4
+    assert tried[:3] == [1, 2, 4]
+
+
+def test_refusals(tiny: Network) -> None:
+    cluster = Cluster.local(2)
+    task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
+    with pytest.raises(UnknownName, match="smples"):
+        plan_by_name("smples", task)
+    with pytest.raises(BadPlan, match="at least 3 devices"):
+        plan_by_name("tiles", task)

@@ -1,0 +1,233 @@
+"""Fair sharing of links and ports, against a slow reference that raises all rates together, little by little."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import msgspec
+import pytest
+from hand_made import cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.simulator.links import Network, Transfer
+
+
+@dataclass
+class Clock:
+    """Runs transfers to their ends, as the simulator does."""
+
+    network: Network
+    now: float = 0.0
+    ends: dict[Transfer, float] = field(default_factory=dict)
+    finished: list[tuple[str, float]] = field(default_factory=list)
+
+    def start(self, source: str, target: str, byte_count: float, label: str = "") -> None:
+        self._note(self.network.start(source, target, byte_count, label or f"{source}{target}", self.now))
+
+    def _note(self, changed: list[Transfer]) -> None:
+        for transfer in changed:
+            self.ends[transfer] = transfer.since + (transfer.left / transfer.rate if transfer.rate < math.inf else 0.0)
+
+    def until(self, limit: float = math.inf) -> None:
+        while self.ends:
+            transfer = min(self.ends, key=self.ends.__getitem__)
+            if self.ends[transfer] > limit:
+                break
+            self.now = self.ends.pop(transfer)
+            self.finished.append((str(transfer.label), self.now))
+            self._note(self.network.finish(transfer, self.now))
+        self.now = max(self.now, limit) if limit < math.inf else self.now
+
+
+def clock(link: Link = Link(100.0, 0.0), names: str = "abcd", **ports: float) -> Clock:
+    return Clock(Network(cluster(list(names), link, **ports)))
+
+
+def test_alone_on_a_link() -> None:
+    run = clock()
+    run.start("a", "b", 50)
+    run.until()
+    assert run.finished == [("ab", 0.5)]
+
+
+def test_two_equal_transfers_on_one_link_take_twice_as_long() -> None:
+    run = clock()
+    run.start("a", "b", 50, "one")
+    run.start("a", "b", 50, "two")
+    run.until()
+    assert run.finished == [("one", 1.0), ("two", 1.0)]
+
+
+def test_what_one_leaves_the_other_takes() -> None:
+    """At 0.5 s the first has 25 of 50 sent and the second starts; they share until the first ends, at 1.0."""
+    run = clock()
+    run.start("a", "b", 75, "one")
+    run.until(0.5)
+    run.start("a", "b", 75, "two")
+    run.until()
+    assert run.finished == [("one", 1.0), ("two", 1.5)]
+
+
+def test_pairs_have_links_of_their_own() -> None:
+    run = clock()
+    run.start("a", "b", 50)
+    run.start("a", "c", 50)
+    run.start("d", "b", 50)
+    run.until()
+    assert [end for _, end in run.finished] == [0.5, 0.5, 0.5]
+
+
+def test_a_port_is_shared_by_all_that_crosses_it() -> None:
+    up = clock(up_bytes_per_second=100.0)
+    up.start("a", "b", 50)
+    up.start("a", "c", 50)
+    up.until()
+    assert [end for _, end in up.finished] == [1.0, 1.0]
+    down = clock(down_bytes_per_second=50.0)
+    down.start("a", "d", 50)
+    down.start("b", "d", 50)
+    down.until()
+    assert [end for _, end in down.finished] == [2.0, 2.0]
+
+
+def test_directions_do_not_disturb_each_other() -> None:
+    run = clock(up_bytes_per_second=100.0, down_bytes_per_second=100.0)
+    run.start("a", "b", 50)
+    run.start("b", "a", 50)
+    run.until()
+    assert [end for _, end in run.finished] == [0.5, 0.5]
+
+
+def test_each_direction_has_its_rate() -> None:
+    base = cluster(["a", "b"], Link(100.0, 0.0))
+    run = Clock(Network(base.with_link(Link(25.0, 0.0), ("b", "a"))))
+    run.start("a", "b", 50)
+    run.start("b", "a", 50)
+    run.until()
+    assert run.finished == [("ab", 0.5), ("ba", 2.0)]
+
+
+def test_what_a_bottleneck_leaves_goes_to_the_others() -> None:
+    """a -> b is limited to 10 by its link; a -> c gets the other 90 of a's port."""
+    base = cluster(["a", "b", "c"], Link(math.inf, 0.0), up_bytes_per_second=100.0)
+    run = Clock(Network(base.with_link(Link(10.0, 0.0), ("a", "b"))))
+    run.start("a", "b", 10)
+    run.start("a", "c", 90)
+    assert sorted(transfer.rate for transfer in run.ends) == [10.0, 90.0]
+    run.until()
+    assert [end for _, end in run.finished] == [1.0, 1.0]
+
+
+def test_an_unlimited_link_takes_no_time() -> None:
+    run = clock(Link(math.inf, 0.0))
+    run.start("a", "b", 1e12)
+    run.start("a", "b", 1e12)
+    run.until()
+    assert [end for _, end in run.finished] == [0.0, 0.0]
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    run = clock()
+    run.start("a", "b", 0)
+    run.until()
+    assert run.finished == [("ab", 0.0)]
+
+
+# Against a reference
+
+Rates = st.sampled_from((1, 2, 3, 5, 10, 40))
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[Cluster, list[tuple[str, str]]]:
+    names = "abcd"[: draw(st.integers(2, 4))]
+    pairs = [(one, two) for one in names for two in names if one != two]
+    base = cluster(list(names), Link(float(draw(Rates)), 0.0))
+    devices = tuple(
+        msgspec.structs.replace(
+            device,
+            up_bytes_per_second=float(draw(Rates)) if draw(st.booleans()) else math.inf,
+            down_bytes_per_second=float(draw(Rates)) if draw(st.booleans()) else math.inf,
+        )
+        for device in base.devices
+    )
+    special = draw(st.sets(st.sampled_from(pairs), max_size=3))
+    links = tuple(DirectedLink(*pair, Link(float(draw(Rates)), 0.0)) for pair in sorted(special))
+    flows = draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
+    return Cluster("drawn", devices, base.link, links), flows
+
+
+def crossed(made: Cluster, source: str, target: str) -> dict[tuple[str, ...], Fraction]:
+    limits = {
+        ("link", source, target): made.link_between(source, target).bytes_per_second,
+        ("up", source): made.device(source).up_bytes_per_second,
+        ("down", target): made.device(target).down_bytes_per_second,
+    }
+    return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}
+
+
+def max_min(made: Cluster, flows: list[tuple[str, str]]) -> list[Fraction]:
+    """By definition: raise every rate that can still rise, equally, as far as the first full resource allows."""
+    uses = [crossed(made, *flow) for flow in flows]
+    room = {name: limit for use in uses for name, limit in use.items()}
+    rates = [Fraction(0)] * len(flows)
+    rising = set(range(len(flows)))
+    while rising:
+        counts = {name: sum(name in uses[flow] for flow in rising) for name in room}
+        step = min(room[name] / counts[name] for name in room if counts[name])
+        for flow in rising:
+            rates[flow] += step
+        room = {name: left - step * counts[name] for name, left in room.items()}
+        rising = {flow for flow in rising if all(room[name] > 0 for name in uses[flow])}
+    return rates
+
+
+@settings(max_examples=300, deadline=None)
+@given(crowds())
+def test_rates_are_max_min_fair(drawn: tuple[Cluster, list[tuple[str, str]]]) -> None:
+    made, flows = drawn
+    run = Clock(Network(made))
+    for number, (source, target) in enumerate(flows):
+        run.start(source, target, 1e6, str(number))
+    got = {str(transfer.label): transfer.rate for transfer in run.ends}
+    expected = max_min(made, flows)
+    assert [got[str(number)] for number in range(len(flows))] == pytest.approx([float(rate) for rate in expected])
+
+
+@settings(max_examples=150, deadline=None)
+@given(crowds(), st.data())
+def test_rates_are_fair_again_when_one_has_ended(drawn: tuple[Cluster, list[tuple[str, str]]], data: st.DataObject) -> None:
+    made, flows = drawn
+    network = Network(made)
+    transfers: dict[str, Transfer] = {}
+    for number, (source, target) in enumerate(flows):
+        transfers.update({str(t.label): t for t in network.start(source, target, 1e6, str(number), 0.0)})
+    gone = data.draw(st.integers(0, len(flows) - 1))
+    network.finish(transfers.pop(str(gone)), 1.0)
+    rest = [number for number in range(len(flows)) if number != gone]
+    expected = max_min(made, [flows[number] for number in rest])
+    assert [transfers[str(n)].rate for n in rest] == pytest.approx([float(rate) for rate in expected])
+
+
+@settings(max_examples=100, deadline=None)
+@given(crowds(), st.lists(st.integers(1, 100), min_size=7, max_size=7))
+def test_everything_sent_arrives_and_no_limit_is_broken(
+    drawn: tuple[Cluster, list[tuple[str, str]]], sizes: list[int]
+) -> None:
+    """Each resource needs at least its bytes over its rate; all ends lie between that and one after another."""
+    made, flows = drawn
+    run = Clock(Network(made))
+    loads: dict[tuple[str, ...], Fraction] = {}
+    for number, (source, target) in enumerate(flows):
+        run.start(source, target, sizes[number], str(number))
+        for name, limit in crossed(made, source, target).items():
+            loads[name] = loads.get(name, Fraction(0)) + sizes[number] / limit
+    run.until()
+    assert sorted(label for label, _ in run.finished) == sorted(str(number) for number in range(len(flows)))
+    last = max(end for _, end in run.finished)
+    alone = [sizes[n] / made.bytes_per_second_between(*flow) for n, flow in enumerate(flows)]
+    assert float(max(loads.values())) * (1 - 1e-9) <= last <= sum(alone) * (1 + 1e-9)
