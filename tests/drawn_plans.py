@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import get_args
 
 from hypothesis import strategies as st
 
 from manyhands.facts.network import Network
-from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, Codec, Plan, Share, Single, Stage
+from manyhands.facts.plan import (
+    EVERYWHERE,
+    ByChannels,
+    BySamples,
+    ByTiles,
+    Codec,
+    Order,
+    Plan,
+    Share,
+    Single,
+    Stage,
+    WarmUp,
+)
 
-FIXED_ORDERS = ("sequential", "gpipe", "1f1b", "stream")
+FIXED_ORDERS: tuple[Order, ...] = ("sequential", "gpipe", "1f1b", "stream")
 GRIDS = ((2, 1), (1, 2), (3, 1), (2, 2))
 
 
@@ -46,7 +59,7 @@ def plans(
     network: Network,
     *,
     kinds: tuple[str, ...] = ("single", "samples", "tiles", "channels"),
-    orders: tuple[str, ...] = FIXED_ORDERS,
+    orders: tuple[Order, ...] = FIXED_ORDERS,
     most_stages: int = 3,
 ) -> Plan:
     layers = len(network.layers)
@@ -60,12 +73,10 @@ def plans(
         devices = tuple(f"d{number}" for number in range(used, used + count))
         used += count
         codec = Codec(draw(st.sampled_from((2, 4, 8, 16, 32))), draw(st.booleans()), draw(st.booleans()))
-        reduce = draw(st.sampled_from(("allreduce", "gateway")))
-        stages.append(Stage((first, last), devices, share, codec, reduce))
-    warm_up = draw(st.sampled_from(("2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1", "list")))
-    if warm_up == "list":
-        ahead = draw(st.lists(st.integers(1, micro_batches), min_size=len(stages), max_size=len(stages)))
-        warm_up = tuple(sorted(ahead, reverse=True))
+        stages.append(Stage((first, last), devices, share, codec, "gateway" if draw(st.booleans()) else "allreduce"))
+    rules: st.SearchStrategy[WarmUp] = st.sampled_from(get_args(WarmUp))
+    counts = st.lists(st.integers(1, micro_batches), min_size=len(stages), max_size=len(stages))
+    warm_up = draw(rules | counts.map(lambda ahead: tuple(sorted(ahead, reverse=True))))
     homes = {}
     home = draw(st.sampled_from(("none", EVERYWHERE, "d0", f"d{used - 1}", "phone")))
     if home != "none":
@@ -77,7 +88,7 @@ def plans(
         micro_batches=micro_batches,
         order=order,
         warm_up=warm_up,
-        batch_norm=draw(st.sampled_from(("synchronised", "local"))),
+        batch_norm="local" if draw(st.booleans()) else "synchronised",
         homes=homes,
         optimizer_slots=draw(st.integers(0, 2)),
         bucket_bytes=draw(st.sampled_from((1, 500, 25_000_000))),

@@ -36,9 +36,7 @@ def chain(
     total = count * operators_per_layer
     names = ["x", *(f"t{i}" for i in range(total))]
     shape = (1, CHANNELS, ROWS, COLUMNS)
-    tensors = {
-        name: TensorSpec(name, shape, "float32", batch_axis=0, differentiable=name != "x") for name in names
-    }
+    tensors = {name: TensorSpec(name, shape, "float32", batch_axis=0, differentiable=name != "x") for name in names}
     weights = {f"w{i}": WeightSpec(f"w{i}", (weight_elements,), "float32", trainable=True) for i in range(total)}
     pad = kernel // 2
     rules = (Window(0), Whole(), Window(2, kernel, 1, pad), Window(3, kernel, 1, pad))
@@ -76,10 +74,10 @@ def changed(network: Network, op: int, **facts: object) -> Network:
     return msgspec.structs.replace(network, ops=tuple(ops))
 
 
-def cluster(names: Sequence[str], link: Link = FREE, *, memory_bytes: int = 10**9, **facts: float) -> Cluster:
+def cluster(names: Sequence[str], link: Link = FREE, *, memory_bytes: float = 10**9, **facts: float) -> Cluster:
     """Equal devices that read and write 1 GB/s of memory (so a step has a length), all pairs joined by `link`."""
     devices = tuple(
-        Device(name=name, gflops=1.0, memory_bytes=memory_bytes, memory_bytes_per_second=1e9, **facts)  # type: ignore[arg-type]
+        Device(name=name, gflops=1.0, memory_bytes=int(memory_bytes), memory_bytes_per_second=1e9, **facts)  # type: ignore[arg-type]
         for name in names
     )
     return Cluster("made", devices, link)

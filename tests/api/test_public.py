@@ -29,7 +29,9 @@ def test_every_public_name_loads() -> None:
 def test_readme_example_runs(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     code = readme.split("```python\n")[1].split("```")[0]
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "my-graph" / "weights.safetensors").exists()
 
@@ -64,10 +66,10 @@ def test_small_parsers() -> None:
 
 
 def test_a_profile_of_another_network_is_refused(tmp_path: Path) -> None:
+    import msgspec
+
     from manyhands.facts.profile import estimate
     from manyhands.files.documents import write_document
-
-    import msgspec
 
     cluster = mh.Cluster.local(1)
     tiny, other = networks.load_network("tiny"), networks.load_network("tiny", granularity="operators")

@@ -62,7 +62,9 @@ def test_devices_and_presets() -> None:
 
 
 def test_simulate_writes_trace_and_picture(tmp_path: Path) -> None:
-    result = run_json("simulate", "-m", "tiny", "-c", "env-d", "-b", "16", "-p", "samples", "--out", "out", cwd=tmp_path)
+    result = run_json(
+        "simulate", "-m", "tiny", "-c", "env-d", "-b", "16", "-p", "samples", "--out", "out", cwd=tmp_path
+    )
     assert result["simulated"] is True
     assert result["seconds"] > 0
     assert result["bytes"] == pytest.approx(sum(link["bytes"] for link in result["links"]))
@@ -74,7 +76,9 @@ def test_simulate_writes_trace_and_picture(tmp_path: Path) -> None:
 
 
 def test_plan_file_round_trip(tmp_path: Path) -> None:
-    planned = run_json("plan", "-m", "tiny", "-c", "env-a", "-b", "20", "--strategy", "pipeline", "-o", "p.yaml", cwd=tmp_path)
+    planned = run_json(
+        "plan", "-m", "tiny", "-c", "env-a", "-b", "20", "--strategy", "pipeline", "-o", "p.yaml", cwd=tmp_path
+    )
     assert yaml.safe_load((tmp_path / "p.yaml").read_text()) == planned["plan"]
     again = run_json("simulate", "-m", "tiny", "-c", "env-a", "-p", "p.yaml", cwd=tmp_path)
     assert again["seconds"] == pytest.approx(planned["simulation"]["seconds"])
@@ -136,8 +140,6 @@ def test_debug_shows_the_traceback() -> None:
 def test_a_users_own_factory(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"
-        "def net():\n"
-        "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))\n"
         "def good():\n"
         "    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())\n"
         "class Bad(torch.nn.Module):\n"
@@ -148,7 +150,7 @@ def test_a_users_own_factory(tmp_path: Path) -> None:
     assert shown["parameters"] == 3 * 4 * 9 + 4
     refused = run("models", "mine:Bad", "--input", "3x16x16", cwd=tmp_path)
     assert refused.returncode == 6
-    assert "mine.py:8" in refused.stderr
+    assert "mine.py:6" in refused.stderr
 
 
 def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
@@ -161,3 +163,11 @@ def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
     assert result.returncode == 5
     assert "would hold" in result.stderr
     assert "1 MB" in result.stderr
+
+
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    measured = run_json("devices", "local:3", "--measure", "-o", "here.yaml", cwd=tmp_path)
+    assert len(measured["devices"]) == 3
+    assert all(device["estimated"] is False for device in measured["devices"])
+    assert "measured" in run("devices", "here.yaml", cwd=tmp_path).stdout
+    assert run("devices", "env-a", "--measure").returncode == 10

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from drawn_plans import plans
-from hand_made import chain, changed, cluster
 from hypothesis import given, settings
 
+from drawn_plans import plans
+from hand_made import chain, changed, cluster
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Plan, Single
@@ -64,7 +64,13 @@ def test_devices_come_in_the_plans_order_and_homes_last() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
-    [("2(P-p)-1", [5, 3, 1]), ("2(P-p)", [6, 4, 2]), ("P-p", [3, 2, 1]), ("2(P-p)+1", [7, 5, 3]), ((4, 2, 2), [4, 2, 2])],
+    [
+        ("2(P-p)-1", [5, 3, 1]),
+        ("2(P-p)", [6, 4, 2]),
+        ("P-p", [3, 2, 1]),
+        ("2(P-p)+1", [7, 5, 3]),
+        ((4, 2, 2), [4, 2, 2]),
+    ],
 )
 def test_warm_up(rule: Any, expected: list[int]) -> None:
     """ASTEROID §3.2; with few micro-batches there is not that much to run ahead."""
@@ -105,7 +111,7 @@ MISWRITTEN = [
     ("batch_sizes", 3, "there is no field 'batch_sizes'", "Did you mean batch_size"),
     ("stages.0.devises", [], r"stages\[0\]: there is no field 'devises'", "Did you mean devices?"),
     ("stages.0.codec", {"bit": 8}, r"stages\[0\].codec: there is no field 'bit'", "Did you mean bits?"),
-    ("stages.0.share", {"by": "tiles", "rows": [1], "forward_group": [0]}, "no field 'forward_group'", "forward_groups"),
+    ("stages.0.share", {"by": "tiles", "rows": [1], "forward_group": [0]}, "field 'forward_group'", "forward_groups"),
     ("network", ..., "plan: the field 'network' is missing", ""),
     ("stages.1.layers", ..., r"stages\[1\]: the field 'layers' is missing", ""),
     ("stages.0.share", {"by": "samples"}, r"stages\[0\].share: the field 'samples' is missing", ""),
@@ -134,7 +140,7 @@ def test_a_miswritten_plan_is_refused_by_its_field(path: str, value: Any, messag
 
 @pytest.mark.parametrize("document", [None, [], 3, "plan"])
 def test_what_is_no_plan_at_all(document: Any) -> None:
-    with pytest.raises(BadPlan, match="plan is .*: expected `object`"):
+    with pytest.raises(BadPlan, match=r"plan is .*: expected `object`"):
         Plan.from_dict(document)
 
 

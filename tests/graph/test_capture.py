@@ -398,3 +398,24 @@ def test_the_captured_output_does_not_depend_on_the_example() -> None:
     graph = capture(module, torch.zeros(2, 3, dtype=torch.float64))
     made = Piece(graph, Weights.copied(graph))({"input": randn(9, 3)})
     assert_close(made[graph.outputs[0]].detach(), detached(module(randn(9, 3))), "output")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_recurrent_layers_are_captured_without_unrolling(kind: type[nn.Module], both_ways: bool) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(5, 4, batch_first=True, bidirectional=both_ways)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.layer(x)[0]
+            return output[:, -1]
+
+    module = Reader().double()
+    graph = capture(module, torch.randn(2, 200, 5, dtype=torch.float64))
+    x = torch.randn(3, 200, 5, dtype=torch.float64)
+    found = Piece(graph, Weights.copied(graph))({"x": x})[graph.outputs[0]]
+    assert_close(found.detach(), module(x).detach(), "output")
+    # and torch's own kernels are back in place: eager and fake shapes as before
+    assert module(x).shape == (3, 8 if both_ways else 4)

@@ -49,7 +49,7 @@ def test_zoo_trains_exactly(example: Example) -> None:
     wanted = by_module(example.module.train(), graph, batch, target, example.loss)
     places = random.Random(example.name).sample(range(len(graph.nodes)), min(5, len(graph.nodes)))
     for bounds in ([], bounds_of(graph, "blocks"), bounds_of(graph, "operators"), places):
-        assert_same(by_pieces(graph, bounds, batch, target), wanted, 1e-11)
+        assert_same(by_pieces(graph, bounds, batch, target), wanted, 1e-12)
 
 
 def test_zoo_evaluates_exactly(example: Example) -> None:
@@ -107,7 +107,7 @@ def draws_as_numpy(name: str, first_sample: int, monkeypatch: pytest.MonkeyPatch
 def test_dropout_is_the_mask_drawn_by_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for first_sample in (0, 5) if name == "bilstm" else (5,):
         found, wanted = draws_as_numpy(name, first_sample, monkeypatch)
-        assert_same(found, wanted, 1e-11)
+        assert_same(found, wanted, 1e-12)
 
 
 def test_shares_of_a_batch_add_up_to_the_batch() -> None:
@@ -123,7 +123,7 @@ def test_shares_of_a_batch_add_up_to_the_batch() -> None:
     assert_close(torch.cat([flat(p.outputs)[0] for p in parts]), flat(whole.outputs)[0], "output")
     for name, gradient in whole.gradients.items():
         shares = 0.4 * parts[0].gradients[name] + 0.6 * parts[1].gradients[name]
-        assert_close(shares, gradient, name, 1e-11)
+        assert_close(shares, gradient, name, 1e-12)
 
 
 def test_wrong_offset_draws_other_masks() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, changed, cluster, profile, step_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, changed, cluster, profile, step_seconds
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Stage
@@ -106,7 +106,9 @@ def test_backward_groups_price_their_regions() -> None:
     assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(4 * 0.01 * forward)
     assert model().compute_seconds(stage, "a", Backward(0, 0, 0, 3)) == pytest.approx(4 * 0.02 * regions)
     last = model().compute_seconds(stage, "a", Backward(0, 0, 9, 12))
-    assert last > model().compute_seconds(geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3))), "a", Backward(0, 0, 9, 12))
+    assert last > model().compute_seconds(
+        geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3))), "a", Backward(0, 0, 9, 12)
+    )
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2])

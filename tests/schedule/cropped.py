@@ -66,8 +66,8 @@ def captured(module: nn.Module, rows: int, columns: int) -> Graph:
     for child in module.modules():
         if isinstance(child, nn.BatchNorm2d):
             child.eval()
-            child.running_mean.uniform_(-1, 1)  # type: ignore[union-attr, operator]
-            child.running_var.uniform_(0.5, 2)  # type: ignore[union-attr, operator]
+            child.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+            child.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
     example = torch.randn(2, 2, rows, columns, dtype=torch.float64)
     return capture(module, example, granularity="operators")
 
@@ -159,7 +159,7 @@ class Whole:
             values[op.outputs[0]].retain_grad()
         loss = sum(values[name].square().sum() for name in network.outputs)
         assert isinstance(loss, Tensor)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return cls(values, weights)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from drawn_plans import plans
-from hand_made import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_plans import plans
+from hand_made import chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadSchedule
 from manyhands.facts.plan import Plan

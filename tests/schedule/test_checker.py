@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from drawn_plans import FIXED_ORDERS, plans
-from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_plans import FIXED_ORDERS, plans
+from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, cluster
 from manyhands.facts.errors import BadSchedule, OutOfMemory
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 from cropped import Mixed, Plain, Tiled, Whole, captured, part
-from drawn_plans import groups as drawn_groups
-from hand_made import chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawn_plans import groups as drawn_groups
+from hand_made import chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move, volume
@@ -141,7 +141,7 @@ def test_backward_groups_are_exact(name: str, data: st.DataObject) -> None:
 
 
 def test_a_weight_gradient_fetches_what_forward_did_not_compute() -> None:
-    """In one forward group a device may not compute all it owns of a map: the weight gradient there needs its inputs."""
+    """In one forward group a device may not compute all it owns of a map; its weight gradient needs those inputs."""
     name, share = "mixed 16x9", ByTiles((1,), (1, 1, 2), (0,), tuple(range(14)))
     geometry = geometry_of(graph_of(name), share, 3)
     assert any(
@@ -231,7 +231,9 @@ def test_a_map_without_rows_cannot_be_tiled() -> None:
     network = chain(3)
     tensors = {**network.tensors, "t1": msgspec.structs.replace(network.tensors["t1"], shape=(1, 4))}
     network = msgspec.structs.replace(network, tensors=tensors)
-    with pytest.raises(BadPlan, match=r"stages\[0\] is shared by tiles, but layer layer1 makes t1 .* \(1, 4\)") as caught:
+    with pytest.raises(
+        BadPlan, match=r"stages\[0\] is shared by tiles, but layer layer1 makes t1 .* \(1, 4\)"
+    ) as caught:
         assert chain_geometry(ByTiles((1, 1)), network).groups
     assert "before layer layer1" in caught.value.hint
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from drawn_plans import plans
-from hand_made import MAP_BYTES, chain, cluster, even_profile
 from hypothesis import given, settings
 
+from drawn_plans import plans
+from hand_made import MAP_BYTES, chain, cluster, even_profile
 from manyhands.facts.cluster import Link
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -90,7 +90,7 @@ def test_the_log_of_an_eager_run_passes_the_checker(link: Link) -> None:
 
 
 def test_eager_differs_from_1f1b_where_gradients_are_late() -> None:
-    """Values come slowly: with K = 3 the last stage of 1F1B waits for three of them, an eager one turns back at once."""
+    """Values come slowly: with K = 3 the last stage of 1F1B waits for three, an eager one turns back at once."""
     slow = Link(MAP_BYTES / 0.1, 0.0)
     fixed, eager = (run(pipeline(order, warm_up=(3, 3)), slow) for order in ("1f1b", "eager"))
     assert passes_of(fixed.log["d1"])[:4] == [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 0)]

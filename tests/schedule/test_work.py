@@ -7,11 +7,11 @@ from collections import defaultdict
 import msgspec
 import numpy as np
 import pytest
-from drawn_plans import plans
-from hand_made import CHANNELS, COLUMNS, MAP_BYTES, ROWS, WEIGHT_BYTES, chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_plans import plans
+from hand_made import CHANNELS, COLUMNS, MAP_BYTES, ROWS, WEIGHT_BYTES, chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Plan, Stage
@@ -230,8 +230,8 @@ def test_frozen_weights_are_not_reduced_and_tied_ones_once() -> None:
     ops[3] = msgspec.structs.replace(ops[3], weights=("w0",))
     network = msgspec.structs.replace(CHAIN, weights=weights, ops=tuple(ops))
     stages = (Stage((0, 4), ("a", "b"), BySamples((1, 1))),)
-    reductions = [a for a in Lowering(Plan("chain", 2, stages, bucket_bytes=1), network).work["a"].backward(0, is_last=True)
-                  if isinstance(a, Reduce)]  # fmt: skip
+    work = Lowering(Plan("chain", 2, stages, bucket_bytes=1), network).work["a"]
+    reductions = [action for action in work.backward(0, is_last=True) if isinstance(action, Reduce)]
     assert [(r.first, r.bytes) for r in reductions] == [(2, WEIGHT_BYTES), (0, WEIGHT_BYTES)]
 
 

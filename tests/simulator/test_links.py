@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import msgspec
 import pytest
-from hand_made import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hand_made import cluster
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.simulator.links import Network, Transfer
 
@@ -43,7 +43,10 @@ class Clock:
         self.now = max(self.now, limit) if limit < math.inf else self.now
 
 
-def clock(link: Link = Link(100.0, 0.0), names: str = "abcd", **ports: float) -> Clock:
+HUNDRED = Link(100.0, 0.0)
+
+
+def clock(link: Link = HUNDRED, names: str = "abcd", **ports: float) -> Clock:
     return Clock(Network(cluster(list(names), link, **ports)))
 
 
@@ -200,7 +203,9 @@ def test_rates_are_max_min_fair(drawn: tuple[Cluster, list[tuple[str, str]]]) ->
 
 @settings(max_examples=150, deadline=None)
 @given(crowds(), st.data())
-def test_rates_are_fair_again_when_one_has_ended(drawn: tuple[Cluster, list[tuple[str, str]]], data: st.DataObject) -> None:
+def test_rates_are_fair_again_when_one_has_ended(
+    drawn: tuple[Cluster, list[tuple[str, str]]], data: st.DataObject
+) -> None:
     made, flows = drawn
     network = Network(made)
     transfers: dict[str, Transfer] = {}

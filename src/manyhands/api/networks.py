@@ -33,7 +33,9 @@ def parse_input(text: str) -> tuple[int, ...] | None:
     except ValueError:
         shape = ()
     if not shape or any(not 1 <= extent <= 65536 for extent in shape):
-        raise BadValue(f"--input '{text}' is not a shape.", hint="Write it like 3x224x224, each number from 1 to 65536.")
+        raise BadValue(
+            f"--input '{text}' is not a shape.", hint="Write it like 3x224x224, each number from 1 to 65536."
+        )
     return shape
 
 

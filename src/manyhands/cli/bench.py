@@ -18,7 +18,9 @@ def _bench() -> None:
 
 @app.command("capture")
 def capture(
-    quick: Annotated[bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed."""

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from manyhands.cli.options import Json
 
+if TYPE_CHECKING:
+    from manyhands.facts.cluster import Cluster
+
 
 def devices(
     cluster: Annotated[str, typer.Argument(help="Show this preset, local:N or cluster.yaml.")] = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With local:N: measure this machine and its links.")
+    ] = False,
+    out: Annotated[str, typer.Option("--out", "-o", help="Write the cluster to this .yaml or .json file.")] = "",
     json: Json = False,
 ) -> None:
     """List known devices and preset clusters, or show the devices and links of one cluster."""
-    if cluster:
-        _show_cluster(cluster, json)
-    else:
+    if not cluster and not measure:
         _show_catalogue(json)
+        return
+    from manyhands.api.machines import measured_cluster
+    from manyhands.cli.show import working
+    from manyhands.files.documents import load_cluster, write_document
+
+    machines = load_cluster(cluster or "local:1")
+    if measure:
+        with working("measuring this machine"):
+            machines = measured_cluster(machines)
+    if out:
+        write_document(out, machines.to_dict())
+    _show_cluster(machines, json)
+    if out and not json:
+        typer.echo(f"Written to {out}. Try: manyhands plan --cluster {out}")
 
 
 def _show_catalogue(json: bool) -> None:
@@ -46,21 +65,27 @@ def _show_catalogue(json: bool) -> None:
     typer.echo("One cluster in detail: manyhands devices PRESET|cluster.yaml")
 
 
-def _show_cluster(name: str, json: bool) -> None:
+def _show_cluster(cluster: Cluster, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
     from manyhands.facts.units import format_bytes, format_rate, format_seconds
-    from manyhands.files.documents import load_cluster
 
-    cluster = load_cluster(name)
     if json:
         print_json(cluster.to_dict())
         return
     rows = [
-        [d.name, d.kind, f"{d.gflops:.3g}", format_bytes(d.memory_bytes), str(d.cores), f"{d.watts_active:g} / {d.watts_idle:g}"]
+        [
+            d.name,
+            d.kind,
+            f"{d.gflops:.3g}",
+            format_bytes(d.memory_bytes),
+            str(d.cores),
+            f"{d.watts_active:g} / {d.watts_idle:g}",
+        ]
         for d in cluster.devices
     ]
     headings = ["device", "kind", "GFLOP/s", "memory", "cores", "W active / idle"]
-    print_table(f"Cluster {cluster.name}", headings, rows, numbers=["GFLOP/s", "memory", "cores"])
+    how = "estimated" if any(d.estimated for d in cluster.devices) else "measured"
+    print_table(f"Cluster {cluster.name} ({how})", headings, rows, numbers=["GFLOP/s", "memory", "cores"])
     link = cluster.link
     typer.echo(f"Any pair: {format_rate(link.bytes_per_second)}, {format_seconds(link.delay_seconds)} one way.")
     for one in cluster.links:

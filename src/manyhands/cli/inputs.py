@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from manyhands.facts.profile import Profile
 
 
-def load_task(model: str, input: str, granularity: str, cluster: str, profile: str) -> tuple[Network, Cluster, Profile | None]:
+def load_task(
+    model: str, input: str, granularity: str, cluster: str, profile: str
+) -> tuple[Network, Cluster, Profile | None]:
     """Load the three by what the user typed."""
     from manyhands.api.networks import load_network, parse_input
     from manyhands.api.public import read_profiles

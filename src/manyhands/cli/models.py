@@ -31,7 +31,14 @@ def models(
             )  # fmt: skip
             return
         rows = [
-            [e.name, e.kind, "x".join(map(str, e.input_shape)), format_count(e.parameters), format_count(e.macs), e.description]
+            [
+                e.name,
+                e.kind,
+                "x".join(map(str, e.input_shape)),
+                format_count(e.parameters),
+                format_count(e.macs),
+                e.description,
+            ]
             for e in ZOO.values()
         ]
         headings = ["model", "kind", "input", "parameters", "MACs/sample", ""]

@@ -8,7 +8,10 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A name from `manyhands models`, module:factory, torchvision:NAME or timm:NAME.")
+    str,
+    typer.Option(
+        "--model", "-m", help="A name from `manyhands models`, module:factory, torchvision:NAME or timm:NAME."
+    ),
 ]
 Input = Annotated[str, typer.Option("--input", help="Shape of one sample, like 3x224x224. Default: the model's own.")]
 ClusterName = Annotated[
@@ -17,11 +20,13 @@ ClusterName = Annotated[
 Granularity = Annotated[str, typer.Option("--granularity", help="Where the network may be cut: blocks or operators.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per step, over all devices.")]
 MicroBatches = Annotated[
-    int | None, typer.Option("--micro-batches", min=1, help="Parts a batch is divided into. Default: chosen by the strategy.")
+    int | None,
+    typer.Option("--micro-batches", min=1, help="Parts a batch is divided into. Default: chosen by the strategy."),
 ]
-Order = Annotated[
-    str, typer.Option("--order", help="sequential, gpipe, 1f1b or eager (training), stream (inference).")
-]
+Order = Annotated[str, typer.Option("--order", help="sequential, gpipe, 1f1b or eager (training), stream (inference).")]
 ProfileFile = Annotated[
-    str, typer.Option("--profile", help="Measured profile files (from `manyhands profile --out`), comma-separated: DEVICE=FILE.")
+    str,
+    typer.Option(
+        "--profile", help="Measured profile files (from `manyhands profile --out`), comma-separated: DEVICE=FILE."
+    ),
 ]

@@ -6,14 +6,26 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.options import BatchSize, ClusterName, Granularity, Input, Json, MicroBatches, Model, Order, ProfileFile
+from manyhands.cli.options import (
+    BatchSize,
+    ClusterName,
+    Granularity,
+    Input,
+    Json,
+    MicroBatches,
+    Model,
+    Order,
+    ProfileFile,
+)
 
 
 def plan(
     model: Model = "yolov2-16",
     cluster: ClusterName = "pi3x6",
     batch_size: BatchSize = 8,
-    strategy: Annotated[str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")] = "auto",
+    strategy: Annotated[
+        str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")
+    ] = "auto",
     micro_batches: MicroBatches = None,
     order: Order = "1f1b",
     input: Input = "",
@@ -45,7 +57,12 @@ def plan(
                 "plan": planned.plan.to_dict(),
                 "simulation": result.to_dict(),
                 "candidates": [
-                    {"name": c.name, "seconds": c.seconds, "reason": c.reason, "plan": c.plan.to_dict() if c.plan else None}
+                    {
+                        "name": c.name,
+                        "seconds": c.seconds,
+                        "reason": c.reason,
+                        "plan": c.plan.to_dict() if c.plan else None,
+                    }
                     for c in planned.candidates
                 ],
             }

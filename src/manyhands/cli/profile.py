@@ -35,7 +35,9 @@ def profile(
         graph = capture_model(model, parse_input(input), granularity)
     with working(f"measuring {model}"):
         # A ladder asked for by name is measured; otherwise a stored profile serves.
-        measured = profile_network(graph, ladder=ladder or LADDER, threads=threads or None, refresh=refresh or bool(ladder))
+        measured = profile_network(
+            graph, ladder=ladder or LADDER, threads=threads or None, refresh=refresh or bool(ladder)
+        )
     if out:
         write_document(out, msgspec.to_builtins(measured))
     if json:

@@ -27,7 +27,9 @@ def _finite(data: Any) -> Any:
     return data
 
 
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
+def print_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()
+) -> None:
     """A table; columns named in `numbers` are aligned to the right."""
     from rich import box
     from rich.console import Console

@@ -7,13 +7,25 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.options import BatchSize, ClusterName, Granularity, Input, Json, MicroBatches, Model, Order, ProfileFile
+from manyhands.cli.options import (
+    BatchSize,
+    ClusterName,
+    Granularity,
+    Input,
+    Json,
+    MicroBatches,
+    Model,
+    Order,
+    ProfileFile,
+)
 
 
 def simulate(
     model: Model = "yolov2-16",
     cluster: ClusterName = "pi3x6",
-    plan: Annotated[str, typer.Option("--plan", "-p", help="A plan file, or auto, single, samples, pipeline, tiles.")] = "auto",
+    plan: Annotated[
+        str, typer.Option("--plan", "-p", help="A plan file, or auto, single, samples, pipeline, tiles.")
+    ] = "auto",
     batch_size: BatchSize = 8,
     micro_batches: MicroBatches = None,
     order: Order = "1f1b",
@@ -42,7 +54,9 @@ def simulate(
         folder = Path(out or f"runs/simulate-{network.name.replace('/', '_').replace(':', '_')}-{machines.name}")
         files = public.write_simulation(folder, chosen, network, machines, result)
     if json:
-        print_json({**result.to_dict(), "plan": chosen.to_dict(), "folder": str(folder), "files": [str(f) for f in files]})
+        print_json(
+            {**result.to_dict(), "plan": chosen.to_dict(), "folder": str(folder), "files": [str(f) for f in files]}
+        )
         return
     print_plan(chosen, network, machines, result)
     print_simulation(result, machines)

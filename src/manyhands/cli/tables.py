@@ -39,7 +39,11 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     rows = []
     for number, stage in enumerate(plan.stages):
         first, last = layer_range(stage)
-        names = network.layers[first].name if last - first == 1 else f"{network.layers[first].name} .. {network.layers[last - 1].name}"
+        names = (
+            network.layers[first].name
+            if last - first == 1
+            else f"{network.layers[first].name} .. {network.layers[last - 1].name}"
+        )
         for place, device in enumerate(stage.devices):
             own = result.devices[device]
             rows.append(
@@ -72,7 +76,9 @@ def print_simulation(result: Simulation, cluster: Cluster) -> None:
     rows = []
     for (source, target), count in busiest:
         seconds = count / cluster.bytes_per_second_between(source, target)
-        rows.append([f"{source} to {target}", format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""])
+        rows.append(
+            [f"{source} to {target}", format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""]
+        )
     if rows:
         print_table("Busiest links", ["link", "bytes", "of the step"], rows, numbers=["bytes", "of the step"])
 
@@ -86,5 +92,7 @@ def print_candidates(candidates: list[Candidate]) -> None:
             rows.append([candidate.name, "", candidate.reason.split("\n")[0]])
         else:
             times = candidate.seconds / best if best else 1.0
-            rows.append([candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"])
+            rows.append(
+                [candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"]
+            )
     print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])

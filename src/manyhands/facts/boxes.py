@@ -1,11 +1,11 @@
 """Boxes and layouts: which part of a tensor lies on which device. What must travel between two layouts: moves.py.
 
-    0     4     8
-  0 +-----+-----+
-    |  a  |  b  |      Layout.grid((8, 8), 0, 1, [1, 1], [1, 1], "abcd")
-  4 +-----+-----+      c holds the box [4:8,0:4]
-    |  c  |  d  |
-  8 +-----+-----+
+  0     4     8
+0 +-----+-----+
+  |  a  |  b  |      Layout.grid((8, 8), 0, 1, [1, 1], [1, 1], "abcd")
+4 +-----+-----+      c holds the box [4:8,0:4]
+  |  c  |  d  |
+8 +-----+-----+
 """
 
 from __future__ import annotations

@@ -148,6 +148,4 @@ def _unusual(document: dict[str, Any], kind: type[msgspec.Struct], always: tuple
             usual[info.name] = info.default_factory()
         elif info.default is not msgspec.NODEFAULT:
             usual[info.name] = msgspec.to_builtins(info.default)
-    return {
-        key: value for key, value in document.items() if key in always or key not in usual or usual[key] != value
-    }
+    return {key: value for key, value in document.items() if key in always or key not in usual or usual[key] != value}

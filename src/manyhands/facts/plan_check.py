@@ -190,7 +190,8 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
         starts = [g for g in groups if isinstance(g, int)]
         if not starts or starts[0] != first:
             raise BadPlan(
-                f"{field}.share.{name} is {starts}; its first group must start at layer {first}, where the stage starts."
+                f"{field}.share.{name} is {starts}; its first group must start at layer {first}, "
+                "where the stage starts."
             )
         if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= last:
             raise BadPlan(
@@ -202,7 +203,8 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
         for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
                 raise BadPlan(
-                    f"{field}.share.{name} is {list(weights)}: a tile would have 0 of the {extent} {name} of {image.name}."
+                    f"{field}.share.{name} is {list(weights)}: "
+                    f"a tile would have 0 of the {extent} {name} of {image.name}."
                 )
 
 

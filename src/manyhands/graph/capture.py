@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from manyhands.facts.errors import CaptureFailed
+from manyhands.graph import recurrent
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 
@@ -203,7 +204,8 @@ def _export(
 def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: Any) -> Any:
     """torch.export in training IR, without its warnings and graph dumps."""
     export = getattr(torch.export, "export_for_training", torch.export.export)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _only_listener(logging.NullHandler()):
+    quiet = _only_listener(logging.NullHandler())
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():
         warnings.simplefilter("ignore")
         return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
 
@@ -306,7 +308,7 @@ def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:
     if inside:
         frame = frames[-1] if frames[-1].filename == inside[-1].filename else inside[-1]
         text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        place = f'{frame.filename}:{frame.lineno}, in {frame.name}:\n    {text}'
+        place = f"{frame.filename}:{frame.lineno}, in {frame.name}:\n    {text}"
     elif fixed:
         place = fixed
     else:

@@ -105,9 +105,7 @@ def _own_name(name: str) -> str:
     return name.removeprefix("inner.").removeprefix("loss.")
 
 
-def _weights(
-    program: Any, state: _State
-) -> tuple[tuple[WeightSpec, ...], dict[str, torch.Tensor], dict[str, str]]:
+def _weights(program: Any, state: _State) -> tuple[tuple[WeightSpec, ...], dict[str, torch.Tensor], dict[str, str]]:
     specs: list[WeightSpec] = []
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -215,9 +213,7 @@ def _convert_node(node: Any, state: _State) -> None:
     _refuse_hidden_randomness(target, arguments, where)
     outputs = output_specs(name, value, where)
     several = isinstance(value, (tuple, list))
-    state.nodes.append(
-        Node(name, target, arguments, options, outputs, several, in_place, "", _module(node), where)
-    )
+    state.nodes.append(Node(name, target, arguments, options, outputs, several, in_place, "", _module(node), where))
     own = [Value(spec.name) for spec in outputs]
     state.arguments[name] = own if several else own[0]
     shared = mutated.name if isinstance(mutated, Value) and _may_share_memory(target, arguments) else None

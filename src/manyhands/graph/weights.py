@@ -17,9 +17,7 @@ class Weights:
         self.tensors = tensors
 
     @classmethod
-    def copied(
-        cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu"
-    ) -> Weights:
+    def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
         """Own copies of the graph's weights (all, or those named), on a device."""
         wanted = set(names) if names is not None else None
         tensors: dict[str, torch.Tensor] = {}

@@ -108,9 +108,7 @@ class Bert(nn.Module):
         return out
 
 
-def bert_small(
-    num_classes: int = 2, *, vocabulary: int = 30522, max_length: int = 512, dropout: float = 0.1
-) -> Bert:
+def bert_small(num_classes: int = 2, *, vocabulary: int = 30522, max_length: int = 512, dropout: float = 0.1) -> Bert:
     return Bert(
         layers=4,
         hidden=512,

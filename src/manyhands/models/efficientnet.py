@@ -51,9 +51,7 @@ def efficientnet(
         outputs = round_channels(channels * width)
         for index in range(math.ceil(repeats * depth)):
             expanded = inputs * expansion
-            excite = SqueezeExcite(
-                expanded, max(1, inputs // 4), activation=nn.SiLU(inplace=True), gate=nn.Sigmoid()
-            )
+            excite = SqueezeExcite(expanded, max(1, inputs // 4), activation=nn.SiLU(inplace=True), gate=nn.Sigmoid())
             blocks.append(
                 InvertedResidual(
                     inputs,
@@ -77,9 +75,7 @@ def efficientnet(
     return ConvClassifier(blocks, [nn.Dropout(dropout, inplace=True), classifier])
 
 
-def efficientnet_b1(
-    num_classes: int = 1000, *, dropout: float = 0.2, stochastic_depth: float = 0.2
-) -> ConvClassifier:
+def efficientnet_b1(num_classes: int = 1000, *, dropout: float = 0.2, stochastic_depth: float = 0.2) -> ConvClassifier:
     return efficientnet(
         width=1.0, depth=1.1, num_classes=num_classes, dropout=dropout, stochastic_depth=stochastic_depth
     )

@@ -129,9 +129,7 @@ def mobilenet_v2(num_classes: int = 1000, *, dropout: float = 0.2, small_images:
         for index in range(repeats):
             stride = stage_stride if index == 0 and not (small_images and stage == 1) else 1
             blocks.append(
-                InvertedResidual(
-                    inputs, inputs * expansion, outputs, kernel=3, stride=stride, activation=nn.ReLU6
-                )
+                InvertedResidual(inputs, inputs * expansion, outputs, kernel=3, stride=stride, activation=nn.ReLU6)
             )
             inputs = outputs
     blocks += [*conv_norm(inputs, 1280), nn.ReLU6(inplace=True)]

@@ -43,12 +43,9 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(5)]
         self.stem = _double_convolution(channels, width)
         self.downs = nn.ModuleList(
-            nn.Sequential(nn.MaxPool2d(2), _double_convolution(inputs, outputs))
-            for inputs, outputs in pairwise(widths)
+            nn.Sequential(nn.MaxPool2d(2), _double_convolution(inputs, outputs)) for inputs, outputs in pairwise(widths)
         )
-        self.ups = nn.ModuleList(
-            Up(inputs, outputs) for inputs, outputs in pairwise(reversed(widths))
-        )
+        self.ups = nn.ModuleList(Up(inputs, outputs) for inputs, outputs in pairwise(reversed(widths)))
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:

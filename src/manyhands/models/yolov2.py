@@ -90,9 +90,7 @@ def _overlap(first: Tensor, second: Tensor) -> Tensor:
     return shared / union.clamp(min=1e-9)
 
 
-def region_loss(
-    output: Tensor, target: Tensor, anchors: Sequence[tuple[float, float]] = VOC_ANCHORS
-) -> Tensor:
+def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, float]] = VOC_ANCHORS) -> Tensor:
     """The mean over the batch of darknet's region cost.
 
     `output` is (batch, anchors * (5 + classes), height, width). `target` is (batch, boxes, 5): class, centre x, centre
@@ -167,9 +165,7 @@ def example_boxes(
     return torch.cat((classes, centres, shapes), dim=2) * present
 
 
-def example_map(
-    batch_size: int, input_shape: tuple[int, ...], num_classes: int, generator: torch.Generator
-) -> Tensor:
+def example_map(batch_size: int, input_shape: tuple[int, ...], num_classes: int, generator: torch.Generator) -> Tensor:
     """A random map of the shape that the first sixteen layers give."""
     _, height, width = input_shape
     return torch.randn(batch_size, 256, height // 16, width // 16, generator=generator)

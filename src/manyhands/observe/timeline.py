@@ -18,7 +18,13 @@ _ROWS = {"compute": (0.32, 0.56), "send": (0.16, 0.14), "receive": (0.0, 0.14)}
 
 
 def draw_timeline(
-    spans: Sequence[SpanLike], devices: Sequence[str], seconds: float, path: Path, *, title: str, notes: dict[str, str] | None = None
+    spans: Sequence[SpanLike],
+    devices: Sequence[str],
+    seconds: float,
+    path: Path,
+    *,
+    title: str,
+    notes: dict[str, str] | None = None,
 ) -> Path:
     """Write a PNG. Of very many devices the first are drawn, and the title says so."""
     import matplotlib
@@ -35,7 +41,9 @@ def draw_timeline(
         offset, height = _ROWS[span.track]
         bottom = place[span.device] + offset
         colour = _COLOURS.get(span.kind, "#888888")
-        axes.broken_barh([(span.start, span.end - span.start)], (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.3)
+        axes.broken_barh(
+            [(span.start, span.end - span.start)], (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.3
+        )
         if span.kind in ("forward", "backward") and (span.end - span.start) > 0.012 * seconds:
             middle = (span.start + span.end) / 2
             text = short_label(span)[1:]
@@ -47,7 +55,9 @@ def draw_timeline(
     axes.set_xlabel("seconds")
     axes.grid(axis="x", alpha=0.25)
     hidden = len(devices) - len(shown)
-    axes.set_title(title + (f" (first {len(shown)} of {len(devices)} devices)" if hidden else ""), fontsize=10, loc="left")
+    axes.set_title(
+        title + (f" (first {len(shown)} of {len(devices)} devices)" if hidden else ""), fontsize=10, loc="left"
+    )
     kinds = [kind for kind in _COLOURS if any(span.kind == kind for span in drawn)]
     axes.legend(
         handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],

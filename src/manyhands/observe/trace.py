@@ -44,7 +44,13 @@ def trace_events(spans: Iterable[SpanLike], *, title: str = "", simulated: bool 
                 thread += 1
                 events.append(_name("thread_name", process, thread, track if number == 0 else f"{track} {number + 1}"))
                 events.append(
-                    {"name": "thread_sort_index", "ph": "M", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+                    {
+                        "name": "thread_sort_index",
+                        "ph": "M",
+                        "pid": process,
+                        "tid": thread,
+                        "args": {"sort_index": thread},
+                    }
                 )
                 for span in lane:
                     events.append(

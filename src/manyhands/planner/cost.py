@@ -44,7 +44,9 @@ class CostModel:
                 total += forward if isinstance(action, Forward) else backward
         return total
 
-    def range_seconds(self, profile: DeviceProfile, device: str, first: int, last: int, samples: float) -> tuple[float, float]:
+    def range_seconds(
+        self, profile: DeviceProfile, device: str, first: int, last: int, samples: float
+    ) -> tuple[float, float]:
         """Forward and backward seconds of operators [first, last) for some samples (a fraction: a tile of one)."""
         key = (id(profile), first, last, samples)
         found = self._known.get(key)

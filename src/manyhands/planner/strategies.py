@@ -1,9 +1,9 @@
 """Plans by name: each strategy uses every device of the cluster; only `auto` may leave devices out.
 
-    single     the fastest device alone
-    samples    one stage, each device takes samples in proportion to its speed
-    pipeline   one device per stage, cuts placed so that the slowest stage is as fast as can be
-    tiles      the maps cut into rows in proportion to speed, up to global pooling; the tail on the fastest device
+single     the fastest device alone
+samples    one stage, each device takes samples in proportion to its speed
+pipeline   one device per stage, cuts placed so that the slowest stage is as fast as can be
+tiles      the maps cut into rows in proportion to speed, up to global pooling; the tail on the fastest device
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def divisor_near(number: int, wanted: int) -> int:
 
 
 def balanced_cuts(costs: list[list[float]]) -> list[int]:
-    """Stage ends that minimise the slowest stage: costs[p][l] is layer l on the device of stage p. By dynamic programming."""
+    """Stage ends that make the slowest stage fastest, by dynamic programming. costs[p][l]: layer l on stage p."""
     stages, layers = len(costs), len(costs[0])
     sums = [[0.0] for _ in range(stages)]
     for p in range(stages):
@@ -147,11 +147,13 @@ def _tileable_layers(task: Task) -> int:
 
 
 def tiles(task: Task) -> Plan:
-    """Rows in proportion to speed; exchange at every layer; the tail on the fastest device, if there is one to spare."""
+    """Rows in proportion to speed; exchange at every layer; the tail, if there is one, on the fastest device."""
     network, names = task.network, list(task.cluster.names)
     last = _tileable_layers(task)
     if not last:
-        raise BadPlan(f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and columns.")
+        raise BadPlan(
+            f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and columns."
+        )
     stages = []
     if last < len(network.layers):  # a device works in one stage, so the tail takes one away
         tail = task.fastest()
@@ -213,7 +215,9 @@ def _fitting(task: Task, make: Callable[[Task], Plan], price: Callable[[Plan], f
     finer = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
     for count in (None, *finer):
         try:
-            attempt = plan if count is None else resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+            attempt = (
+                plan if count is None else resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+            )
             price(attempt)
             return attempt
         except OutOfMemory as error:

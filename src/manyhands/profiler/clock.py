@@ -1,8 +1,8 @@
 """Timing on a machine that is never quite at rest: warm up, take turns, report medians.
 
-    round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
-    round 2   B C A
-    round 3   A B        C was hopeless and left
+round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
+round 2   B C A
+round 3   A B        C was hopeless and left
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Profiles on disk: one readable JSON file per model, input, granularity and machine, reused until asked otherwise.
 
-    profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
+profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return (
-            f"{self.architecture}, {self.processor}, {self.cores} cores, {self.threads} threads, torch {self.torch}"
-        )
+        return f"{self.architecture}, {self.processor}, {self.cores} cores, {self.threads} threads, torch {self.torch}"
 
     @property
     def slug(self) -> str:

@@ -1,12 +1,12 @@
 """What a device does, as plain actions that print and parse. Simulator and executor interpret the same ones.
 
-    forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
-    backward s0 m3 0:12
-    send pi-2 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B        does not wait
-    receive pi-1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     waits for the message
-    reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
-    reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
-    step s0                                             the optimiser's update
+forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
+backward s0 m3 0:12
+send pi-2 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B        does not wait
+receive pi-1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     waits for the message
+reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
+reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
+step s0                                             the optimiser's update
 """
 
 from __future__ import annotations

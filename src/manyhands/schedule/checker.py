@@ -141,7 +141,7 @@ def check(
     """Check a schedule's list (or the log of an event-driven run, given as `actions`)."""
     if actions is None and not schedule.is_fixed:
         raise BadSchedule(
-            f"order is {schedule.plan.order}: what each device does is decided as messages arrive, there is no list yet.",
+            f"order is {schedule.plan.order}: what each device does is decided as messages arrive; there is no list.",
             hint="Run manyhands simulate, and check its log.",
         )
     own = actions if actions is not None else schedule.actions
@@ -157,9 +157,9 @@ def check(
         if cluster is not None and memory.peak_bytes > cluster.device(device).memory_bytes:
             budget = cluster.device(device).memory_bytes
             raise OutOfMemory(
-                f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at '{memory.peak_action}' "
-                f"({format_bytes(memory.static_bytes)} weights, gradients and optimiser, the rest activations of "
-                f"{memory.most_micro_batches_held} micro-batch(es)).",
+                f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at "
+                f"'{memory.peak_action}' ({format_bytes(memory.static_bytes)} weights, gradients and optimiser, "
+                f"the rest activations of {memory.most_micro_batches_held} micro-batch(es)).",
                 hint="Use more micro-batches, a smaller batch, a smaller share for this device, or more stages.",
             )
     return Checked(sum(map(len, own.values())), messages, bytes_between, peaks, held)

@@ -1,8 +1,8 @@
 """How many bytes a device holds while it works through its actions (ASTEROID Eq. 3, action by action).
 
-    static      weights, their gradients, the optimiser's state, buffers
-    held        what each micro-batch in flight keeps for its backward pass, and what it received
-    workspace   the inputs and outputs of the operator being computed
+static      weights, their gradients, the optimiser's state, buffers
+held        what each micro-batch in flight keeps for its backward pass, and what it received
+workspace   the inputs and outputs of the operator being computed
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DeviceMemory:
         parts = geometry.fractions(device)
         operators = network.ops[self.first : self.last]
         saved = [
-            (op.saved_bytes * samples * part + op.saved_fixed_bytes) if part else 0.0 for op, part in zip(operators, parts)
+            op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
+            for op, part in zip(operators, parts)
         ]
         self._saved = list(accumulate(saved, initial=0.0))
         self._workspace = [op.moved_bytes * samples * part for op, part in zip(operators, parts)]

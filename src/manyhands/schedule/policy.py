@@ -1,7 +1,7 @@
 """A schedule is a policy: asked what to do next, it answers with an action, 'wait', or 'done'.
 
-A fixed order answers from a list known in advance. An event-driven one looks at what has arrived. Simulator and executor
-ask the same policies; what they were answered is the log, and the log is the list.
+A fixed order answers from a list known in advance. An event-driven one looks at what has arrived. Simulator and
+executor ask the same policies; what they were answered is the log, and the log is the list.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class EagerOrder:
 
 def _has_arrived(actions: list[Action], state: DeviceState) -> bool:
     """Whether what must be received before the first computing is at hand."""
-    for action in actions:
-        if isinstance(action, Receive) and action.message.kind in ("value", "gradient", "input"):
-            if (action.source, action.message) not in state.arrived:
-                return False
-    return True
+    return all(
+        (action.source, action.message) in state.arrived
+        for action in actions
+        if isinstance(action, Receive) and action.message.kind in ("value", "gradient", "input")
+    )
 
 
 class Schedule:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from manyhands.facts.boxes import Box
 from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
@@ -65,9 +67,7 @@ def _numbered(action: Action, micro_batch: int) -> Action:
     if isinstance(action, Backward):
         return Backward(action.stage, micro_batch, action.first, action.last)
     if isinstance(action, Reduce) and action.what == "statistics":
-        return Reduce(
-            action.stage, action.what, action.first, action.last, action.devices, action.bytes, micro_batch, action.backward
-        )
+        return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
 
 
@@ -101,7 +101,9 @@ class Lowering:
             return sum(-(-count * codec.bits // 8) + HEADER_BYTES for count in elements)
         return sum(elements) * DTYPE_BYTES[dtype]
 
-    def _packed(self, found: dict[str, tuple[Move, ...]], kind: Kind, codec: Codec | None) -> dict[tuple[str, str], Message]:
+    def _packed(
+        self, found: dict[str, tuple[Move, ...]], kind: Kind, codec: Codec | None
+    ) -> dict[tuple[str, str], Message]:
         """One message per pair of devices."""
         parts: dict[tuple[str, str], list[Part]] = defaultdict(list)
         sizes: dict[tuple[str, str], int] = defaultdict(int)
@@ -242,7 +244,9 @@ class Lowering:
         for forward_group in reversed(geometry.groups):
             self._backward_run(index, geometry, forward_group.first, forward_group.last, actions, ends)
             back = {
-                t: adjoint(found) for t, found in forward_group.fetches.items() if self.network.tensors[t].differentiable
+                t: adjoint(found)
+                for t, found in forward_group.fetches.items()
+                if self.network.tensors[t].differentiable
             }
             halos = self._packed(back, "halo-gradient", None)
             actions.extend(Send(target, m) for (source, target), m in halos.items() if source == device)
@@ -258,9 +262,8 @@ class Lowering:
             if op in statistics:
                 if op + 1 < high:
                     actions.append(Backward(index, 0, op + 1, high))
-                actions.append(
-                    Reduce(index, "statistics", op, op + 1, geometry.devices, self._statistics_bytes(op), 0, backward=True)
-                )
+                size = self._statistics_bytes(op)
+                actions.append(Reduce(index, "statistics", op, op + 1, geometry.devices, size, 0, backward=True))
                 high = op + 1
             if op in ends:
                 actions.append(Backward(index, 0, op, high))

@@ -1,8 +1,9 @@
 """Interprets a schedule's actions under a virtual clock.
 
-Each device has one processor and sends and receives beside it. The loop takes the next event (a computation or a
-transfer that ends), moves the clock there, and lets whoever was waiting for it go on: exactly what an executor does with
-real devices, with `planner.cost` in place of torch and `links` in place of sockets.
+Each device has one processor and sends and receives beside it. Messages of one pair go one after another, as on one
+connection; pairs share links and ports fairly. The loop takes the next event (a computation or a
+transfer that ends), moves the clock there, and lets whoever was waiting for it go on: exactly what an executor does
+with real devices, with `planner.cost` in place of torch and `links` in place of sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from manyhands.simulator.links import Network, Transfer
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
 MOST_SPANS = 2_000_000
-
 
 
 def simulate(
@@ -84,6 +84,8 @@ class _Run:
         self.events: list[tuple[float, int, str, Any, int]] = []
         self.ticket = count()
         self.links = Network(cluster)
+        self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
+        """Messages of a pair that wait for the one before them: a channel delivers in order."""
         self.spans: list[Span] = []
         self.log: dict[str, list[Action]] = {name: [] for name in policies}
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
@@ -195,8 +197,11 @@ class _Run:
         return True
 
     def _send(self, source: str, action: Send) -> None:
-        self.bytes_between[(source, action.to)] += action.message.bytes
-        self._start_transfer(source, action.to, action.message.bytes, action.message)
+        pair = (source, action.to)
+        self.bytes_between[pair] += action.message.bytes
+        self.queues[pair].append(action.message)
+        if len(self.queues[pair]) == 1:
+            self._start_transfer(*pair, action.message.bytes, action.message)
 
     def _start_transfer(self, source: str, target: str, byte_count: float, label: object) -> None:
         self._count_transfer(source, 1)
@@ -221,6 +226,11 @@ class _Run:
             self.spans.append(Span(target, "receive", start + delay, self.now + delay, kind, transfer.label, source))
         self._count_transfer(transfer.source, -1)
         if is_message:
+            pair = (transfer.source, transfer.target)
+            self.queues[pair].popleft()
+            if self.queues[pair]:
+                following = self.queues[pair][0]
+                self._start_transfer(*pair, following.bytes, following)
             self._at(self.now + delay, "arrived", transfer)
         else:
             self._count_transfer(transfer.target, -1)
@@ -284,9 +294,8 @@ class _Run:
                 + result.transfer_seconds * facts.watts_transfer
             )
             if result.peak_bytes > facts.memory_bytes:
-                warnings.append(
-                    f"{name} runs out of memory: {format_bytes(result.peak_bytes)} of {format_bytes(facts.memory_bytes)}."
-                )
+                peak, budget = format_bytes(result.peak_bytes), format_bytes(facts.memory_bytes)
+                warnings.append(f"{name} runs out of memory: {peak} of {budget}.")
         return Simulation(
             seconds=seconds,
             samples=self.plan.batch_size,
