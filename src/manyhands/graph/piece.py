@@ -14,7 +14,19 @@ import torch
 
 from manyhands.facts.errors import BadValue
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Enum, Graph, Node, Samples, Special, Value, Weight, values_of, weights_of
+from manyhands.graph.graph import (
+    Argument,
+    Enum,
+    Graph,
+    Node,
+    Samples,
+    Special,
+    Value,
+    Weight,
+    records_of,
+    values_of,
+    weights_of,
+)
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.weights import Weights
 
@@ -188,7 +200,7 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
             node=node,
             call=call,
             build=_builder(arguments, slots),
-            options=_options(node, slots) if node.options and random is None else None,
+            options=_options(node, slots, piece.weights.device) if _has_options(node) and random is None else None,
             outputs=tuple(slots.of(spec.name) for spec in node.outputs),
             frees=tuple(slots.of(name) for name in (*freed, *unread)),
             random=random.call if random is not None else None,
@@ -283,6 +295,17 @@ def _builder(arguments: tuple[Argument, ...], slots: _Slots) -> Callable[[list[A
     return build
 
 
-def _options(node: Node, slots: _Slots) -> Callable[[list[Any], int], dict[str, Any]]:
+def _makes_from_nothing(node: Node) -> bool:
+    """Whether a node creates a tensor without another to tell it the device."""
+    return node.target in ops.CREATION and not any(isinstance(a, (Value, Weight)) for a in records_of(node))
+
+
+def _has_options(node: Node) -> bool:
+    return bool(node.options) or _makes_from_nothing(node)
+
+
+def _options(node: Node, slots: _Slots, device: torch.device) -> Callable[[list[Any], int], dict[str, Any]]:
     getters = {name: _getter(argument, slots) for name, argument in node.options.items()}
+    if _makes_from_nothing(node):
+        getters["device"] = lambda values, samples: device
     return lambda values, samples: {name: get(values, samples) for name, get in getters.items()}

@@ -13,8 +13,9 @@ from manyhands.graph.graph import Graph
 class Weights:
     """Tensors by name. Trainable ones are leaves that collect gradients."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
         self.tensors = tensors
+        self.device = torch.device(device)
 
     @classmethod
     def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
@@ -25,14 +26,15 @@ class Weights:
             if wanted is None or spec.name in wanted:
                 copy = graph.state[spec.name].detach().to(device, copy=True)
                 tensors[spec.name] = copy.requires_grad_(spec.trainable)
-        return cls(tensors)
+        return cls(tensors, device)
 
     @classmethod
     def shared(cls, graph: Graph, module: nn.Module) -> Weights:
         """The module's own parameters and buffers: training the graph trains the module."""
         found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         found.update(module.named_buffers(remove_duplicate=False))
-        return cls({spec.name: found.get(spec.name, graph.state[spec.name]) for spec in graph.weights})
+        tensors = {spec.name: found.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
+        return cls(tensors, next((tensor.device for tensor in tensors.values()), "cpu"))
 
     def trainable(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
