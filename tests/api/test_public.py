@@ -77,3 +77,19 @@ def test_a_profile_of_another_network_is_refused(tmp_path: Path) -> None:
     assert read_profiles(str(tmp_path / "p.json"), tiny, cluster).is_estimated
     with pytest.raises(BadFile, match="does not belong"):
         read_profiles(str(tmp_path / "p.json"), other, cluster)
+
+
+def test_readme_documents_are_valid() -> None:
+    """The cluster and the plan the README shows, as a person would type them."""
+    import yaml
+
+    from manyhands.facts.cluster import Cluster
+    from manyhands.facts.plan import Plan
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    cluster_text, plan_text = (part.split("```")[0] for part in readme.split("```yaml\n")[1:])
+    cluster = Cluster.from_dict(yaml.safe_load(cluster_text))
+    plan = Plan.from_dict(yaml.safe_load(plan_text))
+    result = mh.simulate(plan, "resnet18", cluster)
+    assert set(result.devices) == {"pi4-1", "pi4-2", "nano"}
+    assert result.seconds > 0

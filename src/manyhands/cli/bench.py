@@ -23,14 +23,21 @@ def capture(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed."""
+    """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed.
+
+    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    """
     from manyhands.api.bench import bench_capture
     from manyhands.cli.show import print_json, print_table, working
 
-    with working("measuring"):
-        figures = bench_capture(quick=quick)
+    with working("measuring") as say:
+        figures = bench_capture(quick=quick, on_progress=say)
+    numbers = {key: value for key, value in figures.items() if not isinstance(value, str)}
+    words = {key: value for key, value in figures.items() if isinstance(value, str)}
+    for key, text in words.items():  # machine, settings of both sides, chosen kernels
+        typer.echo(f"{key}: {text}", err=True)
     if json:
-        print_json(figures)
+        print_json(numbers)
         return
-    rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in figures.items()]
-    print_table("bench capture" + (" --quick" if quick else ""), ["figure", "value"], rows)
+    rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in numbers.items()]
+    print_table("bench capture" + (" --quick" if quick else ""), ["figure", "value"], rows, numbers=["value"])

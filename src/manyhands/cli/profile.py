@@ -15,6 +15,7 @@ def profile(
     granularity: Granularity = "blocks",
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="The ladder, like 1,2,4,8.")] = "",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to use; 0: all cores.")] = 0,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="About how long it may take.")] = 45.0,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again even if a stored profile exists.")] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Write the profile to this .json file too.")] = "",
     json: Json = False,
@@ -33,11 +34,12 @@ def profile(
     ladder = parse_ladder(batch_sizes)
     with working(f"capturing {model}"):
         graph = capture_model(model, parse_input(input), granularity)
-    with working(f"measuring {model}"):
+    with working(f"measuring {model}") as say:
         # A ladder asked for by name is measured; otherwise a stored profile serves.
         measured = profile_network(
-            graph, ladder=ladder or LADDER, threads=threads or None, refresh=refresh or bool(ladder)
-        )
+            graph, ladder=ladder or LADDER, threads=threads or None, seconds=seconds,
+            refresh=refresh or bool(ladder), on_progress=say,
+        )  # fmt: skip
     if out:
         write_document(out, msgspec.to_builtins(measured))
     if json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,12 +45,15 @@ def print_table(
 
 
 @contextmanager
-def working(message: str) -> Iterator[None]:
-    """A spinner on standard error while a person waits; nothing where there is no terminal."""
+def working(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on standard error while a person waits; nothing where there is no terminal.
+
+    Yields a function that says what is being done now.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda step: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(message):
-        yield
+    with Console(stderr=True).status(message) as status:
+        yield lambda step: status.update(f"{message}: {step}")

@@ -13,6 +13,7 @@ import inspect
 import io
 import linecache
 import logging
+import os
 import sysconfig
 import traceback
 import warnings
@@ -28,8 +29,8 @@ from manyhands.graph import recurrent
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
+_HERE = str(Path(__file__).parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -294,7 +295,7 @@ def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]
 
 def _is_library(filename: str) -> bool:
     in_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
-    return filename.startswith(("<frozen", "<string", _TORCH, _HERE)) or in_standard or "/_pytest/" in filename
+    return filename.startswith(("<frozen", "<string", _TORCH, _HERE)) or in_standard
 
 
 def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:

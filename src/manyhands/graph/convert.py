@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from manyhands.graph.graph import (
 )
 from manyhands.graph.sizes import dtype_name, output_specs, sized, spec_of
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})

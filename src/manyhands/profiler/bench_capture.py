@@ -56,6 +56,7 @@ KERNELS = (
     Setting("mobilenetv3-large", 4),
     Setting("efficientnet-b1", 2),
     Setting("vgg16", 1, (3, 112, 112)),
+    Setting("vgg19", 1, (3, 112, 112)),
     Setting("unet", 1, (3, 128, 128)),
     Setting("yolov2", 1, (3, 224, 224)),
 )
