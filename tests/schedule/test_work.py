@@ -42,7 +42,7 @@ def count_of(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
 
 
 def sent_by(work: DeviceWork) -> list[tuple[str, Message]]:
-    actions = (*work.forward(0), *work.backward(0, is_last=False))
+    actions = (*work.inputs(0), *work.forward(0), *work.backward(0, is_last=False))
     return [(action.to, action.message) for action in actions if isinstance(action, Send)]
 
 

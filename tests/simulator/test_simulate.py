@@ -6,6 +6,7 @@ import math
 import time
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +210,14 @@ def test_an_input_comes_from_its_home() -> None:
 
 
 # What is counted
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "eager"])
+def test_a_home_in_a_later_stage_does_not_hold_the_first_up(order: str) -> None:
+    """Inputs leave their home as far ahead as the first stage runs, so with free links nothing is lost."""
+    plan, network = pipeline(3, 6, order)
+    away = msgspec.structs.replace(plan, homes={"x": plan.stages[2].devices[0]})
+    assert run(away, network).seconds == exactly(run(plan, network).seconds)
 
 
 def expected_bytes(schedule: Schedule, costs: CostModel) -> dict[tuple[str, str], float]:

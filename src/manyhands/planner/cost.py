@@ -22,12 +22,12 @@ class CostModel:
         self._op_shares: dict[int, tuple[float, ...]] = {}
 
     @cached_property
-    def _fractions(self) -> dict[tuple[int, str, bool], tuple[float, ...]]:
+    def _fractions(self) -> dict[tuple[StageGeometry, str, bool], tuple[float, ...]]:
         return {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         """Seconds of a forward or backward action on its device."""
-        key = (id(geometry), device, isinstance(action, Forward))
+        key = (geometry, device, isinstance(action, Forward))
         parts = self._fractions.get(key)
         if parts is None:
             found = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions

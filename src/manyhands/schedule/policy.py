@@ -54,8 +54,8 @@ class EagerOrder:
     Unlike 1F1B it does not insist on turns: a late gradient does not stop the next forward pass.
     """
 
-    def __init__(self, work: DeviceWork, micro_batches: int, ahead: int) -> None:
-        self.work, self.micro_batches, self.ahead = work, micro_batches, ahead
+    def __init__(self, work: DeviceWork, micro_batches: int, ahead: int, lead: int) -> None:
+        self.work, self.micro_batches, self.ahead, self.lead = work, micro_batches, ahead, lead
         self.announced = self.forwards = self.backwards = 0
         self._pending: list[Action] = []
         self._finished = False
@@ -70,6 +70,11 @@ class EagerOrder:
     def _choose(self, state: DeviceState) -> None:
         if self._finished:
             return
+        while self.announced < min(self.micro_batches, self.forwards + self.lead):
+            self._pending += self.work.inputs(self.announced)
+            self.announced += 1
+        if self._pending:  # inputs others wait for do not wait for what this device waits for
+            return
         if self.backwards == self.micro_batches:
             self._pending, self._finished = self.work.finish(), True
             return
@@ -81,13 +86,10 @@ class EagerOrder:
                 self._pending = actions
                 return
         if self.forwards < self.micro_batches and self.forwards - self.backwards < self.ahead:
-            if self.announced == self.forwards:  # inputs others wait for do not wait for what this device waits for
-                self._pending = self.work.inputs(self.forwards)
-                self.announced += 1
-            actions = self.work.forward_pass(self.forwards)
+            actions = self.work.forward(self.forwards)
             if _has_arrived(actions, state):
                 self.forwards += 1
-                self._pending += actions
+                self._pending = actions
 
 
 def _has_arrived(actions: list[Action], state: DeviceState) -> bool:
@@ -110,14 +112,23 @@ class Schedule:
         if self.is_fixed:
             self.actions = {device: tuple(self._list(work)) for device, work in self.lowering.work.items()}
 
+    @property
+    def _lead(self) -> int:
+        """How many micro-batches ahead inputs are sent from their home: as far as the first stage may run ahead."""
+        if self.plan.order == "sequential":
+            return 1
+        return self.plan.warm_up_of(0) if self.plan.order in ("1f1b", "eager") else self.plan.micro_batches
+
     def _list(self, work: DeviceWork) -> list[Action]:
         plan = self.plan
         if work.geometry is None:
-            return [action for number in range(plan.micro_batches) for action in work.forward(number)]
-        result: list[Action] = []
+            return [action for number in range(plan.micro_batches) for action in work.inputs(number)]
+        result = [action for number in range(self._lead) for action in work.inputs(number)]
         done = 0
         for kind, number in passes(plan, work.stage):
             if kind == "forward":
+                if number + self._lead < plan.micro_batches:
+                    result.extend(work.inputs(number + self._lead))
                 result.extend(work.forward(number))
             else:
                 done += 1
@@ -134,5 +145,5 @@ class Schedule:
             if work.geometry is None:
                 found[device] = FixedOrder(self._list(work))
             else:
-                found[device] = EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage))
+                found[device] = EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
         return found

@@ -25,13 +25,13 @@ HEADER_BYTES = 8
 
 @dataclass
 class DeviceWork:
-    """The templates of one device. Micro-batch numbers are filled in by `forward`, `backward` and `finish`."""
+    """The templates of one device. Micro-batch numbers are filled in by its methods."""
 
     device: str
     stage: int
     geometry: StageGeometry | None
     before: list[Action] = field(default_factory=list)
-    """Inputs this device sends to others, ahead of its forward pass."""
+    """Inputs this device has and others read."""
     forward_actions: list[Action] = field(default_factory=list)
     backward_actions: list[Action] = field(default_factory=list)
     last_backward_actions: list[Action] = field(default_factory=list)
@@ -42,12 +42,8 @@ class DeviceWork:
         """Sending the inputs that others read."""
         return [_numbered(action, micro_batch) for action in self.before]
 
-    def forward_pass(self, micro_batch: int) -> list[Action]:
-        """The forward pass itself, without the inputs for others."""
-        return [_numbered(action, micro_batch) for action in self.forward_actions]
-
     def forward(self, micro_batch: int) -> list[Action]:
-        return self.inputs(micro_batch) + self.forward_pass(micro_batch)
+        return [_numbered(action, micro_batch) for action in self.forward_actions]
 
     def backward(self, micro_batch: int, *, is_last: bool) -> list[Action]:
         chosen = self.last_backward_actions if is_last else self.backward_actions
