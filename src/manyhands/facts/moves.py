@@ -70,14 +70,6 @@ def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(Move(move.target, move.source, move.box, adds=True) for move in moves)
 
 
-def by_pair(moves: Iterable[Move]) -> dict[tuple[str, str], tuple[Move, ...]]:
-    """The moves of each (source, target), local ones too, in order: what travels as one message."""
-    pairs: dict[tuple[str, str], list[Move]] = {}
-    for move in moves:
-        pairs.setdefault((move.source, move.target), []).append(move)
-    return {pair: tuple(own) for pair, own in pairs.items()}
-
-
 def volume_between(moves: Iterable[Move]) -> dict[tuple[str, str], int]:
     """Elements sent over each (source, target) link."""
     volumes: dict[tuple[str, str], int] = {}

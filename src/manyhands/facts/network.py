@@ -10,6 +10,7 @@ Sizes are affine in the number of samples: `fixed + per_sample * samples`.
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 
 import msgspec
 
@@ -37,10 +38,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @property
     def bytes_per_sample(self) -> int:
@@ -70,10 +68,7 @@ class WeightSpec(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
     @property
     def bytes(self) -> int:

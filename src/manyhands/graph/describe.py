@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from manyhands.facts.network import DTYPE_BYTES, Network, Op, TensorSpec
+from manyhands.facts.network import Network, Op, TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
@@ -163,7 +163,3 @@ def _saved_at(graph: Graph, samples: int) -> list[int]:
                 keep.extend(slots[place] for place in step.outputs)
                 held.append(saved.bytes - before)
         return held
-
-
-def bytes_of(dtype: str) -> int:
-    return DTYPE_BYTES[dtype]

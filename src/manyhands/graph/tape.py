@@ -82,12 +82,19 @@ def backward(tape: Tape, gradients: Mapping[str, torch.Tensor]) -> None:
     """Run the tape backwards from gradients of the outputs. Weights' gradients are summed into their `.grad`."""
     collected = dict(gradients)
     for entered, left in zip(reversed(tape.entered), reversed(tape.left)):
-        roots = [(t, collected[name]) for name, t in left.items() if t.requires_grad and name in collected]
-        if roots:
-            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-        for name, tensor in entered.items():
-            if tensor.grad is not None:
-                collected[name] = collected[name] + tensor.grad if name in collected else tensor.grad
+        backward_piece(entered, left, collected)
+
+
+def backward_piece(
+    entered: Mapping[str, torch.Tensor], left: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> None:
+    """One piece backwards: `gradients` gives those of what left it, and takes those of what entered."""
+    roots = [(tensor, gradients[name]) for name, tensor in left.items() if tensor.requires_grad and name in gradients]
+    if roots:
+        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+    for name, tensor in entered.items():
+        if tensor.grad is not None:
+            gradients[name] = gradients[name] + tensor.grad if name in gradients else tensor.grad
 
 
 def outputs_of(graph: Graph, values: Mapping[str, torch.Tensor]) -> Any:

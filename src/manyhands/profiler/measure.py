@@ -20,6 +20,7 @@ from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Timing
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
@@ -194,14 +195,8 @@ def _backward(
     while left:
         own, made = entered.pop(), left.pop()
         start = time.perf_counter()
-        roots = [(t, gradients[name]) for name, t in made.items() if t.requires_grad and name in gradients]
-        if roots:
-            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-        for name, tensor in own.items():
-            if tensor.grad is not None:
-                gradients[name] = gradients[name] + tensor.grad if name in gradients else tensor.grad
+        backward_piece(own, made, gradients)
         seconds.append(time.perf_counter() - start)
         for name in made:
             gradients.pop(name, None)
-        del roots
     return seconds[::-1]
