@@ -171,3 +171,67 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert all(device["estimated"] is False for device in measured["devices"])
     assert "measured" in run("devices", "here.yaml", cwd=tmp_path).stdout
     assert run("devices", "env-a", "--measure").returncode == 10
+
+
+def test_a_module_says_what_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(50, 8)\n"
+        "        self.head = torch.nn.Linear(8, 2)\n"
+        "    def forward(self, ids, mask):\n"
+        "        return self.head((self.table(ids) * mask[..., None]).sum(1))\n"
+        "def example_batch(batch_size):\n"
+        "    return {'ids': torch.randint(50, (batch_size, 7)), 'mask': torch.ones(batch_size, 7)}\n"
+    )
+    shown = run_json("models", "words:Net", cwd=tmp_path)
+    assert shown["parameters"] == 50 * 8 + 8 * 2 + 2
+    assert set(shown["layers"][0]["inputs"]) == {"ids", "mask"}
+
+
+def test_out_of_memory_is_refused_and_named(tmp_path: Path) -> None:
+    for words in (["plan", "--strategy", "single"], ["simulate", "-p", "single"]):
+        result = run(*words, "-m", "yolov2-16", "-c", "pi3x6", "--micro-batches", "1", cwd=tmp_path)
+        assert result.returncode == 8, result.stdout
+        assert "3.35 GB of 1 GB" in result.stderr
+    finer = run_json("plan", "-m", "yolov2-16", "-c", "pi3x6", "--strategy", "single", cwd=tmp_path)
+    assert finer["plan"]["micro_batches"] > 1
+    anyway = run_json("simulate", "-m", "tiny", "-c", "env-a", "-p", "single", "--overcommit", cwd=tmp_path)
+    assert anyway["seconds"] > 0
+
+
+def test_a_plan_file_names_its_network_and_decides(tmp_path: Path) -> None:
+    run_json("plan", "-m", "tiny", "-c", "env-a", "--strategy", "samples", "-o", "p.yaml", cwd=tmp_path)
+    assert run_json("simulate", "-c", "env-a", "-p", "p.yaml", cwd=tmp_path)["plan"]["network"] == "tiny"
+    again = run("simulate", "-c", "env-a", "-p", "p.yaml", "-b", "4", cwd=tmp_path)
+    assert again.returncode == 10
+    assert "--batch-size cannot be given beside p.yaml" in again.stderr
+    other = run("simulate", "-m", "din", "-c", "env-a", "-p", "p.yaml", cwd=tmp_path)
+    assert other.returncode == 5
+    assert "network is 'tiny'; the network at hand is 'din'" in other.stderr
+    (tmp_path / "twice.yaml").write_text((tmp_path / "p.yaml").read_text() + "batch_size: 4\n")
+    twice = run("simulate", "-c", "env-a", "-p", "twice.yaml", cwd=tmp_path)
+    assert twice.returncode == 4
+    assert "'batch_size' is written twice" in twice.stderr
+
+
+def test_a_document_of_aliases_does_not_hang(tmp_path: Path) -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in zip("abcdefgh", "bcdefghi")]
+    (tmp_path / "bomb.yaml").write_text("\n".join([*lines, "network: tiny", "batch_size: *i", "stages: []"]))
+    result = run("simulate", "-m", "tiny", "-c", "local:2", "-p", "bomb.yaml", cwd=tmp_path)
+    assert result.returncode == 5
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_HOME", "/proc/nowhere")
+    assert run_json("models", "tiny")["parameters"] == 40_506
+
+
+@pytest.mark.parametrize(("model", "shape"), [("bert-small", "4x4"), ("chair", "3x4")])
+def test_a_wrong_input_shape_is_the_users_mistake(model: str, shape: str) -> None:
+    result = run("models", model, "--input", shape)
+    assert result.returncode in (6, 10), result.stderr
+    assert "Traceback" not in result.stderr

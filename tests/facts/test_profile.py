@@ -124,3 +124,19 @@ def test_a_profile_belongs_to_one_network() -> None:
 def test_a_kernel_reads_well() -> None:
     assert str(Kernel()) == "contiguous+oneDNN"
     assert str(Kernel(channels_last=True, onednn=False, threads=1)) == "channels_last+native+1t"
+
+
+def test_estimated_backward_knows_what_is_frozen() -> None:
+    """Nothing flows back through frozen leading layers; the first trainable one needs no input gradient."""
+    import torch
+
+    from manyhands.facts.cluster import Cluster
+    from manyhands.graph.capture import capture
+
+    module = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)))
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(False)
+    network = capture(module, torch.randn(2, 4, 8, 8), granularity="operators").network
+    made = estimate(network, Cluster.local(1).devices[0])
+    ratios = [layer.ladder[0].backward_seconds / layer.ladder[0].forward_seconds for layer in made.layers]
+    assert ratios == pytest.approx([0, 1, 2])

@@ -124,6 +124,13 @@ def test_refusals(tiny: Network) -> None:
     cluster = Cluster.local(2)
     task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
     with pytest.raises(UnknownName, match="smples"):
-        plan_by_name("smples", task)
+        plan_by_name("smples", task, lambda plan: 1.0)
     with pytest.raises(BadPlan, match="at least 3 devices"):
-        plan_by_name("tiles", task)
+        plan_by_name("tiles", task, lambda plan: 1.0)
+
+    def refuse(plan: Plan) -> float:
+        raise OutOfMemory("too large")
+
+    with pytest.raises(OutOfMemory, match="too large"):
+        plan_by_name("single", task, refuse)
+    assert all(candidate.plan is None for candidate in choose(task, refuse))

@@ -252,3 +252,15 @@ def test_a_stream_has_no_backward() -> None:
     work = Lowering(plan, CHAIN).work["b"]
     assert [type(action) for action in work.forward(0)] == [Receive, Forward]
     assert work.backward(0, is_last=True) == work.finish() == []
+
+
+def test_an_output_made_early_goes_to_the_stage_of_the_loss() -> None:
+    """Two heads: the first stage's is sent to the last stage, and its gradient comes back."""
+    two = msgspec.structs.replace(CHAIN, outputs=("t0", "t3"))
+    plan = Plan("chain", 2, (Stage((0, 1), ("a",)), Stage((1, 2), ("b",)), Stage((2, 4), ("c",))))
+    work = Lowering(plan, two).work
+    assert {(to, part.tensor) for to, m in sent_by(work["a"]) for part in m.parts} == {("b", "t0"), ("c", "t0")}
+    back = [(to, m.kind, part.tensor) for to, m in sent_by(work["c"]) for part in m.parts]
+    assert ("a", "gradient", "t0") in back
+    one = Lowering(plan, CHAIN).work
+    assert {to for to, _ in sent_by(one["a"])} == {"b"}

@@ -6,6 +6,7 @@ package's models and graph folders. A user's `module:factory` is captured anew e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import manyhands
-from manyhands.facts.errors import BadValue
+from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.network import Network
 from manyhands.files.documents import cache_folder, write_bytes_atomic
 from manyhands.models.registry import ZOO
@@ -45,11 +46,16 @@ def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granul
     from manyhands.models import registry
 
     module = registry.build(model)
-    batch = registry.example_batch(model, EXAMPLE_SAMPLES, input_shape=input_shape)
     options: dict[str, Any] = {}
-    if model in ZOO:
-        options["loss"] = registry.loss_function(ZOO[model].loss)
-        options["target"] = registry.example_target(model, EXAMPLE_SAMPLES, input_shape=input_shape)
+    try:
+        batch = registry.example_batch(model, EXAMPLE_SAMPLES, input_shape=input_shape)
+        if model in ZOO:
+            options["loss"] = registry.loss_function(ZOO[model].loss)
+            options["target"] = registry.example_target(model, EXAMPLE_SAMPLES, input_shape=input_shape)
+    except (ValueError, RuntimeError) as error:
+        usual = f" Its own is {'x'.join(map(str, ZOO[model].input_shape))}." if model in ZOO else ""
+        shape = "x".join(map(str, input_shape or ()))
+        raise BadValue(f"{model} does not take an input of shape {shape}: {error}.{usual}") from error
     return capture(module, batch, granularity=granularity, name=model, **options)
 
 
@@ -62,7 +68,8 @@ def load_network(model: str, input_shape: tuple[int, ...] | None = None, granula
         return msgspec.json.decode(path.read_bytes(), type=Network)
     except (OSError, msgspec.MsgspecError):
         network = capture_model(model, input_shape, granularity).network
-        write_bytes_atomic(path, msgspec.json.encode(network))
+        with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
+            write_bytes_atomic(path, msgspec.json.encode(network))
         return network
 
 

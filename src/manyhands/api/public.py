@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -56,19 +57,20 @@ def plan(
     """
     network, cluster = _network(network), _cluster(cluster)
     profile = profile or estimate_cluster(network, cluster)
-    if batch_size < 1 or (micro_batches is not None and (micro_batches < 1 or batch_size % micro_batches)):
-        raise BadPlan(f"batch_size {batch_size} cannot be divided into {micro_batches} micro-batches.")
-    task = Task(network, cluster, profile, batch_size, micro_batches, order, optimizer_slots)
-    if strategy != "auto":
-        chosen = plan_by_name(strategy, task)
-        return Planned(chosen, [])
+    if batch_size < 1:
+        raise BadPlan(f"batch_size is {batch_size}; it must be at least 1.")
+    if micro_batches is not None and (micro_batches < 1 or batch_size % micro_batches):
+        divisors = ", ".join(str(n) for n in range(1, min(batch_size, 10_000) + 1) if batch_size % n == 0)
+        raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
+    task = Task(network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots)
 
     def price(candidate: Plan) -> float:
-        schedule = Schedule(candidate, network)
-        if schedule.is_fixed:
-            check(schedule, cluster)
-        return simulate_plan(candidate, network, cluster, profile, keep_spans=False).seconds
+        return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
 
+    if strategy != "auto":
+        chosen = plan_by_name(strategy, task, price).plan
+        assert chosen is not None
+        return Planned(chosen, [])
     ranked = choose(task, price)
     best = ranked[0]
     if best.plan is None:
@@ -79,7 +81,19 @@ def plan(
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:
     """A plan from a JSON or YAML file, checked."""
-    return resolve(Plan.from_dict(read_document(path)), network, cluster)
+    try:
+        return resolve(Plan.from_dict(read_document(path)), network, cluster)
+    except BadPlan as error:
+        raise BadPlan(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def network_named_in(path: str | Path) -> str:
+    """The network a plan file is for."""
+    document = read_document(path)
+    name = document.get("network") if isinstance(document, dict) else None
+    if not isinstance(name, str):
+        raise BadPlan(f"{path}: network is {name!r:.40}; it must name the network the plan is for.")
+    return name
 
 
 def simulate(
@@ -89,13 +103,36 @@ def simulate(
     profile: Profile | None = None,
     *,
     keep_spans: bool = True,
+    within_memory: bool = False,
 ) -> Simulation:
-    """One round of a plan under a virtual clock."""
-    return simulate_plan(plan, _network(network), _cluster(cluster), profile, keep_spans=keep_spans)
+    """One round of a plan under a virtual clock.
+
+    A device that would run out of memory is named in the result's warnings; with `within_memory` it is an error.
+    """
+    network, cluster = _network(network), _cluster(cluster)
+    result = simulate_plan(plan, network, cluster, profile, keep_spans=keep_spans)
+    if within_memory and any(device.peak_bytes > device.memory_bytes for device in result.devices.values()):
+        check(Schedule(resolve(plan, network, cluster), network), cluster, result.log)  # raises, and says where
+    return result
 
 
 def is_strategy(name: str) -> bool:
     return name in STRATEGIES
+
+
+def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
+    """A plan file decides these; saying them again would be ignored, so it is refused."""
+    said = [option for option, value in given.items() if value is not None]
+    if said:
+        raise BadValue(
+            f"{' and '.join(said)} cannot be given beside {file}, which decides that.", hint="Edit the file."
+        )
+
+
+def run_folder(job: str, network: Network, cluster: Cluster) -> Path:
+    """Where a run's files go unless told otherwise; names are made fit for a folder."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{network.name}-{cluster.name}").replace("..", "_")
+    return Path("runs") / f"{job}-{plain[:100]}"
 
 
 def plan_file(name: str) -> Path:

@@ -68,6 +68,8 @@ def main() -> None:
         words.remove("--debug")
     try:
         code = app(args=words, prog_name="manyhands", standalone_mode=False)
+        if code == INTERRUPTED:
+            print("Stopped.", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
     except (typer.Abort, KeyboardInterrupt):
         print("Stopped.", file=sys.stderr)

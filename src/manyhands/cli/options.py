@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+MODEL, CLUSTER, BATCH_SIZE = "yolov2-16", "pi3x6", 8
+"""What `plan` and `simulate` take where nothing is said."""
 Model = Annotated[
     str,
     typer.Option(
@@ -18,12 +20,18 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", "-c", help="A preset from `manyhands devices`, local:N, or a cluster.yaml file.")
 ]
 Granularity = Annotated[str, typer.Option("--granularity", help="Where the network may be cut: blocks or operators.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per step, over all devices.")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", "-b", min=1, help=f"Samples per step, over all devices. Default: {BATCH_SIZE}."),
+]
 MicroBatches = Annotated[
     int | None,
     typer.Option("--micro-batches", min=1, help="Parts a batch is divided into. Default: chosen by the strategy."),
 ]
-Order = Annotated[str, typer.Option("--order", help="sequential, gpipe, 1f1b or eager (training), stream (inference).")]
+Order = Annotated[
+    str | None,
+    typer.Option("--order", help="sequential, gpipe, 1f1b or eager (training), stream (inference). Default: 1f1b."),
+]
 ProfileFile = Annotated[
     str,
     typer.Option(

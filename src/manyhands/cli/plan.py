@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.options import (
+    BATCH_SIZE,
+    CLUSTER,
+    MODEL,
     BatchSize,
     ClusterName,
     Granularity,
@@ -20,14 +23,14 @@ from manyhands.cli.options import (
 
 
 def plan(
-    model: Model = "yolov2-16",
-    cluster: ClusterName = "pi3x6",
-    batch_size: BatchSize = 8,
+    model: Model = MODEL,
+    cluster: ClusterName = CLUSTER,
+    batch_size: BatchSize = None,
     strategy: Annotated[
         str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")
     ] = "auto",
     micro_batches: MicroBatches = None,
-    order: Order = "1f1b",
+    order: Order = None,
     input: Input = "",
     granularity: Granularity = "blocks",
     profile: ProfileFile = "",
@@ -45,8 +48,8 @@ def plan(
     network, machines, known = load_task(model, input, granularity, cluster, profile)
     with working("planning"):
         planned = public.plan(
-            network, machines, batch_size=batch_size, strategy=strategy, micro_batches=micro_batches,
-            order=public.order_named(order), profile=known,
+            network, machines, batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
+            order=public.order_named(order or "1f1b"), profile=known,
         )  # fmt: skip
         result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
     if out:
@@ -71,6 +74,8 @@ def plan(
     print_plan(planned.plan, network, machines, result)
     if planned.candidates:
         print_candidates(planned.candidates)
+    for warning in result.warnings:
+        typer.echo(f"Note: {warning}")
     if schedule:
         typer.echo(public.schedule_text(planned.plan, network))
     if out:

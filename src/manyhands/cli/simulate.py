@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.options import (
+    BATCH_SIZE,
+    CLUSTER,
+    MODEL,
     BatchSize,
     ClusterName,
     Granularity,
@@ -21,17 +24,20 @@ from manyhands.cli.options import (
 
 
 def simulate(
-    model: Model = "yolov2-16",
-    cluster: ClusterName = "pi3x6",
+    model: Model = "",
+    cluster: ClusterName = CLUSTER,
     plan: Annotated[
         str, typer.Option("--plan", "-p", help="A plan file, or auto, single, samples, pipeline, tiles.")
     ] = "auto",
-    batch_size: BatchSize = 8,
+    batch_size: BatchSize = None,
     micro_batches: MicroBatches = None,
-    order: Order = "1f1b",
+    order: Order = None,
     input: Input = "",
     granularity: Granularity = "blocks",
     profile: ProfileFile = "",
+    overcommit: Annotated[
+        bool, typer.Option("--overcommit", help="Simulate even if a device would run out of memory.")
+    ] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder for plan.yaml, trace.json and timeline.png.")] = "",
     json: Json = False,
 ) -> None:
@@ -41,17 +47,23 @@ def simulate(
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_plan, print_simulation
 
+    file = None if public.is_strategy(plan) else public.plan_file(plan)
+    if file is not None:
+        public.refuse_beside_plan(
+            file, {"--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order}
+        )
+    model = model or (public.network_named_in(file) if file else MODEL)
     network, machines, known = load_task(model, input, granularity, cluster, profile)
     with working("simulating"):
-        if public.is_strategy(plan):
-            chosen = public.plan(
-                network, machines, batch_size=batch_size, strategy=plan, micro_batches=micro_batches,
-                order=public.order_named(order), profile=known,
-            ).plan  # fmt: skip
+        if file is not None:
+            chosen = public.read_plan(file, network, machines)
         else:
-            chosen = public.read_plan(public.plan_file(plan), network, machines)
-        result = public.simulate(chosen, network, machines, known)
-        folder = Path(out or f"runs/simulate-{network.name.replace('/', '_').replace(':', '_')}-{machines.name}")
+            chosen = public.plan(
+                network, machines, batch_size=batch_size or BATCH_SIZE, strategy=plan, micro_batches=micro_batches,
+                order=public.order_named(order or "1f1b"), profile=known,
+            ).plan  # fmt: skip
+        result = public.simulate(chosen, network, machines, known, within_memory=not overcommit)
+        folder = Path(out) if out else public.run_folder("simulate", network, machines)
         files = public.write_simulation(folder, chosen, network, machines, result)
     if json:
         print_json(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -12,6 +13,8 @@ import msgspec
 from manyhands.facts.errors import BadFile, ManyhandsError, did_you_mean
 
 T = TypeVar("T")
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2  # a document may hold lists within lists by the billion
 _PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
@@ -33,7 +36,7 @@ def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] 
             raise error(f"{place}: there is no field '{unknown.group(1)}'.", hint=hint) from None
         if missing := _MISSING.match(said):
             raise error(f"{place}: the field '{missing.group(1)}' is missing.") from None
-        shown = f"{place} is {_lookup(document, path)!r:.80}"
+        shown = f"{place} is {_SHORT.repr(_lookup(document, path)):.80}"
         choices = [str(choice) for one in types if get_origin(one) is Literal for choice in get_args(one)]
         if said.startswith("Invalid") and choices:
             value = str(_lookup(document, path))

@@ -188,6 +188,15 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     def cut_bytes(self, layer: int, samples: int = 1) -> int:
         return sum(spec.bytes_for(samples) for spec in self.cut(layer))
 
+    def backward_passes(self, op: Op) -> int:
+        """What an operator's gradients cost, in its own forward passes: one for its inputs, one for its weights."""
+        if not any(self.tensors[name].differentiable for name in op.outputs):
+            return 0
+        if not op.macs:
+            return 1
+        weights = any(self.weights[name].trainable for name in op.weights)
+        return weights + any(self.tensors[name].differentiable for name in op.inputs)
+
     def weights_of(self, first: int, last: int) -> tuple[str, ...]:
         """Weights read by operators [first, last), each once."""
         return tuple(dict.fromkeys(name for op in self.ops[first:last] for name in op.weights))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 
 import msgspec
 
@@ -17,6 +18,11 @@ BITS = (2, 4, 8, 16, 32)
 
 def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Plan:
     """The plan with layers as numbers, checked against the network and, where given, the cluster."""
+    plan = Plan.from_dict(
+        msgspec.to_builtins(plan)
+    )  # a plan made in Python is held to the same types as one from a file
+    if plan.network != network.name:
+        raise BadPlan(f"network is '{plan.network}'; the network at hand is '{network.name}'.")
     if plan.batch_size < 1:
         raise BadPlan(f"batch_size is {plan.batch_size}; it must be at least 1.")
     if plan.micro_batches < 1 or plan.batch_size % plan.micro_batches:
@@ -181,7 +187,7 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
     if slots != count:
         grid = f"{len(share.rows)}x{len(share.columns)} = {slots} tiles"
         raise BadPlan(f"{field}.share is a grid of {grid}; there are {count} devices.")
-    if any(number <= 0 for number in (*share.rows, *share.columns)):
+    if not all(0 < number < inf for number in (*share.rows, *share.columns)):
         raise BadPlan(f"{field}.share has rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0.")
     first, last = layer_range(stage)
     for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):

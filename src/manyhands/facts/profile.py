@@ -148,14 +148,15 @@ def op_seconds(op: Op, device: Device, samples: float) -> float:
 
 
 def estimate(network: Network, device: Device) -> DeviceProfile:
-    """A profile computed from the catalogue's numbers, marked as estimated. Backward costs twice forward."""
+    """A profile computed from the catalogue's numbers, marked as estimated."""
     layers = []
     for layer in network.layers:
         run = [op for op in network.ops[layer.first : layer.last] if op.moved_bytes or op.macs]
         ladder = []
         for samples in ESTIMATE_LADDER:
-            forward = sum(op_seconds(op, device, samples) for op in run)
-            ladder.append(Timing(samples, forward, 2 * forward))
+            seconds = [op_seconds(op, device, samples) for op in run]
+            backward = sum(passes * own for passes, own in zip(map(network.backward_passes, run), seconds))
+            ladder.append(Timing(samples, sum(seconds), backward))
         layers.append(LayerTiming(layer.name, tuple(ladder)))
     return DeviceProfile(
         network=network.name,

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -30,7 +32,9 @@ def read_document(path: str | Path) -> object:
     is_json = _is_json(path)
     text = _read_text(path)
     try:
-        return json.loads(text, parse_constant=_refuse_constant) if is_json else yaml.safe_load(text)
+        if is_json:
+            return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
+        return yaml.load(text, Loader=_Loader)
     except json.JSONDecodeError as error:
         raise BadFile(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
     except yaml.MarkedYAMLError as error:
@@ -156,6 +160,29 @@ def _neighbours(path: Path) -> str:
         return f"There is no folder {path.parent} either."
     hint = did_you_mean(path.name, known)
     return hint if hint.startswith("Did") else ""
+
+
+def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"'{twice:.60}' is written twice")
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only, and no key twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"'{key.value:.60}' is written twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 def _refuse_constant(name: str) -> float:

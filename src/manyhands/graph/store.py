@@ -71,9 +71,9 @@ def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(state, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

@@ -41,9 +41,9 @@ def draw_timeline(
         offset, height = _ROWS[span.track]
         bottom = place[span.device] + offset
         colour = _COLOURS.get(span.kind, "#888888")
-        axes.broken_barh(
-            [(span.start, span.end - span.start)], (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.3
-        )
+        width = span.end - span.start
+        edge = 0.3 if width > 0.004 * seconds else 0.0  # an edge would wash out a thin bar
+        axes.broken_barh([(span.start, width)], (bottom, height), facecolors=colour, edgecolor="white", linewidth=edge)
         if span.kind in ("forward", "backward") and (span.end - span.start) > 0.012 * seconds:
             middle = (span.start + span.end) / 2
             text = short_label(span)[1:]
@@ -52,7 +52,7 @@ def draw_timeline(
     axes.set_yticks([i + 0.45 for i in range(len(shown))], labels, fontsize=8)
     axes.set_xlim(0, seconds * 1.005 or 1.0)
     axes.set_ylim(-0.15, len(shown) + 0.05)
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("seconds (thick: computing; thin: sending above, receiving below)")
     axes.grid(axis="x", alpha=0.25)
     hidden = len(devices) - len(shown)
     axes.set_title(

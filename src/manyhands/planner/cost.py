@@ -9,6 +9,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Reduce
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.memory import weight_part
 
 
 class CostModel:
@@ -86,9 +87,9 @@ class CostModel:
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
         """The optimiser reads and writes weights, gradients and its own state once: memory-bound."""
         trainable = sum(
-            self.network.weights[name].bytes
-            for name in self.network.weights_of(geometry.first, geometry.last)
-            if self.network.weights[name].trainable
+            weight.bytes * weight_part(geometry, device, weight.shape)
+            for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
+            if weight.trainable
         )
         return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
 
@@ -105,9 +106,3 @@ class CostModel:
         count = len(reduce.devices)
         pairs = zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0]))
         return 2 * (count - 1) * max(self.link(a, b).delay_seconds for a, b in pairs)
-
-    def reduce_seconds(self, reduce: Reduce) -> float:
-        """A ring all-reduce with the links to itself: ASTEROID Eq. 5 plus delays."""
-        pairs = zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0]))
-        slowest = min(self.cluster.bytes_per_second_between(a, b) for a, b in pairs)
-        return self.ring_bytes(reduce) / slowest + self.ring_delay_seconds(reduce)

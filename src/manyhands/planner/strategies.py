@@ -54,12 +54,14 @@ class Task:
         )
 
 
-def plan_by_name(strategy: str, task: Task) -> Plan:
-    """The plan of a named strategy (`auto` needs prices: see `choose`)."""
-    makers = {"single": single, "samples": samples, "pipeline": pipeline, "tiles": tiles}
+def plan_by_name(strategy: str, task: Task, price: Callable[[Plan], float]) -> Candidate:
+    """The plan of a named strategy (all but `auto`, which chooses), within every device's memory."""
+    makers: dict[str, Callable[[Task], Plan]] = {
+        "single": single, "samples": samples, "pipeline": pipeline, "tiles": tiles,
+    }  # fmt: skip
     if strategy not in makers:
         raise unknown("strategy", strategy, STRATEGIES)
-    return resolve(makers[strategy](task), task.network, task.cluster)
+    return fitting(strategy, makers[strategy], task, price)
 
 
 def single(task: Task, device: str = "") -> Plan:
@@ -194,34 +196,30 @@ def candidates(task: Task) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
 
 
 def choose(task: Task, price: Callable[[Plan], float]) -> list[Candidate]:
-    """Price every candidate; the fastest first, those that cannot run last with the reason.
-
-    A plan that does not fit a device's memory is tried again with more, smaller micro-batches.
-    """
+    """Price every candidate; the fastest first, those that cannot run last with the reason."""
     found = []
     for name, make in candidates(task):
         try:
-            plan = _fitting(task, make, price)
-            found.append(Candidate(name, plan, price(plan)))
+            found.append(fitting(name, make, task, price))
         except ManyhandsError as error:
             found.append(Candidate(name, None, float("inf"), error.message))
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def _fitting(task: Task, make: Callable[[Task], Plan], price: Callable[[Plan], float]) -> Plan:
+def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Callable[[Plan], float]) -> Candidate:
+    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches."""
     plan = resolve(make(task), task.network, task.cluster)
-    if task.micro_batches is not None:
-        return plan
-    finer = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
-    for count in (None, *finer):
-        try:
-            attempt = (
-                plan if count is None else resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
-            )
-            price(attempt)
-            return attempt
-        except OutOfMemory as error:
-            refused = error
-        except BadPlan:
-            break
-    raise refused
+    try:
+        return Candidate(name, plan, price(plan))
+    except OutOfMemory:
+        if task.micro_batches is not None:
+            raise
+    for count in range(plan.micro_batches + 1, task.batch_size + 1):
+        if task.batch_size % count == 0:
+            try:
+                finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+                return Candidate(name, finer, price(finer))
+            except OutOfMemory:
+                continue
+    price(plan)  # nothing fits: the first refusal says by how much
+    raise AssertionError("a plan that was refused once is refused again")

@@ -81,5 +81,9 @@ def profile_network(
     profile = measure_network(
         graph, ladder=ladder, threads=threads, seconds=seconds, repeats=repeats, device=device, on_progress=on_progress
     )
-    save_profile(profile, path)
+    try:
+        save_profile(profile, path)
+    except BadFile as error:  # the measurement is worth more than the cache
+        if on_progress is not None:
+            on_progress(f"not kept: {error.message}")
     return profile

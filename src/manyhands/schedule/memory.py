@@ -92,11 +92,11 @@ def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device:
     for name in network.weights_of(geometry.first, geometry.last):
         weight = network.weights[name]
         copies = 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1
-        total += weight.bytes * copies * _weight_part(geometry, device, weight.shape)
+        total += weight.bytes * copies * weight_part(geometry, device, weight.shape)
     return round(total)
 
 
-def _weight_part(geometry: StageGeometry, device: str, shape: tuple[int, ...]) -> float:
+def weight_part(geometry: StageGeometry, device: str, shape: tuple[int, ...]) -> float:
     """By channels a device keeps the rows of a weight that make its own channels; otherwise all of it."""
     share = geometry.stage.share
     if not isinstance(share, ByChannels) or not shape or len(geometry.devices) == 1:

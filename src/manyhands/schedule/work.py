@@ -112,17 +112,24 @@ class Lowering:
         return {pair: Message(kind, 0, tuple(own), sizes[pair]) for pair, own in parts.items()}
 
     def _connect_stages(self) -> None:
-        """Every tensor goes straight from the stage that makes it to each stage that reads it."""
+        """Every tensor goes straight from the stage that makes it to each stage that reads it.
+
+        The last stage reads what the network returns: it computes the loss.
+        """
         self.between: list[tuple[int, int, dict[str, tuple[Move, ...]]]] = []
         for consumer, geometry in enumerate(self.geometries):
             reads = dict.fromkeys(n for op in self.network.ops[geometry.first : geometry.last] for n in op.inputs)
+            if geometry.last == len(self.network.ops):
+                reads.update(dict.fromkeys(self.network.outputs))
             by_producer: dict[int, dict[str, tuple[Move, ...]]] = defaultdict(dict)
             for tensor in reads:
                 made = self.network.producer.get(tensor)
                 if made is not None and made < geometry.first:
                     producer = next(i for i, g in enumerate(self.geometries) if g.first <= made < g.last)
                     made_as = self.geometries[producer].owned(tensor)
-                    by_producer[producer][tensor] = moves(made_as, geometry.entering(tensor))
+                    is_read = any(geometry.first <= reader for reader in self.network.readers.get(tensor, ()))
+                    wanted = geometry.entering(tensor) if is_read else geometry.owned(tensor)
+                    by_producer[producer][tensor] = moves(made_as, wanted)
             self.between.extend((producer, consumer, found) for producer, found in by_producer.items())
         for _, consumer, found in self.between:
             for (source, target), message in self._packed(found, "value", self.plan.stages[consumer].codec).items():
