@@ -262,4 +262,7 @@ def mixing() -> Network:
 def test_an_operator_that_mixes_samples_cannot_be_shared_by_samples() -> None:
     with pytest.raises(BadPlan, match=r"stages\[0\] is shared by samples, .*conv1 .*net.py:7.* mixes samples"):
         resolve(Plan.from_dict(changed_plan(BY_SAMPLES)), mixing())
-    resolve(Plan.from_dict(simple()), mixing())
+    whole = Plan.from_dict(simple())
+    resolve(msgspec.structs.replace(whole, micro_batches=1), mixing())
+    with pytest.raises(BadPlan, match=r"micro_batches is 2, but operator conv1 .*net.py:7.* whole batch"):
+        resolve(msgspec.structs.replace(whole, batch_size=4, micro_batches=2), mixing())

@@ -71,16 +71,23 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
 
 
 def print_simulation(result: Simulation, cluster: Cluster) -> None:
-    """The busiest links."""
-    busiest = sorted(result.bytes_between.items(), key=lambda item: -item[1])[:10]
-    rows = []
-    for (source, target), count in busiest:
-        seconds = count / cluster.bytes_per_second_between(source, target)
-        rows.append(
-            [f"{source} to {target}", format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""]
-        )
+    """What carries most: links, and the ports that all of a device's links share."""
+    carried = [
+        (f"{source} to {target}", count, cluster.link_between(source, target).bytes_per_second)
+        for (source, target), count in result.bytes_between.items()
+    ]
+    for name, own in result.devices.items():
+        device = cluster.device(name)
+        carried.append((f"{name}'s port, out", own.bytes_sent, device.up_bytes_per_second))
+        carried.append((f"{name}'s port, in", own.bytes_received, device.down_bytes_per_second))
+    busiest = sorted(((count / rate, name, count) for name, count, rate in carried if count), reverse=True)[:8]
+    rows = [
+        [name, format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""]
+        for seconds, name, count in busiest
+        if seconds
+    ]
     if rows:
-        print_table("Busiest links", ["link", "bytes", "of the step"], rows, numbers=["bytes", "of the step"])
+        print_table("Busiest links and ports", ["", "bytes", "of the step"], rows, numbers=["bytes", "of the step"])
 
 
 def print_candidates(candidates: list[Candidate]) -> None:

@@ -46,6 +46,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_share(resolved, index, stage, network)
         _check_eager(resolved, index, stage, network)
     _check_tied_weights(stages, network)
+    _check_micro_batches(resolved, network)
     return resolved
 
 
@@ -244,3 +245,14 @@ def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
                     f"stages[{index}] and stages[{seen[name]}] both use the weight '{name}'.",
                     hint="Put the layers that share a weight into one stage.",
                 )
+
+
+def _check_micro_batches(plan: Plan, network: Network) -> None:
+    """A network in which samples meet (batch statistics apart) must see the whole batch at once."""
+    mixing = next((op for op in network.ops if op.mixes_samples), None)
+    if mixing is not None and plan.micro_batches > 1:
+        raise BadPlan(
+            f"micro_batches is {plan.micro_batches}, but operator {mixing.name} ({mixing.target}, "
+            f"{mixing.where or mixing.module}) mixes samples: it must see the whole batch.",
+            hint="Use micro_batches: 1.",
+        )

@@ -17,20 +17,25 @@ import os
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands.facts.errors import CaptureFailed
+from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph import recurrent
+from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
+from manyhands.graph.sizes import at
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
 _HERE = str(Path(__file__).parent) + os.sep
+_SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
+_DEPENDS = ("DataDependent", "ConstraintViolation", "Unbacked")
+"""In the names of torch's errors about values or sizes that tracing does not know."""
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -50,8 +55,15 @@ def capture(
     example `target`, `loss(output, target)` is captured too. `granularity` is "blocks" or "operators".
 
     The module is captured in training mode and left as it was. Children put in evaluation mode by the user (frozen
-    batch norm) stay so if the module as a whole is training.
+    batch norm) stay so if the module as a whole is training. In evaluation the same graph runs at rest: batch norm
+    uses its running statistics, a random operator is its expectation (random_ops.py), and no buffer is written, whether
+    the module writes it under `if self.training` or always.
+
+    The graph's state shares its memory with the module until it is copied (Weights.copied, store.save): training the
+    module afterwards changes it.
     """
+    _check_arguments(module, granularity)
+    buffers = [(child, dict(child._buffers)) for child in module.modules()]
     was_training = module.training
     if not was_training:
         modes = [(child, child.training) for child in module.modules()]
@@ -65,16 +77,30 @@ def capture(
             if target is None:
                 raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
             examples = [outputs, _as_many(target, example_batch)]
-            loss_graph, value = _export(_Loss(loss), examples, {}, name="loss", granularity="operators")
+            wrapped = _Loss(loss)
+            loss_graph, value = _export(wrapped, examples, {}, name="loss", granularity="operators", is_loss=True)
             if not isinstance(value, torch.Tensor) or value.dim():
                 what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
                 raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
             graph = Graph(**{**_fields(graph), "loss": loss_graph})
         return graph
     finally:
+        for child, own in buffers:
+            child._buffers.update(own)  # a capture that failed may have left its own stand-ins
         if not was_training:
             for child, mode in modes:
                 child.training = mode
+
+
+def _check_arguments(module: object, granularity: str) -> None:
+    if not isinstance(module, nn.Module):
+        what = f"class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise CaptureFailed(
+            f"Only an nn.Module can be captured; this is {what}.", hint="Pass an instance of your module class."
+        )
+    if granularity not in GRANULARITIES:
+        known = " or ".join(f'"{one}"' for one in GRANULARITIES)
+        raise BadValue(f"Granularity {granularity!r} is unknown.", hint=f"Use {known}.")
 
 
 def _fields(graph: Graph) -> dict[str, Any]:
@@ -93,10 +119,11 @@ class _Loss(nn.Module):
 class _Flat(nn.Module):
     """Calls `inner` with arguments rebuilt from a flat list; notes the shape of what it returns.
 
+    Buffers that `inner` assigns anew are put back as they were, and their new values returned after the outputs.
     `note` is a function since torch.export undoes what tracing assigned to attributes.
     """
 
-    def __init__(self, inner: nn.Module, trees: list[Any], note: Callable[[Any], None]) -> None:
+    def __init__(self, inner: nn.Module, trees: list[Any], note: Callable[[Any, list[str]], None]) -> None:
         super().__init__()
         self.inner = inner
         self.trees = trees
@@ -105,10 +132,34 @@ class _Flat(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         by_name = {f"#{i}": leaf for i, leaf in enumerate(leaves)}
         positional, keywords = (tree_map(by_name.__getitem__, tree) for tree in self.trees)
+        before = [(path, child, dict(child._buffers)) for path, child in self.inner.named_modules()]
         output = self.inner(*positional, **keywords)
         found: list[torch.Tensor] = []
-        self.note(_tree(output, found, "the output"))
+        tree = _tree(output, found, "the output")
+        assigned: list[str] = []
+        for path, child, old in before:
+            for key, tensor in old.items():
+                new = child._buffers.get(key)
+                if new is not tensor:
+                    name = f"{path}.{key}" if path else key
+                    child._buffers[key] = tensor
+                    found.append(_new_buffer(name, tensor, new))
+                    assigned.append(name)
+        self.note(tree, assigned)
         return tuple(found)
+
+
+def _new_buffer(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
+    """What forward assigned to a buffer, if the buffer can hold it."""
+    if old is not None and new is not None and new.dtype == old.dtype and new.dim() == old.dim():
+        sizes = tuple(new.shape)
+        if all(isinstance(size, int) for size in sizes) and sizes == tuple(old.shape):
+            return new
+    texts = ["None" if t is None else f"{t.dtype}{tuple(t.shape)}".removeprefix("torch.") for t in (old, new)]
+    raise CaptureFailed(
+        f"The module assigns {texts[1]} to its buffer '{name}', which holds {texts[0]}.",
+        hint="A buffer keeps its shape and dtype: register it as it will be.",
+    )
 
 
 def _arguments(module: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -143,7 +194,7 @@ def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str,
 
     def visit(tree: Any, prefix: str) -> None:
         if isinstance(tree, str):
-            names[tree] = prefix
+            names[tree] = _plain_name(prefix, names.values())
         elif isinstance(tree, dict):
             for key, item in tree.items():
                 visit(item, key if not prefix or len(parameters) == 1 else f"{prefix}.{key}")
@@ -159,16 +210,33 @@ def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str,
     return names
 
 
+def _plain_name(text: str, taken: Collection[str]) -> str:
+    """Letters, digits, '_' and '.' only, and no name twice."""
+    plain = "".join(c if c in "_." or (c.isascii() and c.isalnum()) else "_" for c in text) or "input"
+    name, count = plain, 2
+    while name in taken:
+        name, count = f"{plain}_{count}", count + 1
+    return name
+
+
 def _batch_of(leaves: list[torch.Tensor]) -> int:
     sizes = [leaf.shape[0] for leaf in leaves if leaf.dim()]
+    hint = "Pass e.g. torch.randn(4, 3, 32, 32)."
     if not sizes:
-        hint = "Pass e.g. torch.randn(4, 3, 32, 32)."
         raise CaptureFailed("The example batch holds no tensor with a batch axis.", hint=hint)
+    if not sizes[0]:
+        raise CaptureFailed("The example batch is empty: its first axis has no samples.", hint=hint)
     return sizes[0]
 
 
 def _export(
-    module: nn.Module, positional: list[Any], keywords: dict[str, Any], *, name: str, granularity: str
+    module: nn.Module,
+    positional: list[Any],
+    keywords: dict[str, Any],
+    *,
+    name: str,
+    granularity: str,
+    is_loss: bool = False,
 ) -> tuple[Graph, Any]:
     """The graph, and an example of what the module returns (for the loss)."""
     leaves: list[torch.Tensor] = []
@@ -177,8 +245,8 @@ def _export(
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
     # torch.export makes sizes 0 and 1 special, and a size that equals the batch by chance would be mistaken for it.
     examples = [_resized(leaf, _exported_samples(batch)) if own else leaf for leaf, own in zip(leaves, has_batch)]
-    returned: list[Any] = []
-    flat = _Flat(module, trees, returned.append)
+    returned: list[tuple[Any, list[str]]] = []
+    flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)))
     dimension = torch.export.Dim("batch")
     shapes = tuple({0: dimension} if own else {} for own in has_batch)
     try:
@@ -189,17 +257,20 @@ def _export(
         fixed = _where_batch_was_fixed(lambda: _quiet_export(flat, tuple(examples), shapes))
         raise _explain(error, module, fixed) from error
     names = _input_names(module, *trees)
+    output_tree, assigned = returned[-1]
     graph = convert(
         Exported(
             program=program,
             name=name,
             input_names=[names[f"#{i}"] for i in range(len(leaves))],
             input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
-            output_tree=returned[-1],
+            output_tree=output_tree,
             granularity=granularity,
+            wrappers=("inner.loss.", "inner.") if is_loss else ("inner.",),
+            assigned=tuple(assigned),
         )
     )
-    return graph, _example_outputs(program, returned[-1])
+    return graph, _example_outputs(program, output_tree, len(assigned))
 
 
 def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: Any) -> Any:
@@ -208,20 +279,31 @@ def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: A
     quiet = _only_listener(logging.NullHandler())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():
         warnings.simplefilter("ignore")
-        return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
+        with torch.enable_grad():
+            return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
 
 
 @contextlib.contextmanager
 def _only_listener(listener: logging.Handler) -> Iterator[None]:
-    """Nobody but `listener` hears the symbolic shapes' log; an inner call leaves an outer listener in place."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    """Torch logs nothing; only `listener` hears of symbolic shapes. An inner call leaves an outer listener in place."""
+    logger = logging.getLogger(_SYMBOLIC)
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0].startswith("torch")]
+    others = [(other, other.disabled) for name in names if name != _SYMBOLIC for other in [logging.getLogger(name)]]
     before = (logger.handlers, logger.level, logger.propagate)
     if not any(isinstance(handler, _BatchFixed) for handler in logger.handlers):
         logger.handlers, logger.propagate = [listener], False
         logger.setLevel(logging.INFO if isinstance(listener, _BatchFixed) else logging.CRITICAL)
+    for other, _ in others:
+        other.disabled = True
+    parent = logging.getLogger("torch")  # loggers made meanwhile hand what they hear to it
+    heard = (parent.handlers, parent.propagate)
+    parent.handlers, parent.propagate = [logging.NullHandler()], False
     try:
         yield
     finally:
+        parent.handlers, parent.propagate = heard
+        for other, disabled in others:
+            other.disabled = disabled
         logger.handlers, logger.propagate = before[0], before[2]
         logger.setLevel(before[1])
 
@@ -269,10 +351,11 @@ def _resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:
     return leaf[:1].expand(samples, *leaf.shape[1:]).contiguous()
 
 
-def _example_outputs(program: Any, tree: Any) -> Any:
+def _example_outputs(program: Any, tree: Any, extra: int) -> Any:
     """Zero tensors shaped as the module's outputs, for capturing the loss."""
     output = next(node for node in program.graph.nodes if node.op == "output")
-    metas = [node.meta["val"] for node in output.args[0]][-len(list(tree_leaves(tree))) :]
+    found = output.args[0][: len(output.args[0]) - extra]
+    metas = [node.meta["val"] for node in found][-len(list(tree_leaves(tree))) :]
     sizes = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
     return tree_map(lambda leaf: sizes[int(leaf[1:])], tree)
 
@@ -283,14 +366,19 @@ def _hint(size: Any) -> int:
 
 def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
     """Frames of the user's own code in an exception and its causes, innermost last."""
+    for one in reversed(_causes(error)):
+        for frame in traceback.extract_tb(one.__traceback__):
+            if not _is_library(frame.filename):
+                yield frame
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An exception and what caused it, outermost first."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
         error = error.__cause__ or error.__context__
-    for one in reversed(seen):
-        for frame in traceback.extract_tb(one.__traceback__):
-            if not _is_library(frame.filename):
-                yield frame
+    return seen
 
 
 def _is_library(filename: str) -> bool:
@@ -313,10 +401,14 @@ def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:
     elif fixed:
         place = fixed
     else:
-        line = inspect.getsourcelines(forward)[1] if source else 0
-        place = f"{source}:{line}, in {type(module).__name__}.forward"
-    return CaptureFailed(
-        f"torch.export cannot capture {type(module).__name__}: {said}\n  at {place}",
-        hint="Python control flow that depends on tensor values, or a fixed batch size, cannot be captured. "
-        "Use torch.where, or x.shape[0] in place of a number.",
-    )
+        line = f"{source}:{inspect.getsourcelines(forward)[1]}, in " if source else ""
+        place = f"{line}{type(module).__name__}.forward"
+    depends = fixed or any(name in type(one).__name__ for one in _causes(error) for name in _DEPENDS)
+    if depends or any(text in str(error) for text in ("Constraints violated", "data-dependent", "dynamic shape")):
+        hint = (
+            "Python control flow that depends on tensor values, or a fixed batch size, cannot be captured. "
+            "Use torch.where, or x.shape[0] in place of a number."
+        )
+    else:
+        hint = "Does the module itself run on this example batch? Try module(example_batch)."
+    return CaptureFailed(f"torch.export cannot capture {type(module).__name__}: {said}{at(place)}", hint=hint)

@@ -19,6 +19,7 @@ from manyhands.graph.chain import layers_of
 from manyhands.graph.graph import Graph, Node, Value, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_step
 from manyhands.graph.read_rules import mixes_samples, reads_of
+from manyhands.graph.rows import outer_of
 from manyhands.graph.weights import Weights
 
 
@@ -32,6 +33,10 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     differentiable = _differentiable(graph)
     specs = {n: msgspec.structs.replace(spec, differentiable=n in differentiable) for n, spec in specs.items()}
     saved = saved_bytes(graph)
+    outers: dict[str, int | None] = {}
+    for node in graph.nodes:
+        outer = outer_of(node, specs, outers)
+        outers.update((spec.name, outer) for spec in node.outputs if outer != 1)
     described = []
     for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
         described.append(
@@ -47,7 +52,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 saved_bytes=per_sample,
                 saved_fixed_bytes=fixed,
                 statistics=_statistics(node, specs),
-                mixes_samples=mixes_samples(node, specs),
+                mixes_samples=mixes_samples(node, specs, outers),
                 random=node.target in ops.RANDOM,
                 module=node.module,
                 where=node.where,
@@ -70,6 +75,9 @@ def fingerprint(graph: Graph) -> str:
     """A short name for graph and input shape; weights' values and the user's file names do not matter."""
     nodes = [(n.target, n.arguments, sorted(n.options.items()), n.outputs) for n in graph.nodes]
     text = repr((nodes, graph.inputs, graph.weights))
+    without_gradient = [i for i, node in enumerate(graph.nodes) if node.without_gradient]
+    if without_gradient:
+        text += repr(without_gradient)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -78,7 +86,7 @@ def _differentiable(graph: Graph) -> set[str]:
     trainable = {spec.name for spec in graph.weights if spec.trainable}
     found: set[str] = set()
     for node in graph.nodes:
-        if node.target.startswith("aten.detach") or node.updates:
+        if node.target.startswith("aten.detach") or node.updates or node.without_gradient:
             continue
         if any(name in trainable for name in weights_of(node)) or any(name in found for name in values_of(node)):
             found.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
@@ -141,7 +149,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _saved_at(graph: Graph, samples: int) -> list[int]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         tensors = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).requires_grad_(spec.trainable)
             for spec in graph.weights

@@ -68,6 +68,7 @@ class _Node(msgspec.Struct, forbid_unknown_fields=True):
     updates: str
     module: str
     where: str
+    without_gradient: bool = False
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -278,7 +279,7 @@ def _node(raw: _Node, place: str) -> Node:
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
     options = {key: _argument(item, room, 0, raw.target, place) for key, item in raw.options.items()}
     return Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
-                raw.module, raw.where)  # fmt: skip
+                raw.module, raw.where, raw.without_gradient)  # fmt: skip
 
 
 def _argument(raw: Any, room: list[int], depth: int, target: str, place: str) -> Argument:
@@ -335,13 +336,13 @@ def _check_writes(node: Node, weights: Mapping[str, WeightSpec], place: str) -> 
         refuse(place, f"updates {node.updates!r:.80}, which must be its first argument and a buffer")
     if node.in_place and not isinstance(first, Value):
         refuse(place, "is said to write in place, but its first argument is no tensor of the graph")
-    if node.target != "aten.batch_norm.default":
+    if node.target not in ("aten.batch_norm.default", "aten.instance_norm.default"):
         return
     if len(node.arguments) != 9 or node.options:
-        refuse(place, f"batch_norm has {len(node.arguments)} arguments, not 9")
+        refuse(place, f"{node.target.split('.')[1]} has {len(node.arguments)} arguments, not 9")
     for statistic in node.arguments[3:5]:
         if statistic is not None and not (isinstance(statistic, Weight) and weights[statistic.name].buffer):
-            refuse(place, "the running statistics of a batch norm must be buffers")
+            refuse(place, "the running statistics of a normalisation must be buffers")
 
 
 def _check_output(spec: TensorSpec, known: dict[str, TensorSpec], place: str) -> None:

@@ -68,6 +68,8 @@ class Node(msgspec.Struct, frozen=True):
     """The buffer this node writes, in training only."""
     module: str = ""
     where: str = ""
+    without_gradient: bool = False
+    """Written under torch.no_grad(): autograd does not record it."""
 
 
 class Graph(msgspec.Struct, frozen=True, dict=True):

@@ -183,7 +183,7 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
         random = RANDOM_CALLS.get(node.target)
         arguments = node.arguments
         call: Call
-        if node.target == "aten.batch_norm.default" and not training:
+        if node.target in _KEEPS_STATISTICS and not training and arguments[3] is not None:
             arguments = (*arguments[:5], False, *arguments[6:])
         if random is not None and not random.draws(node, training):
             random = None
@@ -194,6 +194,9 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
             call, arguments = RANDOM_CALLS[node.target].at_rest(node)
         else:
             call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by)
+        draw = random.call if random is not None else None
+        if node.without_gradient or node.updates:
+            call, draw = torch.no_grad()(call), torch.no_grad()(draw) if draw is not None else None
         freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
         unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
         yield Step(
@@ -203,8 +206,12 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
             options=_options(node, slots, piece.weights.device) if _has_options(node) and random is None else None,
             outputs=tuple(slots.of(spec.name) for spec in node.outputs),
             frees=tuple(slots.of(name) for name in (*freed, *unread)),
-            random=random.call if random is not None else None,
+            random=draw,
         )
+
+
+# Normalisations with running statistics as arguments 3 and 4, and whether to use the batch's own as argument 5.
+_KEEPS_STATISTICS = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
 
 
 def _never(*_: Any) -> Any:

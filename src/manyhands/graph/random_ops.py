@@ -1,4 +1,9 @@
-"""Random operators of a graph, drawn by counter (random.py) in training and at rest in evaluation."""
+"""Random operators of a graph, drawn by counter (random.py) in training and at rest in evaluation.
+
+At rest nothing is drawn: a random operator is its expectation. Dropouts do nothing, a coin of probability p is p,
+`rand_like` is 0.5 and `randn_like` is 0. So a captured graph, which knows only the training form of a module, evaluates
+noise that is scaled back (stochastic depth: `noise.bernoulli_(p).div_(p)`) as the module does.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +64,25 @@ def _alpha_dropout(node: Node, seed: int, step: int, first_sample: int, x: torch
 
 
 def _bernoulli(
-    node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float | torch.Tensor | None = None
+    node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float | None = None
 ) -> torch.Tensor:
     drawn = _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device)
-    if isinstance(p, float):
-        return keep_mask(drawn, p, x.dtype)
+    if p is not None:
+        return keep_mask(drawn, float(p), x.dtype)
     return (uniform(drawn, torch.float64) < x).to(x.dtype)
 
 
 def _rand_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor) -> torch.Tensor:
-    return uniform(_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device), x.dtype)
+    return uniform(_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device), _dtype(node))
 
 
 def _randn_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor) -> torch.Tensor:
     one, two = (_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device, stream) for stream in (0, 1))
-    return normal(one, two, x.dtype)
+    return normal(one, two, _dtype(node))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return getattr(torch, node.outputs[0].dtype)  # type: ignore[no-any-return]
 
 
 def _attention(
@@ -81,22 +90,35 @@ def _attention(
     mask: torch.Tensor | None = None, p: float = 0.0, is_causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with dropout, written out so that the mask can be drawn by counter."""
-    scale = node.options.get("scale") or 1.0 / math.sqrt(query.shape[-1])
+    scale = node.options.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    if node.options.get("enable_gqa"):  # several heads of the query share one of key and value
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     scores = query @ key.transpose(-2, -1) * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
+    # A row with everything masked is 0, as torch's own attention makes it, not nan.
+    weights: torch.Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
     spec = node.outputs[0]
     whole = TensorSpec(spec.name, (*spec.shape[:-1], scores.shape[-1]), spec.dtype, spec.batch_axis)
     drawn = _bits(node, seed, step, first_sample, weights.shape, whole, query.device)
     return (weights * keep_mask(drawn, 1 - p, weights.dtype).div_(1 - p)) @ value
 
 
-def _identity(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor, **_: Any) -> torch.Tensor:
     return x
+
+
+def _always(node: Node, number: float) -> Callable[..., torch.Tensor]:
+    def constant(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full_like(x, number, dtype=_dtype(node))
+
+    return constant
 
 
 @dataclass(frozen=True)
@@ -108,8 +130,8 @@ class RandomOperator:
     """How many leading arguments the call takes."""
     probability: int | None = None
     """Which argument is the probability of dropping; 0 draws nothing."""
-    rests: bool = True
-    """Whether it does nothing in evaluation (dropout) rather than drawing all the same (noise)."""
+    expectation: float | None = None
+    """Its expectation where that does not depend on its input; a coin's is its second argument."""
 
     def draws(self, node: Node, training: bool) -> bool:
         if self.probability is not None:
@@ -118,29 +140,35 @@ class RandomOperator:
                 return False
             if self.takes == 2 and len(node.arguments) > 2 and node.arguments[2] is False:
                 return False  # captured in evaluation mode: F.dropout(x, p, training=False)
-        return training or not self.rests
+        return training
 
     def arguments(self, node: Node) -> tuple[Argument, ...]:
         return node.arguments[: self.takes]
 
     def at_rest(self, node: Node) -> tuple[Callable[..., Any], tuple[Argument, ...]]:
-        """The call in evaluation."""
+        """The call where nothing is drawn: the expectation."""
         if node.target == "aten.scaled_dot_product_attention.default":
             given = list(node.arguments)
             if len(given) > 4:
                 given[4] = 0.0
             return ops.resolve(node.target), tuple(given)
+        if self.expectation is not None:
+            return _always(node, self.expectation), node.arguments[:1]
+        if node.target in _COINS:
+            return _always(node, float(node.arguments[1]) if len(node.arguments) > 1 else 0.5), node.arguments[:1]
         return _identity, node.arguments[:1]
 
+
+_COINS = frozenset({"aten.bernoulli_.float", "aten.bernoulli.p"})
 
 RANDOM_CALLS: dict[str, RandomOperator] = {
     "aten.dropout.default": RandomOperator(_dropout, 2, probability=1),
     "aten.feature_dropout.default": RandomOperator(_feature_dropout, 2, probability=1),
     "aten.alpha_dropout.default": RandomOperator(_alpha_dropout, 2, probability=1),
-    "aten.bernoulli_.float": RandomOperator(_bernoulli, 2, rests=False),
-    "aten.bernoulli.default": RandomOperator(_bernoulli, 1, rests=False),
-    "aten.bernoulli.p": RandomOperator(_bernoulli, 2, rests=False),
-    "aten.rand_like.default": RandomOperator(_rand_like, 1, rests=False),
-    "aten.randn_like.default": RandomOperator(_randn_like, 1, rests=False),
+    "aten.bernoulli_.float": RandomOperator(_bernoulli, 2),
+    "aten.bernoulli.default": RandomOperator(_bernoulli, 1),
+    "aten.bernoulli.p": RandomOperator(_bernoulli, 2),
+    "aten.rand_like.default": RandomOperator(_rand_like, 1, expectation=0.5),
+    "aten.randn_like.default": RandomOperator(_randn_like, 1, expectation=0.0),
     "aten.scaled_dot_product_attention.default": RandomOperator(_attention, 6, probability=4),
 }

@@ -11,7 +11,7 @@ from typing import Any
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.facts.reads import Blocks, Read, Rule, Shifted, Spread, Whole, Window
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Node, Value, Weight, values_of
+from manyhands.graph.graph import Argument, Node, Samples, Value, Weight, records_of, values_of
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -22,21 +22,92 @@ def reads_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[Read, ...]
     return tuple(Read(name, _rules(node, specs[name], specs, weights)) for name in values_of(node))
 
 
-def mixes_samples(node: Node, specs: Specs) -> bool:
-    """Whether one sample's output depends on other samples (batch statistics apart)."""
+def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None) -> bool:
+    """Whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
+
+    `outers` (rows.py) tells of tensors that hold their samples interleaved; to make one counts as mixing, since no
+    range of its rows belongs to some samples.
+    """
+    if any(spec.batch_axis is not None and (outers or {}).get(spec.name, 1) != 1 for spec in node.outputs):
+        return True
+    if _counts_samples(node):
+        return True
     batched = [specs[name] for name in values_of(node) if specs[name].batch_axis is not None]
-    if not batched:
+    if not batched or node.updates:
         return False
     if any(spec.batch_axis is None for spec in node.outputs):
         return True
+    return batched[0].batch_axis in _axes_along(node, batched[0])
+
+
+def _counts_samples(node: Node) -> bool:
+    """Whether the number of samples enters as a value (x / x.shape[0]) or numbers them (arange), not as a size."""
+    counts = any(isinstance(record, Samples) for record in records_of(node))
+    if "full" in node.target:
+        value = node.arguments[2 if "new_full" in node.target else 1]
+        return isinstance(value, Samples)
+    if node.target in ops.CREATION:
+        return counts and node.target.split(".")[1] in ("arange", "linspace", "eye", "scalar_tensor")
+    return counts and node.target not in ops.SHAPE
+
+
+def _given(node: Node, position: int, name: str, default: Argument = None) -> Argument:
+    return node.arguments[position] if len(node.arguments) > position else node.options.get(name, default)
+
+
+# Operators that work along axes: which argument says so, its name, and what is meant where it is not given.
+_ALONG: dict[str, tuple[int, str, Argument]] = {
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "prod", "logsumexp",
+                     "all", "any"), (1, "dim", None)),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), (1, "dim", None)),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), (2, "dim", None)),
+    "sort": (1, "dim", -1), "topk": (2, "dim", -1), "cosine_similarity": (2, "dim", 1), "flip": (1, "dims", None),
+    "roll": (2, "dims", None), "index_select": (1, "dim", 0), "gather": (1, "dim", 0), "scatter": (1, "dim", 0),
+    "scatter_add": (1, "dim", 0), "take_along_dim": (2, "dim", None), "cat": (1, "dim", 0), "concat": (1, "dim", 0),
+}  # fmt: skip
+
+
+_LOOKS_UP = frozenset({"index", "index_select", "gather", "take_along_dim"})
+
+
+def _axes_along(node: Node, source: TensorSpec) -> set[int]:
+    """Axes of its first batched input along which an operator moves or combines elements."""
+    rank = len(source.shape)
     name = node.target.split(".")[1]
-    axis = batched[0].batch_axis
-    if node.target in ops.REDUCTION and name not in ("all", "any"):
-        return axis in _axes(node.arguments[1] if len(node.arguments) > 1 else None, len(batched[0].shape))
-    if name in ("cat", "concat", "stack", "roll", "flip", "index_select", "gather", "cumsum", "sort", "topk"):
-        given = node.arguments[1] if len(node.arguments) > 1 else node.options.get("dim", 0)
-        return isinstance(given, int) and given % len(batched[0].shape) == axis and name != "stack"
-    return False
+    if name in _LOOKS_UP and node.arguments[0] != Value(source.name):
+        return set()  # samples look something up in a table they share
+    if name in _ALONG:
+        position, key, default = _ALONG[name]
+        if name in ("var", "std", "max", "min", "all", "any") and isinstance(
+            _given(node, position, key), (bool, Value)
+        ):
+            return set(range(rank))  # var(unbiased), max(other)
+        return _axes(_given(node, position, key, default), rank)
+    if name == "index":
+        return {axis for axis, index in enumerate(node.arguments[1][:rank]) if index is not None}
+    if name in ("chunk", "split", "split_with_sizes", "narrow", "slice"):
+        same = all(spec.rows_per_sample == source.rows_per_sample for spec in node.outputs)
+        position = 1 if name in ("narrow", "slice") else 2
+        return set() if same else _axes(_given(node, position, "dim", 0), rank)
+    if name in ("repeat", "tile"):
+        counts = node.arguments[1]
+        lead = len(counts) - rank
+        return {axis for axis in range(rank) if axis + lead >= 0 and counts[axis + lead] != 1}
+    if name in ("vstack", "hstack"):
+        return {1} if name == "hstack" and rank > 1 else {0}
+    if name in ("tril", "triu"):
+        return {rank - 2, rank - 1}
+    if name in ("layer_norm", "rms_norm", "native_layer_norm"):
+        return set(range(rank - len(node.arguments[1]), rank))
+    if name in ("group_norm", "instance_norm") or (node.target in ops.CONVOLUTION | ops.RESAMPLING):
+        return set(range(1, rank))
+    if node.target in ops.POOLING:
+        return set(range(rank - (3 if "3d" in name else 2 if "2d" in name else 1), rank))
+    if node.target in ops.RECURRENT:
+        return {2, 1 if _given(node, 8, "batch_first", False) else 0} if rank == 3 else {0, 1}
+    if name == "scaled_dot_product_attention":
+        return {rank - 2, rank - 1}
+    return set()
 
 
 def _axes(given: Argument, rank: int) -> set[int]:
@@ -44,6 +115,8 @@ def _axes(given: Argument, rank: int) -> set[int]:
         return set(range(rank))
     if isinstance(given, int):
         return {given % rank} if rank else set()
+    if not isinstance(given, (list, tuple)):
+        return set(range(rank))
     return {axis % rank for axis in given} if given else set(range(rank))
 
 

@@ -11,19 +11,24 @@ from manyhands.facts.network import DTYPE_BYTES, TensorSpec
 from manyhands.graph.graph import Samples
 
 
+def at(where: str) -> str:
+    """The line of an error that says where, if that is known."""
+    return f"\n  at {where}" if where else ""
+
+
 def sized(value: Any, where: str) -> int | Samples:
     """An integer, or a multiple of the number of samples."""
     expression = value.node.expr
     symbols = sorted(expression.free_symbols, key=str)
     if not symbols:
         return int(expression)
-    at = [int(expression.subs(dict.fromkeys(symbols, n))) for n in (1, 2, 3, 7)]
-    if len(symbols) > 1 or at != [at[0], 2 * at[0], 3 * at[0], 7 * at[0]]:
+    counts = [int(expression.subs(dict.fromkeys(symbols, n))) for n in (1, 2, 3, 7)]
+    if len(symbols) > 1 or counts != [n * counts[0] for n in (1, 2, 3, 7)]:
         raise CaptureFailed(
-            f"A size ({expression}) is not a multiple of the batch size.\n  at {where}",
+            f"A size ({expression}) is not a multiple of the batch size.{at(where)}",
             hint="Every tensor's axes must be fixed or a multiple of the batch.",
         )
-    return Samples(at[0])
+    return Samples(counts[0])
 
 
 def output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
@@ -34,7 +39,7 @@ def output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
 
 def spec_of(name: str, value: Any, where: str) -> TensorSpec:
     if not isinstance(value, torch.Tensor):
-        raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.\n  at {where}")
+        raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.{at(where)}")
     shape: list[int] = []
     batch_axis: int | None = None
     for axis, size in enumerate(value.shape):
@@ -42,7 +47,7 @@ def spec_of(name: str, value: Any, where: str) -> TensorSpec:
         if isinstance(extent, Samples):
             if batch_axis is not None:
                 sizes = tuple(value.shape)
-                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {sizes}.\n  at {where}")
+                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {sizes}.{at(where)}")
             batch_axis, extent = axis, extent.factor
         shape.append(extent)
     return TensorSpec(name, tuple(shape), dtype_name(value.dtype, where), batch_axis)
@@ -51,5 +56,5 @@ def spec_of(name: str, value: Any, where: str) -> TensorSpec:
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     text = str(dtype).removeprefix("torch.")
     if text not in DTYPE_BYTES:
-        raise CaptureFailed(f"dtype {text} is not supported.\n  at {where}")
+        raise CaptureFailed(f"dtype {text} is not supported.{at(where)}")
     return text

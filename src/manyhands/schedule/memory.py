@@ -3,6 +3,8 @@
 static      weights, their gradients, the optimiser's state, buffers
 held        what each micro-batch in flight keeps for its backward pass, and what it received
 workspace   the inputs and outputs of the operator being computed
+
+A received tensor that its reader also saves counts twice: the sum may be too large by that, never too small.
 """
 
 from __future__ import annotations
