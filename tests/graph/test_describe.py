@@ -190,3 +190,23 @@ def test_fingerprints_tell_shapes_apart_and_not_weights() -> None:
 def test_unknown_granularity() -> None:
     with pytest.raises(BadValue, match="atoms"):
         describe(captured("tiny"), "atoms")
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "macs"),
+    [
+        ("bij,jk->bik", (5, 4), 6 * 5 * 4),
+        ("...ij,jk->...ik", (5, 4), 6 * 5 * 4),
+        ("b...j,jk->b...k", (5, 4), 6 * 5 * 4),
+    ],
+)
+def test_einsum_counts_every_index_once(equation: str, shape: tuple[int, ...], macs: int) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(equation, x, self.weight)
+
+    assert capture(Product(), torch.randn(2, 6, 5)).network.macs == macs

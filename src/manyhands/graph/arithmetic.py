@@ -46,8 +46,14 @@ def macs(node: Node, shapes: Shapes) -> int:
 
 
 def _einsum(node: Node, shapes: Shapes) -> int:
+    """The product of every index's extent. Axes under '...' are counted from the right, as they broadcast."""
     equation = node.arguments[0].replace(" ", "")
     extents: dict[str, int] = {}
     for letters, operand in zip(equation.split("->")[0].split(","), node.arguments[1]):
-        extents.update(zip(letters, _shape(operand, shapes)))
+        shape = _shape(operand, shapes)
+        before, dots, after = letters.partition("...")
+        hidden = len(shape) - len(before) - len(after) if dots else 0
+        names = [*before, *(f"...{axis}" for axis in range(hidden, 0, -1)), *after]
+        for name, extent in zip(names, shape, strict=True):
+            extents[name] = max(extent, extents.get(name, 1))
     return prod(extents.values())
