@@ -196,7 +196,7 @@ def test_statistics_are_added_up_before_they_are_needed() -> None:
         "forward s0 m5 0:1", f"reduce s0 statistics m5 1:2 a,b {size}B", "forward s0 m5 1:3",
     ]  # fmt: skip
     assert texts(work.backward(5, is_last=False)) == [
-        "backward s0 m5 2:3", f"reduce s0 statistics m5b 1:2 a,b {size}B", "backward s0 m5 0:2",
+        "backward s0 m5 2:3", f"reduce s0 statistics m5b 1:2 a,b {size - 4}B", "backward s0 m5 0:2",
     ]  # fmt: skip
     local = Lowering(Plan("chain", 2, plan.stages, batch_norm="local"), network).work["a"]
     assert texts(local.forward(0)) == ["forward s0 m0 0:3"]

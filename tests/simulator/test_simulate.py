@@ -21,6 +21,7 @@ from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Action, Backward, Forward, Reduce, Send, Step
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import FixedOrder, Schedule
+from manyhands.schedule.reduction import pair_bytes
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
 
@@ -61,15 +62,17 @@ def test_one_device(order: str, micro_batches: int, samples: int) -> None:
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_data_parallel_with_one_bucket(count: int, micro_batches: int) -> None:
-    """Compute, then 2(n-1)/n W / bandwidth + 2(n-1) delay, then the step."""
+    """Compute, then the fullest pair's chunks over its link and two delays, then the step."""
     network, link = chain(4), Link(1e5, 0.003)
     stages = (Stage((0, 4), tuple(f"d{i}" for i in range(count)), BySamples((2,) * count)),)
     result = run(Plan("chain", 2 * count * micro_batches, stages, micro_batches), network, link)
-    ring = 2 * (count - 1) / count * 4 * WEIGHT_BYTES
+    pairs = pair_bytes(Reduce(0, "gradients", 0, 4, stages[0].devices, 4 * WEIGHT_BYTES), network)
     compute = micro_batches * 2 * 4 * (F + B)
-    assert result.seconds == exactly(compute + ring / 1e5 + 2 * (count - 1) * 0.003 + step_seconds(4))
-    assert result.total_bytes == exactly(count * ring)
-    assert all(one.bytes_sent == one.bytes_received == exactly(ring) for one in result.devices.values())
+    assert result.seconds == exactly(compute + max(pairs.values()) / 1e5 + 2 * 0.003 + step_seconds(4))
+    assert result.total_bytes == 2 * (count - 1) * 4 * WEIGHT_BYTES
+    for name, one in result.devices.items():
+        assert one.bytes_sent == sum(size for (source, _), size in pairs.items() if source == name)
+        assert one.bytes_received == sum(size for (_, target), size in pairs.items() if target == name)
 
 
 @given(st.integers(1, 6 * WEIGHT_BYTES), st.integers(2, 4), st.floats(1e4, 1e7), st.floats(0, 0.05))
@@ -189,8 +192,8 @@ def test_statistics_are_waited_for() -> None:
     stages = (Stage((0, 2), ("d0", "d1"), BySamples((1, 1))),)
     exact = run(Plan("chain", 2, stages), network, link)
     local = run(Plan("chain", 2, stages, batch_norm="local"), network, link)
-    once = (2 * 4 + 1) * 4 / 1e4 + 2 * 0.001
-    assert exact.seconds - local.seconds == exactly(2 * once)
+    forward, backward = (2 * 4 + 1) * 4 / 1e4 + 0.001, 2 * 4 * 4 / 1e4 + 0.001
+    assert exact.seconds - local.seconds == exactly(forward + backward)
 
 
 def test_a_gateway_takes_its_turn() -> None:
@@ -221,16 +224,16 @@ def test_a_home_in_a_later_stage_does_not_hold_the_first_up(order: str) -> None:
 
 
 def expected_bytes(schedule: Schedule, costs: CostModel) -> dict[tuple[str, str], float]:
-    """The plan's messages, and its rings."""
+    """The plan's messages, and its reductions."""
     found: dict[tuple[str, str], float] = {}
     for device, own in schedule.actions.items():
         for action in own:
             if isinstance(action, Send):
                 found[device, action.to] = found.get((device, action.to), 0) + action.message.bytes
             elif isinstance(action, Reduce):
-                place = action.devices.index(device)
-                pair = (device, action.devices[(place + 1) % len(action.devices)])
-                found[pair] = found.get(pair, 0) + costs.ring_bytes(action)
+                for pair, size in costs.reduction_bytes(action).items():
+                    if pair[0] == device:
+                        found[pair] = found.get(pair, 0) + size
     return found
 
 

@@ -68,6 +68,42 @@ class BadValue(ManyhandsError):
     exit_code = 10
 
 
+class WorkerLost(ManyhandsError):
+    """A device that died, or whose connection broke, while others needed it."""
+
+    exit_code = 11
+
+
+class Refused(ManyhandsError):
+    """A worker that may not join: wrong token, another version, a name that is taken."""
+
+    exit_code = 12
+
+
+class BadData(ManyhandsError):
+    """A data set that cannot be trained on: too short, unreadable, of the wrong shape."""
+
+    exit_code = 13
+
+
+class NotFinite(ManyhandsError):
+    """A loss that is no number: at which step, and in which layer it began."""
+
+    exit_code = 14
+
+
+class TimedOut(ManyhandsError):
+    """Something that was waited for longer than its limit: what, from whom, how long."""
+
+    exit_code = 15
+
+
+class AddressTaken(ManyhandsError):
+    """A host and port that cannot be listened on."""
+
+    exit_code = 16
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint naming the closest known names, or all of them when there are few."""
     known = sorted(known)

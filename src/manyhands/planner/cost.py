@@ -10,6 +10,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Reduce
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
+from manyhands.schedule.reduction import pair_bytes, rounds_of
 
 
 class CostModel:
@@ -96,13 +97,11 @@ class CostModel:
     def link(self, source: str, target: str) -> Link:
         return self.cluster.link_between(source, target)
 
-    def ring_bytes(self, reduce: Reduce) -> float:
-        """Bytes each device sends to its neighbour in a ring all-reduce (ASTEROID Eq. 5)."""
-        count = len(reduce.devices)
-        return 2 * (count - 1) / count * reduce.bytes
+    def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
+        """What each pair of devices exchanges to form a sum."""
+        return pair_bytes(reduce, self.network)
 
-    def ring_delay_seconds(self, reduce: Reduce) -> float:
-        """2(n-1) rounds, each waiting for the slowest link's delay."""
-        count = len(reduce.devices)
-        pairs = zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0]))
-        return 2 * (count - 1) * max(self.link(a, b).delay_seconds for a, b in pairs)
+    def reduction_delay_seconds(self, reduce: Reduce) -> float:
+        """Every round waits for the slowest link's delay."""
+        rounds = rounds_of(reduce)
+        return sum(max((self.link(hop.source, hop.target).delay_seconds for hop in hops), default=0.0) for hops in rounds)

@@ -18,6 +18,7 @@ from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, Codec, Plan
 from manyhands.schedule.actions import Action, Backward, Forward, Kind, Message, Part, Receive, Reduce, Send, Step
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.reduction import completed_at
 
 HEADER_BYTES = 8
 """A packed tensor carries its range (two floats) beside its bits."""
@@ -160,10 +161,10 @@ class Lowering:
             return []
         return [i for i in range(first, last) if self.network.ops[i].statistics]
 
-    def _statistics_bytes(self, op: int) -> int:
-        """Count, sum and sum of squares per channel."""
+    def _statistics_bytes(self, op: int, *, backward: bool = False) -> int:
+        """Forward: the count, and mean and variance per channel. Backward: two sums per channel."""
         spec = self.network.tensors[self.network.ops[op].inputs[0]]
-        return (2 * self.network.ops[op].statistics + 1) * DTYPE_BYTES[spec.dtype]
+        return (2 * self.network.ops[op].statistics + (0 if backward else 1)) * DTYPE_BYTES[spec.dtype]
 
     def _shares_statistics(self, geometry: StageGeometry) -> bool:
         return len(geometry.devices) > 1 and not isinstance(geometry.stage.share, ByChannels)
@@ -265,7 +266,7 @@ class Lowering:
             if op in statistics:
                 if op + 1 < high:
                     actions.append(Backward(index, 0, op + 1, high))
-                size = self._statistics_bytes(op)
+                size = self._statistics_bytes(op, backward=True)
                 actions.append(Reduce(index, "statistics", op, op + 1, geometry.devices, size, 0, backward=True))
                 high = op + 1
             if op in ends:
@@ -283,23 +284,12 @@ class Lowering:
             return {}
         found: dict[int, Reduce] = {}
         pending, high = 0, geometry.last
-        first_use = self._first_use(geometry)
+        completed = completed_at(self.network, geometry.first, geometry.last)
         for op in range(geometry.last - 1, geometry.first - 1, -1):
-            pending += sum(self.network.weights[w].bytes for w in first_use.get(op, ()))
+            pending += sum(self.network.weights[name].bytes for name in completed.get(op, ()))
             if pending >= self.plan.bucket_bytes or (op == geometry.first and pending):
                 found[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending)
                 pending, high = 0, op
-        return found
-
-    def _first_use(self, geometry: StageGeometry) -> dict[int, list[str]]:
-        """Operator -> trainable weights whose gradient is complete once backward has passed it."""
-        seen: set[str] = set()
-        found: dict[int, list[str]] = defaultdict(list)
-        for op in range(geometry.first, geometry.last):
-            for name in self.network.ops[op].weights:
-                if name not in seen and self.network.weights[name].trainable:
-                    seen.add(name)
-                    found[op].append(name)
         return found
 
     def _lower_end(self, index: int, geometry: StageGeometry) -> None:

@@ -238,7 +238,7 @@ class _Run:
             assert isinstance(reduce, Reduce)
             self.flows_left[reduce.key] -= 1
             if not self.flows_left[reduce.key]:
-                self._at(self.now + self.costs.ring_delay_seconds(reduce), "reduced", reduce)
+                self._at(self.now + self.costs.reduction_delay_seconds(reduce), "reduced", reduce)
 
     def _arrived(self, transfer: Transfer) -> None:
         device = self.devices[transfer.target]
@@ -257,17 +257,15 @@ class _Run:
         self.joined[reduce.key] += 1
         if self.joined[reduce.key] < len(reduce.devices):
             return
-        byte_count = self.costs.ring_bytes(reduce)
-        ring = list(zip(reduce.devices, (*reduce.devices[1:], reduce.devices[0])))
-        self.flows_left[reduce.key] = len(ring)
-        for source, target in ring:
+        flows = self.costs.reduction_bytes(reduce)
+        self.flows_left[reduce.key] = len(flows)
+        for (source, target), byte_count in flows.items():
             self.bytes_between[(source, target)] += byte_count
+            self.devices[target].result.bytes_received += byte_count
             self._start_transfer(source, target, byte_count, reduce)
 
     def _reduced(self, reduce: Reduce) -> None:
         self.complete.add(reduce.key)
-        for name in reduce.devices:
-            self.devices[name].result.bytes_received += self.costs.ring_bytes(reduce)
         self.runnable.extend(self.waiting.pop(reduce.key, ()))
 
     def _count_transfer(self, name: str, change: int) -> None:

@@ -1,0 +1,257 @@
+"""Batches loaded ahead on one background thread, so that the step does not wait for the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+from torch.utils.data import Dataset, default_collate
+
+from manyhands.data.order import BatchOrder
+from manyhands.facts.errors import BadData, BadValue, ManyhandsError, TimedOut
+
+Batch = tuple[int, Any, Any]
+_POLL_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
+_PAIR = "__getitem__ must return a pair: (input, target)."
+
+
+class _MapStyle(Protocol):
+    """Samples that can be counted and taken by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Prefetcher:
+    """Yields (step, inputs, targets) once for each step from `first_step` up to, without, `last_step`.
+
+    Loading begins at once; at most `ahead` batches wait. Closing ends the iteration. An error comes where its batch
+    would have come, after the batches before it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        order: BatchOrder,
+        first_step: int,
+        last_step: int,
+        ahead: int = 2,
+        *,
+        limit_seconds: float = 600.0,
+    ) -> None:
+        if not 0 <= first_step <= last_step:
+            raise BadValue(f"Batches from step {first_step} to {last_step}: 0 <= first <= last is needed.")
+        if ahead < 1:
+            raise BadValue(f"{ahead} batches loaded ahead; it must be 1 or more.")
+        samples = _map_style(dataset)
+        if order.samples > len(samples):
+            raise BadData(f"The batch order is for {order.samples} samples; the data set has {len(samples)}.")
+        self._limit_seconds = limit_seconds
+        self._next_step = first_step
+        self._shelf = _Shelf(ahead)
+        # The thread knows the shelf, not this object: so one that is dropped unclosed is still cleared away.
+        self._thread = threading.Thread(
+            target=_fill,
+            args=(self._shelf, samples, order, range(first_step, last_step)),
+            daemon=True,
+            name="prefetcher",
+        )
+        self._end = weakref.finalize(self, _end, self._shelf, self._thread)
+        self._thread.start()
+
+    def __iter__(self) -> Prefetcher:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch = self._shelf.take(self._limit_seconds)
+        except TimeoutError:
+            raise TimedOut(
+                f"The batch of step {self._next_step} was not loaded within {self._limit_seconds:g} s.",
+                hint="The data set's __getitem__ hangs, or the disk is very slow.",
+            ) from None
+        if batch is None:
+            raise StopIteration
+        self._next_step = batch[0] + 1
+        return batch
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread, whatever it is doing. Only a sample that is being read is waited for, and not for long."""
+        self._end()
+
+
+def length(dataset: Dataset[Any] | Sequence[Any]) -> int:
+    """How many samples a data set has, or an error for one that cannot tell."""
+    return len(_map_style(dataset))
+
+
+def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, Any]:
+    """The first samples as one batch: fewer where the data set is shorter."""
+    if samples < 1:
+        raise BadValue(f"An example of {samples} samples; it must have 1 or more.")
+    held = _map_style(dataset)
+    if len(held) == 0:
+        raise BadData("The data set has no samples.")
+    indices = list(range(min(samples, len(held))))
+    return _collate([_sample(held, index) for index in indices], indices)
+
+
+class _Shelf:
+    """Where batches wait between the thread that loads and the one that takes. Closing it wakes both."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._changed = threading.Condition()
+        self._batches: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._complete = False
+        self.closed = False
+
+    def put(self, batch: Batch) -> None:
+        with self._changed:
+            while len(self._batches) >= self._places and not self.closed:
+                self._changed.wait(_POLL_SECONDS)
+            if not self.closed:
+                self._batches.append(batch)
+                self._changed.notify_all()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._complete = True
+            self._error = error
+            self._changed.notify_all()
+
+    def take(self, limit_seconds: float) -> Batch | None:
+        """The next batch; none when there will be no more."""
+        deadline = time.monotonic() + limit_seconds
+        with self._changed:
+            while not self._batches:
+                if self.closed:
+                    return None
+                if self._error is not None:
+                    raise self._error
+                if self._complete:
+                    return None
+                left_seconds = deadline - time.monotonic()
+                if left_seconds <= 0:
+                    raise TimeoutError
+                self._changed.wait(min(left_seconds, _POLL_SECONDS))
+            batch = self._batches.popleft()
+            self._changed.notify_all()
+            return batch
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._batches.clear()
+            self._changed.notify_all()
+
+
+def _fill(shelf: _Shelf, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
+    """The background thread: whatever happens, the shelf learns that no more will come."""
+    try:
+        for step in steps:
+            indices = order.indices(step)
+            samples = []
+            for index in indices:
+                if shelf.closed:
+                    return
+                samples.append(_sample(dataset, index))
+            shelf.put((step, *_collate(samples, indices)))
+        shelf.finish()
+    except BaseException as error:
+        shelf.finish(error)
+
+
+def _end(shelf: _Shelf, thread: threading.Thread) -> None:
+    shelf.close()
+    if thread is not threading.current_thread():
+        with contextlib.suppress(RuntimeError):  # it was never started
+            thread.join(_JOIN_SECONDS)
+
+
+def _map_style(dataset: Dataset[Any] | Sequence[Any]) -> _MapStyle:
+    kind = type(dataset)
+    take = getattr(kind, "__getitem__", None)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
+    if take is Dataset.__getitem__:
+        missing = sorted({*missing, "__getitem__"})
+    if missing:
+        raise BadData(
+            f"The data set, a {kind.__name__}, has no {' and no '.join(missing)}.",
+            hint="It must be map-style: samples are taken by number, so that a run can resume at any step.",
+        )
+    samples = cast(_MapStyle, dataset)
+    try:
+        len(samples)
+    except Exception as error:
+        raise BadData(f"The data set, a {kind.__name__}, cannot tell its length: {_told(error)}") from error
+    return samples
+
+
+def _sample(dataset: _MapStyle, index: int) -> tuple[Any, Any]:
+    try:
+        sample = dataset[index]
+    except ManyhandsError as error:
+        raise BadData(f"Sample {index}: {error.message}", hint=error.hint) from error
+    except Exception as error:
+        raise BadData(f"Sample {index} cannot be loaded: {_told(error)}") from error
+    if not isinstance(sample, (tuple, list)):
+        raise BadData(f"Sample {index} is a {type(sample).__name__}, not a pair (input, target).", hint=_PAIR)
+    if len(sample) != 2:
+        raise BadData(f"Sample {index} has {len(sample)} parts; a pair (input, target) has 2.", hint=_PAIR)
+    return sample[0], sample[1]
+
+
+def _collate(samples: list[tuple[Any, Any]], indices: list[int]) -> tuple[Any, Any]:
+    inputs, targets = zip(*samples)
+    return _stack("input", list(inputs), indices), _stack("target", list(targets), indices)
+
+
+def _stack(what: str, values: list[Any], indices: list[int]) -> Any:
+    first = _form(values[0])
+    for index, value in zip(indices, values):
+        if _form(value) != first:
+            raise BadData(
+                f"The {what} of sample {index} has the shape {_form(value)}; that of sample {indices[0]} has {first}.",
+                hint="All samples of a data set must have one shape: crop, resize or pad them in __getitem__.",
+            )
+    try:
+        stacked = default_collate(values)
+    except Exception as error:
+        raise BadData(
+            f"The {what}s of samples {indices[0]} to {indices[-1]} do not make a batch: {_told(error)}",
+            hint="Samples are tensors, numbers, arrays, or tuples and dicts of them.",
+        ) from error
+    # torch makes a list of the parts; a model's arguments are a tuple again.
+    return tuple(stacked) if type(values[0]) is tuple else stacked
+
+
+def _form(value: Any) -> Any:
+    """The shape of a tensor or array, or of each part of a tuple or dict."""
+    if isinstance(value, dict):
+        return {key: _form(part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_form(part) for part in value]
+    shape = getattr(value, "shape", ())
+    return tuple(shape) if isinstance(shape, Sequence) else ()
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}".removesuffix(": ")

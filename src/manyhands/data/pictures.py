@@ -1,0 +1,232 @@
+"""A folder of pictures as a data set: one sub-folder per class. Pillow decodes them, when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from manyhands.data.sets import DataSets
+from manyhands.data.split import held_out
+from manyhands.facts.errors import BadData, BadFile
+
+INPUT_SHAPE = (3, 64, 64)
+# Pillow's own limit, of which it only warns: a small file may unpack to all of a machine's memory.
+LARGEST_PIXEL_COUNT = 89_478_485
+PIXEL_MEAN = 0.5
+PIXEL_STANDARD_DEVIATION = 0.5
+# Not every format Pillow knows: some of them start another program to be decoded.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+_TEST_FOLDERS = ("test", "val")
+_CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
+_NAMED = 5
+_THREADS = 8
+_SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+_END_OF_JPEG = b"\xff\xd9"
+_LAYOUT = "Make one sub-folder per class, with its pictures in it; or train/ and test/ with such sub-folders each."
+
+
+class PictureData(Dataset[tuple[Tensor, int]]):
+    """Pictures by path, decoded one at a time and squeezed into the input's height and width."""
+
+    def __init__(self, paths: list[Path], labels: list[int], input_shape: tuple[int, ...]) -> None:
+        self.paths = paths
+        self.labels = labels
+        self._channels, self._height, self._width = input_shape
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.paths[index]
+        mode = "RGB" if self._channels == 3 else "L"
+        try:
+            with _open(path) as image:
+                image.draft(mode, (2 * self._width, 2 * self._height))  # a large JPEG need not be decoded in full
+                pixels = _eight_bits(image).convert(mode).resize((self._width, self._height), Image.Resampling.BILINEAR)
+        except Exception as error:  # Pillow's decoders raise nearly anything, and the file may have gone since
+            raise BadData(
+                f"{path}: the picture cannot be read: {_reason(error)}.", hint="Delete or repair it."
+            ) from error
+        array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
+        value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+        return (value / 255 - PIXEL_MEAN) / PIXEL_STANDARD_DEVIATION, self.labels[index]
+
+
+def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
+    """Every file is checked first: a run of days must not end at one broken picture."""
+    shape = input_shape or INPUT_SHAPE
+    if len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
+        raise BadData(
+            f"{path}: pictures have 1 or 3 channels, a height and a width; the model takes {shape}.",
+            hint="Use a model for pictures.",
+        )
+    train_folder, test_folder = _parts(path)
+    train_classes = _classes(train_folder)
+    if len(train_classes) < 2:
+        raise BadData(
+            f"{train_folder}: has one class, '{next(iter(train_classes))}'; to tell apart there must be two or more.",
+            hint=_LAYOUT,
+        )
+    test_classes = _classes(test_folder) if test_folder else {}
+    strange = [name for name in test_classes if name not in train_classes]
+    if strange:
+        raise BadData(
+            f"{test_folder}: {_some(strange)}: no such class in {train_folder}, which has {_some(train_classes)}.",
+            hint="Tests need the classes that are trained on.",
+        )
+    names = tuple(train_classes)
+    _check_all(
+        path, [file for classes in (train_classes, test_classes) for files in classes.values() for file in files]
+    )
+    train = _pictures(train_classes, names, shape)
+    train_set: Dataset[Any] = train
+    test_set: Dataset[Any] | None = _pictures(test_classes, names, shape) if test_folder else None
+    if test_folder is None:
+        chosen, left = held_out(train.labels)
+        train_set, test_set = Subset(train, chosen), Subset(train, left) if left else None
+    return DataSets(
+        name=path.resolve().name,
+        train=train_set,
+        test=test_set,
+        num_classes=len(names),
+        input_shape=shape,
+        classes=names,
+    )
+
+
+def _parts(path: Path) -> tuple[Path, Path | None]:
+    """The folder to train on and the one to test on. A `train` with no sub-folders is a class of that name."""
+    folders = {folder.name: folder for folder in _entries(path) if folder.is_dir()}
+    train = folders.get("train")
+    if train is None or not any(entry.is_dir() for entry in _entries(train)):
+        return path, None
+    tests = [folders[name] for name in _TEST_FOLDERS if name in folders]
+    with_classes = [folder for folder in tests if any(entry.is_dir() for entry in _entries(folder))]
+    if tests and not with_classes:
+        raise BadData(f"{tests[0]}: has no class folders, as {train} has.", hint=_LAYOUT)
+    return train, with_classes[0] if with_classes else None
+
+
+def _classes(folder: Path) -> dict[str, list[Path]]:
+    """The pictures of each class, both in the order of their names."""
+    found = {entry.name: _files(entry) for entry in _entries(folder) if entry.is_dir()}
+    if not found:
+        loose = sum(1 for entry in _entries(folder) if entry.is_file())
+        beside = f", but {loose} files that belong to no class" if loose else ", and no pictures"
+        raise BadData(f"{folder}: has no class folders{beside}.", hint=_LAYOUT)
+    if not any(found.values()):
+        raise BadData(f"{folder}: there is no picture in any of its {len(found)} class folders.", hint=_LAYOUT)
+    empty = [name for name, files in found.items() if not files]
+    if empty:
+        raise BadData(
+            f"{folder}: no picture in the class folder{'s' if len(empty) > 1 else ''} {_some(empty)}.",
+            hint="Add pictures, or delete the folder.",
+        )
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, by name, without what systems leave there."""
+    try:
+        found = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    except OSError as error:
+        raise BadFile(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    return [entry for entry in found if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER]
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a class folder. Links to folders are not followed: they may lead in a circle."""
+    found: list[Path] = []
+    for entry in _entries(folder):
+        if not entry.is_dir():
+            found.append(entry)
+        elif not entry.is_symlink():
+            found.extend(_files(entry))
+    return found
+
+
+def _check_all(root: Path, files: list[Path]) -> None:
+    with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as threads:
+        warnings.simplefilter("ignore")  # what they warn of is either harmless or found below
+        reasons = list(threads.map(_fault, files))
+    bad = [f"{os.path.relpath(file, root)} ({reason})" for file, reason in zip(files, reasons) if reason]
+    if bad:
+        raise BadData(
+            f"{root}: {len(bad)} of {len(files)} files cannot be read as pictures: {_some(bad)}.",
+            hint=f"Delete or repair {'it' if len(bad) == 1 else 'them'}. Read are: {', '.join(FORMATS)}.",
+        )
+
+
+def _fault(path: Path) -> str:
+    """Why a file is no picture, or nothing. Pixels are decoded only where the end of the file looks torn off."""
+    try:
+        with _open(path) as image:
+            kind = image.format
+            image.verify()
+        if kind != "PNG" and not (kind in ("JPEG", "MPO") and _ends_well(path)):  # only PNG has sums to verify
+            with _open(path) as image:
+                image.load()
+    except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
+        return _reason(error)
+    return ""
+
+
+def _ends_well(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-len(_END_OF_JPEG), os.SEEK_END)
+        return file.read() == _END_OF_JPEG
+
+
+def _open(path: Path) -> Image.Image:
+    """The picture's header is read, not its pixels yet."""
+    if not path.is_file():  # opening a pipe would wait for ever
+        raise OSError("no such file" if not path.exists() else "not a plain file")
+    image = Image.open(path, formats=FORMATS)
+    pixels = image.width * image.height
+    if pixels > LARGEST_PIXEL_COUNT or image.mode == "F":
+        image.close()
+        raise OSError(
+            "its pixels are floats, not 0 to 255"
+            if image.mode == "F"
+            else f"{pixels:,} pixels; at most {LARGEST_PIXEL_COUNT:,} are decoded"
+        )
+    return image
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Pillow cuts brighter pixels of 16 bits off at 255; this scales them."""
+    if image.mode not in _SIXTEEN_BITS:
+        return image
+    return Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "no picture of a known format"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"more than {LARGEST_PIXEL_COUNT:,} pixels"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [""])[0][:120].rstrip(".") or type(error).__name__
+
+
+def _pictures(classes: dict[str, list[Path]], names: tuple[str, ...], shape: tuple[int, ...]) -> PictureData:
+    pairs = [(file, names.index(name)) for name, files in classes.items() for file in files]
+    return PictureData([file for file, _ in pairs], [label for _, label in pairs], shape)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few, and how many more."""
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,25 @@
+"""Which samples are held out for testing where the data set does not say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from manyhands.data.order import permutation
+
+HELD_OUT_EVERY = 5
+_SEED = 1998
+
+
+def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The indices to train on and to test on: one in five of every class, drawn the same way each time."""
+    of_class: defaultdict[int, list[int]] = defaultdict(list)
+    for index, label in enumerate(labels):
+        of_class[label].append(index)
+    train: list[int] = []
+    test: list[int] = []
+    for label, members in of_class.items():
+        # Files and rows often lie in order of time or writer, so counting off in the given order would be unfair.
+        for place, drawn in enumerate(permutation(len(members), _SEED, label).tolist(), start=1):
+            (train if place % HELD_OUT_EVERY else test).append(members[drawn])
+    return sorted(train), sorted(test)

@@ -1,0 +1,39 @@
+"""A device's place in the exchange: what executors ask of an engine, whichever carries the bytes.
+
+`tcp.py` carries them between processes and machines; `inprocess.py` between threads of one process, for tests whose
+faults come at an exact moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from manyhands.engine.mailbox import Mailbox
+
+
+class Endpoint(Protocol):
+    """Sends messages to peers by name; what comes from them is in the mailbox."""
+
+    name: str
+    mailbox: Mailbox
+    sent_bytes: Counter[str]
+    """Payload bytes handed to the link, by peer."""
+
+    def send(
+        self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False
+    ) -> None:
+        """Hand a message to the link and go on.
+
+        `parts` are contiguous tensors on the CPU, sent one after another; they must not change until the receiver has
+        them. An urgent message overtakes others between two chunks. A lost peer is an error of the next wait for it,
+        not of this call.
+        """
+
+    def flush(self, limit_seconds: float) -> None:
+        """Wait until everything handed over has left."""
+
+    def close(self) -> None: ...

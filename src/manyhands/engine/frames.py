@@ -1,0 +1,75 @@
+"""What a frame on the wire looks like: a fixed prelude, a small header of known fields, raw bytes.
+
+    ┌───────────────┬──────────────────┬───────────────────────────┐
+    │ prelude 8 B   │ header           │ payload: `length` bytes   │
+    │ magic, size   │ msgpack, <= 4 KB │ [offset, offset + length) │
+    └───────────────┴──────────────────┴───────────────────────────┘
+
+A message larger than a chunk travels as several frames, so that progress is seen and a small urgent message need not
+wait for a large one. There is no code in a frame: fields of fixed types, and bytes that land in memory the receiver
+chose before it looked at them.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+MAGIC = b"mhf1"
+PRELUDE = struct.Struct("<4sI")
+LARGEST_HEADER_BYTES = 4096
+LARGEST_CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 512 * 1024
+LARGEST_MESSAGE_BYTES = 2**36
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which message a frame belongs to, and which part of it this is."""
+
+    origin: str
+    generation: int
+    step: int
+    topic: str
+    """The message in words: what it is, and the boxes of the tensors in it."""
+    bytes: int
+    """Of the whole message."""
+    offset: int
+    length: int
+
+
+class BadFrame(Exception):
+    """A frame that cannot be told apart from noise: the stream behind it is lost."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(header: Header) -> bytes:
+    """Prelude and header."""
+    body = _encoder.encode(header)
+    return PRELUDE.pack(MAGIC, len(body)) + body
+
+
+def header_bytes(prelude: bytes | bytearray | memoryview) -> int:
+    """How long the header behind a prelude is. Checked before anything is allocated for it."""
+    magic, size = PRELUDE.unpack(prelude)
+    if magic != MAGIC:
+        raise BadFrame(f"a frame begins with {bytes(magic)!r}, not {MAGIC!r}")
+    if not 0 < size <= LARGEST_HEADER_BYTES:
+        raise BadFrame(f"a header of {size} bytes; at most {LARGEST_HEADER_BYTES} are read")
+    return int(size)
+
+
+def decode(body: bytes | bytearray | memoryview) -> Header:
+    """A header with every number within its limits."""
+    try:
+        header = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise BadFrame(f"a header that is none: {error}") from error
+    if not 0 <= header.length <= LARGEST_CHUNK_BYTES:
+        raise BadFrame(f"a frame of {header.length} bytes; at most {LARGEST_CHUNK_BYTES} are read")
+    if not 0 <= header.bytes <= LARGEST_MESSAGE_BYTES or not 0 <= header.offset <= header.bytes - header.length:
+        raise BadFrame(f"bytes {header.offset} to {header.offset + header.length} of a message of {header.bytes}")
+    return header

@@ -1,0 +1,237 @@
+"""The receiving end: which messages may come, where their bytes go, and who waits for them.
+
+A message is expected (told by `open`, from the plan), posted (its destination is known) and received (waited for), in
+any order with its arrival. What is not expected is refused and noted; it harms nobody. Every wait ends: the message
+arrives, its sender is lost, somebody interrupts, or the limit passes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from manyhands.engine.frames import Header
+from manyhands.facts.errors import ManyhandsError, TimedOut
+
+Key = tuple[str, int, str]
+"""Source, step, topic."""
+WAIT_LIMIT_SECONDS = 600.0
+STEPS_AHEAD = 8
+"""How many steps before its time a message is taken in: senders run ahead no further than their input is fed."""
+_MOST_REFUSALS = 100
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy."""
+    assert tensor.device.type == "cpu", "only memory of the CPU travels"
+    flat = tensor.detach().reshape(-1)
+    assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "tensor must be contiguous"
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def byte_count(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass
+class _Message:
+    """One message under way or waiting."""
+
+    size: int
+    views: list[memoryview] = field(default_factory=list)
+    """Where its bytes go: the posted destination, or memory taken for it when it came early."""
+    early: torch.Tensor | None = None
+    at_hand: int = 0
+    begun: bool = False
+    complete: bool = False
+
+
+class Mailbox:
+    """Everything that may arrive at one device."""
+
+    def __init__(self, name: str, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
+        self.name, self.limit_seconds = name, limit_seconds
+        self.generation = -1
+        self.step = 0
+        self.expected: dict[tuple[str, str], int] = {}
+        self.received_bytes: Counter[str] = Counter()
+        self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
+        self.refused = 0
+        self._messages: dict[Key, _Message] = {}
+        self._lost: dict[str, ManyhandsError] = {}
+        self._interruption: ManyhandsError | None = None
+        self._news = 0
+        self._change = threading.Condition()
+
+    # What may come
+
+    def open(self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0) -> None:
+        """Start a generation: (source, topic) -> bytes of each message of a step. All of an older one is forgotten."""
+        with self._change:
+            self.generation, self.step = generation, first_step
+            self.expected = dict(expected)
+            self._messages.clear()
+            self._interruption = None
+            self._lost.clear()
+
+    def begin_step(self, step: int) -> None:
+        """Messages of earlier steps are no longer taken."""
+        with self._change:
+            self.step = step
+            for key in [key for key in self._messages if key[1] < step]:
+                del self._messages[key]
+
+    # The engine's side
+
+    def accept(self, peer: str, header: Header) -> list[memoryview] | None:
+        """Where the payload of a frame goes; None where it is refused and must be thrown away."""
+        with self._change:
+            key = (header.origin, header.step, header.topic)
+            message = self._messages.get(key)
+            reason = self._refusal(peer, header, message)
+            if reason:
+                self.refused += 1
+                self.refusals.append(f"from {peer}: {reason}")
+                return None
+            if message is None:
+                message = self._messages[key] = _Message(header.bytes)
+            if not message.views and header.bytes:
+                message.early = torch.empty(header.bytes, dtype=torch.uint8)
+                message.views = [memoryview(message.early.numpy())]
+            message.begun = True
+            return _window(message.views, header.offset, header.length)
+
+    def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
+        what = f"'{header.topic:.200}' of step {header.step}"
+        if header.origin != peer:
+            return f"{what} says it comes from {header.origin:.64}"
+        if header.generation != self.generation:
+            return f"{what} is of generation {header.generation}; this is {self.generation}"
+        size = self.expected.get((peer, header.topic))
+        if size is None:
+            return f"{what} is not in the plan"
+        if size != header.bytes:
+            return f"{what} has {header.bytes} bytes; the plan says {size}"
+        if not self.step <= header.step < self.step + STEPS_AHEAD:
+            return f"{what} comes at step {self.step}"
+        if message is not None and message.complete:
+            return f"{what} has come already"
+        at_hand = message.at_hand if message is not None else 0
+        if header.offset != at_hand:
+            return f"{what} goes on at byte {header.offset}; {at_hand} are at hand"
+        return ""
+
+    def wrote(self, header: Header) -> None:
+        """The payload of an accepted frame is in place."""
+        with self._change:
+            message = self._messages.get((header.origin, header.step, header.topic))
+            if message is None or header.generation != self.generation:
+                return  # the generation ended meanwhile
+            message.at_hand += header.length
+            self.received_bytes[header.origin] += header.length
+            if message.at_hand == message.size:
+                message.complete = True
+                self._news += 1
+                self._change.notify_all()
+
+    def lose(self, peer: str, error: ManyhandsError) -> None:
+        """Whoever waits for this peer fails at once with `error`."""
+        with self._change:
+            self._lost.setdefault(peer, error)
+            self._news += 1
+            self._change.notify_all()
+
+    def interrupt(self, error: ManyhandsError) -> None:
+        """Every wait, now and later, fails with `error`, until the next generation opens."""
+        with self._change:
+            self._interruption = self._interruption or error
+            self._news += 1
+            self._change.notify_all()
+
+    # The receiver's side
+
+    def post(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
+        """Say where a message will go, before it comes if possible: then its bytes are written there directly."""
+        with self._change:
+            key = (source, step, topic)
+            message = self._messages.get(key)
+            if message is None:
+                message = self._messages[key] = _Message(byte_count(into))
+            if not message.begun:
+                message.views = [as_bytes(tensor) for tensor in into]
+
+    def receive(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
+        """Wait for a message and have it in `into` (contiguous tensors on the CPU, filled one after another)."""
+        views = [as_bytes(tensor) for tensor in into]
+        self.post(source, step, topic, into)
+        key = (source, step, topic)
+        with self._change:
+            message = self._messages[key]
+            self._wait(lambda: message.complete, f"'{topic:.200}' of step {step} from {source}", source)
+            del self._messages[key]
+        if message.early is not None:
+            _copy(memoryview(message.early.numpy()), views)
+
+    def has_arrived(self, source: str, step: int, topic: str) -> bool:
+        with self._change:
+            self._check(source)
+            message = self._messages.get((source, step, topic))
+            return message is not None and message.complete
+
+    def wait_for_news(self, seen: int) -> int:
+        """Wait until something has happened since `seen`; returns the new count. Start with 0."""
+        with self._change:
+            self._wait(lambda: self._news > seen, "anything", "")
+            return self._news
+
+    def check(self) -> None:
+        """Raise if this device was interrupted: asked between actions, so that computing stops too."""
+        if self._interruption is not None:
+            raise self._interruption
+
+    def _check(self, source: str) -> None:
+        if self._interruption is not None:
+            raise self._interruption
+        if source in self._lost:
+            raise self._lost[source]
+
+    def _wait(self, is_done: object, what: str, source: str) -> None:
+        assert callable(is_done)
+        start = time.monotonic()
+        while not is_done():
+            self._check(source)
+            left = start + self.limit_seconds - time.monotonic()
+            if left <= 0:
+                raise TimedOut(
+                    f"{self.name} has waited {self.limit_seconds:g} s for {what}.",
+                    hint="The sender is connected but does not get there: see its events in the run folder.",
+                )
+            self._change.wait(left)
+        if self._interruption is not None:
+            raise self._interruption
+
+
+def _window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
+    """Bytes [offset, offset + length) of some views laid end to end."""
+    found = []
+    for view in views:
+        if length and offset < len(view):
+            part = view[offset : offset + length]
+            found.append(part)
+            length -= len(part)
+            offset = 0
+        else:
+            offset -= len(view)
+    return found
+
+
+def _copy(source: memoryview, views: list[memoryview]) -> None:
+    place = 0
+    for view in views:
+        view[:] = source[place : place + len(view)]
+        place += len(view)

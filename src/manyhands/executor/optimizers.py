@@ -1,0 +1,299 @@
+"""Optimiser facts -> PyTorch optimisers over some of the weights, whose state travels as tensors and plain values.
+
+A state has one entry per weight and key of PyTorch's, `weight/key`: keys hold no slash, so the last one divides. Entries
+of several workers are merged by uniting their dictionaries, and each worker takes out its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import lr_scheduler
+
+from manyhands.facts.errors import BadFile, BadValue, did_you_mean, unknown
+from manyhands.facts.optimizer import Option, Optimizer
+
+T = TypeVar("T")
+SEPARATOR = "/"
+_PROBE_SIZES = (2, 3, 5, 7, 11, 13)
+"""Sizes of a probe's axes: all different, so that a state tensor's axes tell which of the weight's they follow."""
+_MOST_NAMED = 5
+_REFUSED_OPTIMIZERS = {
+    "LBFGS": "it evaluates the loss again and again within a step, which workers cannot",
+    "SparseAdam": "it needs sparse gradients, and those of workers are dense",
+}
+_REFUSED_SCHEDULES = {
+    "ReduceLROnPlateau": "it needs a metric, and workers have none",
+    "LambdaLR": "it needs a function, and no code travels to workers",
+    "MultiplicativeLR": "it needs a function, and no code travels to workers",
+    "SequentialLR": "it needs schedule objects; give a list of schedules, which are applied one after another each step",
+    "ChainedScheduler": "it needs schedule objects; give a list of schedules, which are applied one after another",
+}
+_NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}
+"""Given by us, deprecated, or code."""
+
+
+class Stepper:
+    """One optimiser with its schedules over the trainable weights of a mapping, in the mapping's order."""
+
+    def __init__(self, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> None:
+        self.optimizer = optimizer
+        self.weights: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in weights.items():
+            if tensor.requires_grad and id(tensor) not in seen:  # a tied weight is stepped once
+                self.weights[name] = tensor
+                seen.add(id(tensor))
+        self._start()
+
+    def _start(self) -> None:
+        self.steps_done = 0
+        self._torch, self._schedules = _construct(self.optimizer, list(self.weights.values()))
+
+    def step(self) -> None:
+        """Step the optimiser, then its schedules. Weights without a gradient stay as they are."""
+        self._torch.step()
+        self._step_schedules()
+
+    def _step_schedules(self) -> None:
+        try:
+            for schedule in self._schedules:
+                schedule.step()
+        except (ValueError, ArithmeticError) as error:
+            names = ", ".join(name for name, _ in self.optimizer.schedule)
+            said = _said(error)
+            raise BadValue(f"The schedule ({names}) cannot go on after step {self.steps_done}: {said}") from error
+        self.steps_done += 1
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for weight in self.weights.values():
+            weight.grad = None
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next step will use."""
+        return float(self._torch.param_groups[0]["lr"])
+
+    def state(self, *, copy: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.
+
+        Without `copy` the tensors are those in use, which the next step will change.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, Any] = {}
+        probes = _Probes(self.optimizer)
+        for name, weight in self.weights.items():
+            held = self._torch.state.get(weight, {})
+            for key in dict.fromkeys([*probes.of(weight), *held]):
+                value = held.get(key)
+                if isinstance(value, torch.Tensor):
+                    tensors[_entry(name, key)] = value.detach().clone() if copy else value.detach()
+                else:
+                    scalars[_entry(name, key)] = value
+        return tensors, scalars
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], steps_done: int) -> None:
+        """Go on from a state taken after `steps_done` steps, as if there had been no break. Weights are not touched.
+
+        Entries of other weights are ignored. Schedules are replayed: most compute a rate from the one before.
+        """
+        if steps_done < 0:
+            raise BadValue(f"The state is of step {steps_done}; steps are >= 0.")
+        found = dict(self._find(tensors, scalars, steps_done))
+        self._start()
+        for name, held in found.items():
+            self._torch.state[self.weights[name]] = held
+        self._torch.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
+        if self._schedules:
+            for _ in range(steps_done):
+                self._step_schedules()
+        self.steps_done = steps_done
+
+    def _find(
+        self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], steps_done: int
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(weight, its state) for those that have one. All is checked before anything is changed."""
+        given: dict[str, set[str]] = {}
+        for entry in (*tensors, *scalars):
+            name, _, key = entry.rpartition(SEPARATOR)
+            given.setdefault(name, set()).add(key)
+        if steps_done == 0 and not any(name in given for name in self.weights):
+            return  # before the first step there is nothing to miss
+        probes = _Probes(self.optimizer)
+        expected = {name: probes.of(weight) for name, weight in self.weights.items()}
+        missing = [_entry(name, key) for name, keys in expected.items() for key in keys if key not in given.get(name, ())]
+        if missing:
+            raise BadFile(f"The state of {self.optimizer.name} at step {steps_done} lacks {_named(missing)}.")
+        for name, weight in self.weights.items():
+            strange = sorted(given.get(name, set()) - set(expected[name]))
+            if strange:
+                raise BadFile(
+                    f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does not "
+                    f"keep: it is another optimiser's."
+                )
+            held: dict[str, Any] = {}
+            for key, like in expected[name].items():
+                entry = _entry(name, key)
+                value = tensors[entry] if entry in tensors else scalars[entry]
+                if value is not None:
+                    held[key] = _restored(entry, value, like, weight)
+            if held:
+                yield name, held
+
+
+class _Probes:
+    """What an optimiser keeps for a weight, found by stepping a small one with as many axes, of its type, at its place."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._known: dict[tuple[int, torch.dtype, torch.device], dict[str, Any]] = {}
+
+    def of(self, weight: torch.Tensor) -> dict[str, Any]:
+        kind = (weight.dim(), weight.dtype, weight.device)
+        if kind not in self._known:
+            sizes = (*_PROBE_SIZES, *[2] * weight.dim())[: weight.dim()]
+            self._known[kind] = _state_after_a_step(self.optimizer, sizes, weight.dtype, weight.device)
+        return self._known[kind]
+
+
+def build(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> Stepper:
+    """The optimiser over the trainable tensors of `weights`; a worker that holds none has schedules all the same."""
+    return Stepper(optimizer, weights)
+
+
+def validate(optimizer: Optimizer) -> None:
+    """Refuse, before anything starts, an optimiser that cannot be built or makes no step."""
+    _state_after_a_step(optimizer, (4, 4))
+
+
+def slots(optimizer: Optimizer) -> int:
+    """How many numbers the optimiser keeps for each parameter once it has stepped: SGD 0, with momentum 1, Adam 2."""
+    state = _state_after_a_step(optimizer, (4, 4))
+    kept = sum(value.numel() for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return math.ceil(kept / 16)
+
+
+def optimizer_names() -> list[str]:
+    """Those of this PyTorch that workers can run."""
+    return sorted(set(_classes(torch.optim, torch.optim.Optimizer)) - set(_REFUSED_OPTIMIZERS))
+
+
+def schedule_names() -> list[str]:
+    """Those of this PyTorch that workers can run."""
+    return sorted(set(_classes(lr_scheduler, lr_scheduler.LRScheduler)) - set(_REFUSED_SCHEDULES))
+
+
+def _state_after_a_step(
+    optimizer: Optimizer,
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    weight = torch.zeros(tuple(sizes), dtype=dtype, device=device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    stepper = build(optimizer, {"weight": weight})
+    _wrapped(optimizer.name, optimizer.options, stepper.step)
+    return dict(stepper._torch.state.get(weight, {}))
+
+
+def _construct(
+    optimizer: Optimizer, weights: list[torch.Tensor]
+) -> tuple[torch.optim.Optimizer, list[lr_scheduler.LRScheduler]]:
+    known = _classes(torch.optim, torch.optim.Optimizer)
+    kind = _resolve("optimizer", optimizer.name, known, _REFUSED_OPTIMIZERS)
+    _check_options(kind, optimizer.options)
+    over = weights or [torch.zeros(1, 1, requires_grad=True)]  # PyTorch takes no empty list, but schedules must run
+    built = _wrapped(kind.__name__, optimizer.options, lambda: kind(over, **optimizer.options))
+    schedules = []
+    for name, options in optimizer.schedule:
+        known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
+        scheduler = _resolve("schedule", name, known, _REFUSED_SCHEDULES)
+        _check_options(scheduler, options)
+        schedules.append(_wrapped(scheduler.__name__, options, lambda: scheduler(built, **options)))  # noqa: B023
+    return built, schedules
+
+
+def _classes(module: Any, base: type) -> dict[str, Any]:
+    found = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind) and issubclass(kind, base)}
+    return {name: kind for name, kind in found.items() if kind is not base and not name.startswith("_")}
+
+
+def _resolve(what: str, name: str, known: dict[str, Any], refused: dict[str, str]) -> Any:
+    exact = {other.lower(): other for other in known}.get(name.lower())
+    allowed = sorted(set(known) - set(refused))
+    if exact is None:
+        raise unknown(what, name, allowed)
+    if exact in refused:
+        raise BadValue(f"{exact} cannot be used: {refused[exact]}.", hint=f"Use one of {', '.join(allowed)}")
+    return known[exact]
+
+
+def _check_options(kind: Any, options: Mapping[str, Option]) -> None:
+    taken = {name: one for name, one in inspect.signature(kind).parameters.items() if name not in _NOT_OPTIONS}
+    for name in options:
+        if name not in taken:
+            close = did_you_mean(name, taken)
+            hint = f"{close}\n" if close.startswith("Did") else ""
+            raise BadValue(
+                f"{kind.__name__} takes no option '{name}'.", hint=f"{hint}{kind.__name__} takes {', '.join(taken)}"
+            )
+    needed = [name for name, one in taken.items() if one.default is inspect.Parameter.empty and name not in options]
+    if needed:
+        hint = f"{kind.__name__} takes {', '.join(taken)}"
+        raise BadValue(f"{kind.__name__} needs {' and '.join(needed)}, which is not given.", hint=hint)
+
+
+def _wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except Exception as error:  # PyTorch checks little, so that a wrong value may fail in any way
+        written = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise BadValue(f"{name}({written}) is refused by PyTorch: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{first:.300}".rstrip(".") + "."
+
+
+def _entry(name: str, key: str) -> str:
+    return f"{name}{SEPARATOR}{key}"
+
+
+def _named(entries: list[str]) -> str:
+    rest = len(entries) - _MOST_NAMED
+    return ", ".join(f"'{entry:.120}'" for entry in entries[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _restored(entry: str, value: Any, like: Any, weight: torch.Tensor) -> Any:
+    """A copy of a state's entry, laid out as PyTorch would have it; PyTorch's own loading would change its type."""
+    if not isinstance(like, torch.Tensor):
+        if isinstance(value, (bool, int, float)):
+            return value
+        raise BadFile(f"The optimiser's '{entry:.120}' is a {type(value).__name__}; it must be a number.")
+    if not isinstance(value, torch.Tensor):
+        raise BadFile(f"The optimiser's '{entry:.120}' is a {type(value).__name__}; it must be a tensor.")
+    shape = _shape_of(like, weight)
+    is_scalar = like.dim() == 0 and weight.dim() != 0
+    if tuple(value.shape) != shape or (value.dtype != like.dtype and not (is_scalar and value.is_floating_point())):
+        raise BadFile(
+            f"The optimiser's '{entry:.120}' is {value.dtype} {list(value.shape)}; for a weight {weight.dtype} "
+            f"{list(weight.shape)} it must be {like.dtype} {list(shape)}."
+        )
+    if shape == tuple(weight.shape):
+        return torch.empty_like(weight, dtype=value.dtype, device=like.device, requires_grad=False).copy_(value)
+    return value.detach().to(like.device, copy=True)
+
+
+def _shape_of(like: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a probe's state, carried over to the weight: axes as long as the probe's are as long as its."""
+    if like.dim() != weight.dim():
+        return tuple(like.shape)
+    sizes = (*_PROBE_SIZES, *[2] * weight.dim())
+    return tuple(real if own == probe else own for own, probe, real in zip(like.shape, sizes, weight.shape))

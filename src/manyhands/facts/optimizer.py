@@ -1,0 +1,201 @@
+"""Which optimiser trains the weights, as data: a class of torch.optim by name, its options, its learning-rate schedules.
+
+    Optimizer("SGD", lr=0.1, momentum=0.9)
+    Optimizer("Adam", lr=1e-3, schedule=("CosineAnnealingLR", {"T_max": 100}))
+    Optimizer("SGD", lr=0.1, schedule=[("LinearLR", {"total_iters": 5}), ("ExponentialLR", {"gamma": 0.99})])
+
+On the command line the same is one word, read by `parse`:
+
+    SGD:lr=0.1,momentum=0.9
+    Adam:lr=1e-3,betas=[0.9,0.99],schedule=CosineAnnealingLR,T_max=100
+
+What follows `schedule=` belongs to that schedule; a second `schedule=` begins the next one. Schedules step once per
+optimiser step, one after another. Whether PyTorch knows the names and options is asked where PyTorch is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import BadValue
+
+Scalar = bool | int | float | str | None
+Option = Scalar | tuple[Scalar, ...]
+_Options = tuple[tuple[str, Option], ...]
+_ALLOWED = "Options may be numbers, true or false, texts, None, and lists of these."
+_PAIR_HINT = 'Write it like schedule=("CosineAnnealingLR", {"T_max": 100}), or a list of such pairs.'
+_TEXT_HINT = "Write it like SGD:lr=0.1,momentum=0.9 or Adam:lr=1e-3,schedule=CosineAnnealingLR,T_max=100"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_COMMA = re.compile(r",(?![^\[(]*[\])])")  # not those within brackets
+_WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
+
+
+class Optimizer:
+    """An optimiser's name and options, and its schedules. It never changes; equal ones are interchangeable."""
+
+    __slots__ = ("_name", "_options", "_schedule")
+    _name: str
+    _options: _Options
+    _schedule: tuple[tuple[str, _Options], ...]
+
+    def __init__(self, name: str, /, *, schedule: Any = (), **options: Any) -> None:
+        parts = (_checked_name("optimizer", name), _checked(name, options), _checked_schedules(schedule))
+        for field, part in zip(self.__slots__, parts):
+            object.__setattr__(self, field, part)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """A copy, in the order they were written."""
+        return dict(self._options)
+
+    @property
+    def schedule(self) -> tuple[tuple[str, dict[str, Option]], ...]:
+        """(name, options) of each schedule, in the order they are applied."""
+        return tuple((name, dict(options)) for name, options in self._schedule)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain document that `from_dict` reads back to an equal optimiser."""
+        schedule = [[name, _plain(options)] for name, options in self._schedule]
+        document: dict[str, Any] = {"name": self.name, "options": _plain(self._options)}
+        return {**document, "schedule": schedule} if schedule else document
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Optimizer:
+        read = decode(document, _Document, "optimizer", BadValue)
+        if "schedule" in read.options:
+            raise BadValue("optimizer: 'schedule' is among the options; it is a field beside them.", hint=_PAIR_HINT)
+        return cls(read.name, schedule=read.schedule, **read.options)
+
+    def __setattr__(self, field: str, value: object) -> None:
+        raise AttributeError(f"An Optimizer cannot be changed ({field}); make another.")
+
+    def __delattr__(self, field: str) -> None:
+        raise AttributeError(f"An Optimizer cannot be changed ({field}); make another.")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Optimizer):
+            return NotImplemented
+        return (self.name, self.options, self.schedule) == (other.name, other.options, other.schedule)
+
+    def __hash__(self) -> int:
+        return hash((self._name, frozenset(self._options), *((name, frozenset(rest)) for name, rest in self._schedule)))
+
+    def __repr__(self) -> str:
+        words = [repr(self.name), *(f"{option}={value!r}" for option, value in self._options)]
+        if self._schedule:
+            words.append(f"schedule={self.schedule[0] if len(self._schedule) == 1 else list(self.schedule)!r}")
+        return f"Optimizer({', '.join(words)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that copy.copy and copy.deepcopy work although nothing can be set."""
+        return (Optimizer.from_dict, (self.to_dict(),))
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    options: dict[str, Any] = {}
+    schedule: list[tuple[str, dict[str, Any]]] = []
+
+
+def parse(text: str) -> Optimizer:
+    """An optimiser as it is written on the command line; see the top of this file."""
+    name, colon, rest = text.strip().partition(":")
+    if not _NAME.fullmatch(name):
+        raise BadValue(f"optimizer '{text:.120}': '{name:.60}' is not an optimiser's name.", hint=_TEXT_HINT)
+    options: dict[str, Any] = {}
+    schedules: list[tuple[str, dict[str, Any]]] = []
+    for part in _COMMA.split(rest) if colon else ():
+        option, equals, value = (piece.strip() for piece in part.partition("="))
+        if not _NAME.fullmatch(option) or not equals or not value:
+            raise BadValue(f"optimizer '{text:.120}': '{part:.60}' is not option=value.", hint=_TEXT_HINT)
+        if option == "schedule":
+            schedules.append((value, {}))
+            continue
+        owner, into = schedules[-1] if schedules else (name, options)
+        if option in into:
+            raise BadValue(f"optimizer '{text:.120}': {option} of {owner} is given twice.")
+        into[option] = _value(text, part, value)
+    return Optimizer(name, schedule=schedules, **options)
+
+
+def _value(text: str, part: str, value: str) -> Option:
+    if value[0] not in "[(":
+        return _word(value)
+    if value[-1] != {"[": "]", "(": ")"}[value[0]]:
+        raise BadValue(f"optimizer '{text:.120}': the bracket in '{part:.60}' is not closed.", hint=_TEXT_HINT)
+    words = [word.strip() for word in value[1:-1].split(",")]
+    if "" in words:
+        raise BadValue(f"optimizer '{text:.120}': a value is missing in '{part:.60}'.", hint=_TEXT_HINT)
+    return tuple(map(_word, words))
+
+
+def _word(word: str) -> Scalar:
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _checked_name(kind: str, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        what = "a class of torch.optim, by name" if kind == "optimizer" else "a class of torch.optim.lr_scheduler, by name"
+        raise BadValue(f"The {kind} is {name!r:.80}; it must be {what}.")
+    return name
+
+
+def _checked(owner: str, options: Mapping[Any, Any]) -> _Options:
+    return tuple((str(option), _checked_option(owner, option, value)) for option, value in options.items())
+
+
+def _checked_option(owner: str, option: object, value: object) -> Option:
+    if not isinstance(option, str) or not _NAME.fullmatch(option):
+        raise BadValue(f"{owner}: {option!r:.80} is not an option's name.")
+    if isinstance(value, (list, tuple)):
+        return tuple(_scalar(owner, option, one) for one in value)
+    return _scalar(owner, option, value)
+
+
+def _scalar(owner: str, option: str, value: object) -> Scalar:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)  # numpy's are floats too, but print otherwise
+    if isinstance(value, float):
+        raise BadValue(f"{owner}: {option} is {value}; it must be finite.")
+    raise BadValue(f"{owner}: {option} is {value!r:.80}, of type {type(value).__name__}.", hint=_ALLOWED)
+
+
+def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
+    """One (name, options) pair, or a list of them."""
+    if schedule is None:
+        return ()
+    if not isinstance(schedule, (list, tuple)):
+        raise BadValue(f"The schedule is {schedule!r:.80}; it must be a pair of name and options.", hint=_PAIR_HINT)
+    pairs = [schedule] if schedule and isinstance(schedule[0], str) else schedule
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[1], Mapping):
+            raise BadValue(f"A schedule is {pair!r:.80}; it must be a pair of name and options.", hint=_PAIR_HINT)
+        name = _checked_name("schedule", pair[0])
+        checked.append((name, _checked(name, pair[1])))
+    return tuple(checked)
+
+
+def _plain(options: _Options) -> dict[str, Any]:
+    return {option: list(value) if isinstance(value, tuple) else value for option, value in options}

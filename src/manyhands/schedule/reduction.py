@@ -1,0 +1,119 @@
+"""How a sum is formed among devices: rounds of hops that simulator and executor both follow.
+
+    direct, three devices                 round 0: everybody sends chunk j to device j, which adds up
+        chunks   0 │ 1 │ 2                round 1: device j sends the sum of chunk j to everybody
+
+Each device sends 2(n-1)/n of the bytes, as in a ring (ASTEROID Eq. 5), but waits for two delays in place of 2(n-1).
+Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics are small and waited for:
+everybody sends all of its own to everybody, in one round.
+
+Terms are always added in the order of the devices, so that a run repeated gives the same bits; a chunk is added up
+on one device, so that replicas agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import NamedTuple
+
+from manyhands.facts.boxes import cut_points
+from manyhands.facts.network import DTYPE_BYTES, Network
+from manyhands.schedule.actions import Reduce
+
+MOST_DIRECT = 16
+
+
+class Hop(NamedTuple):
+    """A chunk goes from one device to another, which adds it to its own or stores it."""
+
+    source: str
+    target: str
+    chunk: int
+    adds: bool
+
+
+Rounds = tuple[tuple[Hop, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def gradient_rounds(devices: tuple[str, ...]) -> Rounds:
+    """Rounds of an all-reduce in len(devices) chunks."""
+    if len(devices) > MOST_DIRECT:
+        return _ring(devices)
+    gather = tuple(Hop(a, b, j, True) for a in devices for j, b in enumerate(devices) if a != b)
+    spread = tuple(Hop(a, b, j, False) for j, a in enumerate(devices) for b in devices if a != b)
+    return (gather, spread)
+
+
+def _ring(devices: tuple[str, ...]) -> Rounds:
+    count = len(devices)
+    rounds = []
+    for number in range(2 * (count - 1)):
+        rounds.append(
+            tuple(
+                Hop(device, devices[(place + 1) % count], (place - number) % count, number < count - 1)
+                for place, device in enumerate(devices)
+            )
+        )
+    return tuple(rounds)
+
+
+@lru_cache(maxsize=256)
+def statistics_rounds(devices: tuple[str, ...]) -> Rounds:
+    """One round: everybody's own to everybody. The chunk is the sender's place."""
+    return (tuple(Hop(a, b, i, True) for i, a in enumerate(devices) for b in devices if a != b),)
+
+
+def rounds_of(reduce: Reduce) -> Rounds:
+    return gradient_rounds(reduce.devices) if reduce.what == "gradients" else statistics_rounds(reduce.devices)
+
+
+def topic(reduce: Reduce, number: int, chunk: int) -> str:
+    """The name of one hop's message: the reduction, its round, its chunk."""
+    when = "" if reduce.micro_batch < 0 else f" m{reduce.micro_batch}{'b' if reduce.backward else ''}"
+    return f"reduce s{reduce.stage} {reduce.what}{when} {reduce.first}:{reduce.last} r{number} c{chunk}"
+
+
+def element_bytes(reduce: Reduce, network: Network) -> int:
+    """Bytes of one number in a reduction of gradients: a shared stage trains weights of one type."""
+    for op in range(reduce.last - 1, reduce.first - 1, -1):
+        for name in network.ops[op].weights:
+            if network.weights[name].trainable:
+                return DTYPE_BYTES[network.weights[name].dtype]
+    return 1
+
+
+def chunk_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
+    """Where the chunks of a reduction of gradients begin and end, counted in numbers."""
+    return cut_points(reduce.bytes // element_bytes(reduce, network), (1,) * len(reduce.devices))
+
+
+def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
+    """Bytes of each chunk."""
+    if reduce.what == "statistics":
+        return (reduce.bytes,) * len(reduce.devices)
+    points, size = chunk_points(reduce, network), element_bytes(reduce, network)
+    return tuple((points[i + 1] - points[i]) * size for i in range(len(reduce.devices)))
+
+
+def pair_bytes(reduce: Reduce, network: Network) -> dict[tuple[str, str], int]:
+    """What travels between each pair, all rounds together."""
+    sizes = hop_bytes(reduce, network)
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for hops in rounds_of(reduce):
+        for hop in hops:
+            found[(hop.source, hop.target)] += sizes[hop.chunk]
+    return dict(found)
+
+
+def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:
+    """Operator of a stage [first, last) -> trainable weights whose gradient is complete once backward has passed it."""
+    seen: set[str] = set()
+    found: dict[int, list[str]] = defaultdict(list)
+    for op in range(first, last):
+        for name in network.ops[op].weights:
+            if name not in seen and network.weights[name].trainable:
+                seen.add(name)
+                found[op].append(name)
+    return found
