@@ -133,7 +133,7 @@ def _samples(
     input_key, target_key = keys
     inputs, targets = arrays[input_key], arrays[target_key]
     for key, array in ((input_key, inputs), (target_key, targets)):
-        if array.ndim == 0 or len(array) == 0:
+        if array.ndim == 0 or array.size == 0:
             raise BadData(f"{path}: {key} has the shape {array.shape}: there is no sample in it.")
     if len(inputs) != len(targets):
         raise BadData(
@@ -166,7 +166,7 @@ def _inputs(what: str, array: numpy.ndarray, input_shape: tuple[int, ...] | None
     ):
         raise BadData(
             f"{what} has samples of shape {shape}; the model takes {input_shape}.",
-            hint="Pictures are resized, but channels must agree. x.transpose(0, 3, 1, 2) puts them before height and width.",
+            hint="Pictures are resized, but channels must agree: x.transpose(0, 3, 1, 2) moves them from last to first",
         )
     if array.dtype.kind == "f":
         return _finite(what, array)
@@ -214,7 +214,7 @@ def _finite(what: str, array: numpy.ndarray) -> Tensor:
         whole = torch.isfinite(floats[start : start + _SAMPLES_AT_ONCE]).reshape(-1, values).all(dim=1)
         if not whole.all():
             raise BadData(
-                f"{what} has a value that is no number (NaN or infinite) in sample {start + int(whole.int().argmin())}.",
+                f"{what} has a NaN or infinite value in sample {start + int(whole.int().argmin())}.",
                 hint="Leave such samples out, or fill the gaps with numpy.nan_to_num.",
             )
     return floats

@@ -16,6 +16,8 @@ import struct
 
 import msgspec
 
+from manyhands.facts.errors import BadValue
+
 MAGIC = b"mhf1"
 PRELUDE = struct.Struct("<4sI")
 LARGEST_HEADER_BYTES = 4096
@@ -38,6 +40,10 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
 
 
+BEAT = Header("", -1, 0, "beat", 0, 0, 0)
+"""Says only that its sender is alive. Never delivered."""
+
+
 class BadFrame(Exception):
     """A frame that cannot be told apart from noise: the stream behind it is lost."""
 
@@ -49,6 +55,8 @@ _decoder = msgspec.msgpack.Decoder(Header)
 def encode(header: Header) -> bytes:
     """Prelude and header."""
     body = _encoder.encode(header)
+    if len(body) > LARGEST_HEADER_BYTES:
+        raise BadValue(f"'{header.topic:.100}...' has a header of {len(body)} bytes; at most {LARGEST_HEADER_BYTES}.")
     return PRELUDE.pack(MAGIC, len(body)) + body
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from manyhands.engine.frames import CHUNK_BYTES, Header, decode, encode, header_bytes, PRELUDE
+from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
 from manyhands.engine.mailbox import Mailbox, as_bytes, byte_count
 from manyhands.facts.errors import WorkerLost
 
@@ -86,9 +86,10 @@ def deliver(mailbox: Mailbox, peer: str, head: bytes, payload: bytes) -> None:
     if views is None:
         return
     place = 0
-    for view in views:
-        part = payload[place : place + len(view)]
-        view[: len(part)] = part
-        place += len(view)
+    with mailbox.writing:
+        for view in views if mailbox.wants(header) else []:
+            part = payload[place : place + len(view)]
+            view[: len(part)] = part
+            place += len(view)
     if len(payload) == header.length:
         mailbox.wrote(header)

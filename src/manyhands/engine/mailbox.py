@@ -12,11 +12,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from manyhands.engine.frames import Header
-from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
 
 Key = tuple[str, int, str]
 """Source, step, topic."""
@@ -31,7 +32,12 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     assert tensor.device.type == "cpu", "only memory of the CPU travels"
     flat = tensor.detach().reshape(-1)
     assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "tensor must be contiguous"
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _memory(flat.view(torch.uint8))
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
 
 
 def byte_count(tensors: Sequence[torch.Tensor]) -> int:
@@ -62,7 +68,10 @@ class Mailbox:
         self.received_bytes: Counter[str] = Counter()
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
         self.refused = 0
+        self.writing = threading.Lock()
+        """Held by an engine while it writes into a destination, and by whoever takes destinations away from it."""
         self._messages: dict[Key, _Message] = {}
+        self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
         self._interruption: ManyhandsError | None = None
         self._news = 0
@@ -71,20 +80,29 @@ class Mailbox:
     # What may come
 
     def open(self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0) -> None:
-        """Start a generation: (source, topic) -> bytes of each message of a step. All of an older one is forgotten."""
-        with self._change:
+        """Start a generation: (source, topic) -> bytes of each message of a step. All of an older one is forgotten.
+
+        Not who is lost, though: a peer that died between two generations is dead in the next one. See `join`.
+        """
+        with self.writing, self._change:
             self.generation, self.step = generation, first_step
             self.expected = dict(expected)
             self._messages.clear()
+            self._received.clear()
             self._interruption = None
-            self._lost.clear()
+
+    def join(self, peer: str) -> None:
+        """The peer is connected (again): it is no longer lost."""
+        with self._change:
+            self._lost.pop(peer, None)
 
     def begin_step(self, step: int) -> None:
         """Messages of earlier steps are no longer taken."""
-        with self._change:
+        with self.writing, self._change:
             self.step = step
             for key in [key for key in self._messages if key[1] < step]:
                 del self._messages[key]
+            self._received = {key for key in self._received if key[1] >= step}
 
     # The engine's side
 
@@ -102,9 +120,9 @@ class Mailbox:
                 message = self._messages[key] = _Message(header.bytes)
             if not message.views and header.bytes:
                 message.early = torch.empty(header.bytes, dtype=torch.uint8)
-                message.views = [memoryview(message.early.numpy())]
+                message.views = [_memory(message.early)]
             message.begun = True
-            return _window(message.views, header.offset, header.length)
+            return window(message.views, header.offset, header.length)
 
     def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
         what = f"'{header.topic:.200}' of step {header.step}"
@@ -119,12 +137,16 @@ class Mailbox:
             return f"{what} has {header.bytes} bytes; the plan says {size}"
         if not self.step <= header.step < self.step + STEPS_AHEAD:
             return f"{what} comes at step {self.step}"
-        if message is not None and message.complete:
+        if (message is not None and message.complete) or (peer, header.step, header.topic) in self._received:
             return f"{what} has come already"
         at_hand = message.at_hand if message is not None else 0
         if header.offset != at_hand:
             return f"{what} goes on at byte {header.offset}; {at_hand} are at hand"
         return ""
+
+    def wants(self, header: Header) -> bool:
+        """Whether the views of an accepted frame may still be written to. Asked with `writing` held."""
+        return header.generation == self.generation and (header.origin, header.step, header.topic) in self._messages
 
     def wrote(self, header: Header) -> None:
         """The payload of an accepted frame is in place."""
@@ -157,31 +179,48 @@ class Mailbox:
 
     def post(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
         """Say where a message will go, before it comes if possible: then its bytes are written there directly."""
+        self._post((source, step, topic), [as_bytes(tensor) for tensor in into])
+
+    def _post(self, key: Key, views: list[memoryview]) -> _Message:
+        source, _, topic = key
+        size = sum(map(len, views))
         with self._change:
-            key = (source, step, topic)
+            planned = self.expected.get((source, topic))
+            if planned != size:
+                wanted = "it is not in the plan" if planned is None else f"the plan says {planned}"
+                raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {wanted}.")
             message = self._messages.get(key)
             if message is None:
-                message = self._messages[key] = _Message(byte_count(into))
+                message = self._messages[key] = _Message(size)
             if not message.begun:
-                message.views = [as_bytes(tensor) for tensor in into]
+                message.views = [view for view in views if len(view)]
+            return message
 
     def receive(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
         """Wait for a message and have it in `into` (contiguous tensors on the CPU, filled one after another)."""
         views = [as_bytes(tensor) for tensor in into]
-        self.post(source, step, topic, into)
         key = (source, step, topic)
+        message = self._post(key, views)
         with self._change:
-            message = self._messages[key]
             self._wait(lambda: message.complete, f"'{topic:.200}' of step {step} from {source}", source)
-            del self._messages[key]
+            self._messages.pop(key, None)
+            self._received.add(key)
         if message.early is not None:
-            _copy(memoryview(message.early.numpy()), views)
+            _copy(_memory(message.early), views)
 
     def has_arrived(self, source: str, step: int, topic: str) -> bool:
         with self._change:
-            self._check(source)
+            self.check()
             message = self._messages.get((source, step, topic))
-            return message is not None and message.complete
+            if message is not None and message.complete:
+                return True
+            self._check(source)
+            return False
+
+    @property
+    def news(self) -> int:
+        """How much has happened so far; a number to hand to `wait_for_news`."""
+        return self._news
 
     def wait_for_news(self, seen: int) -> int:
         """Wait until something has happened since `seen`; returns the new count. Start with 0."""
@@ -216,7 +255,7 @@ class Mailbox:
             raise self._interruption
 
 
-def _window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
+def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
     """Bytes [offset, offset + length) of some views laid end to end."""
     found = []
     for view in views:

@@ -1,7 +1,7 @@
 """Optimiser facts -> PyTorch optimisers over some of the weights, whose state travels as tensors and plain values.
 
-A state has one entry per weight and key of PyTorch's, `weight/key`: keys hold no slash, so the last one divides. Entries
-of several workers are merged by uniting their dictionaries, and each worker takes out its own.
+A state has one entry per weight and key of PyTorch's, `weight/key`: keys hold no slash, so the last one divides.
+Entries of several workers are merged by uniting their dictionaries, and each worker takes out its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import lr_scheduler
 
-from manyhands.facts.errors import BadFile, BadValue, did_you_mean, unknown
-from manyhands.facts.optimizer import Option, Optimizer
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, did_you_mean, unknown
+from manyhands.facts.optimizer import Optimizer, Option
 
 T = TypeVar("T")
 SEPARATOR = "/"
@@ -30,8 +30,8 @@ _REFUSED_SCHEDULES = {
     "ReduceLROnPlateau": "it needs a metric, and workers have none",
     "LambdaLR": "it needs a function, and no code travels to workers",
     "MultiplicativeLR": "it needs a function, and no code travels to workers",
-    "SequentialLR": "it needs schedule objects; give a list of schedules, which are applied one after another each step",
-    "ChainedScheduler": "it needs schedule objects; give a list of schedules, which are applied one after another",
+    "SequentialLR": "it needs schedule objects; give a list of schedules, all of which are applied each step",
+    "ChainedScheduler": "it needs schedule objects; give a list of schedules, all of which are applied each step",
 }
 _NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}
 """Given by us, deprecated, or code."""
@@ -127,15 +127,17 @@ class Stepper:
             return  # before the first step there is nothing to miss
         probes = _Probes(self.optimizer)
         expected = {name: probes.of(weight) for name, weight in self.weights.items()}
-        missing = [_entry(name, key) for name, keys in expected.items() for key in keys if key not in given.get(name, ())]
+        missing = [
+            _entry(name, key) for name, keys in expected.items() for key in keys if key not in given.get(name, ())
+        ]
         if missing:
             raise BadFile(f"The state of {self.optimizer.name} at step {steps_done} lacks {_named(missing)}.")
         for name, weight in self.weights.items():
             strange = sorted(given.get(name, set()) - set(expected[name]))
             if strange:
                 raise BadFile(
-                    f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does not "
-                    f"keep: it is another optimiser's."
+                    f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does "
+                    f"not keep: it is another optimiser's."
                 )
             held: dict[str, Any] = {}
             for key, like in expected[name].items():
@@ -148,7 +150,7 @@ class Stepper:
 
 
 class _Probes:
-    """What an optimiser keeps for a weight, found by stepping a small one with as many axes, of its type, at its place."""
+    """What an optimiser keeps for a weight: found by stepping a small one of its type and device, with as many axes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -252,6 +254,8 @@ def _check_options(kind: Any, options: Mapping[str, Option]) -> None:
 def _wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> T:
     try:
         return make()
+    except ManyhandsError:
+        raise
     except Exception as error:  # PyTorch checks little, so that a wrong value may fail in any way
         written = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise BadValue(f"{name}({written}) is refused by PyTorch: {_said(error)}") from error

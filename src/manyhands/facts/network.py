@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,11 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
 }  # fmt: skip
+
+
+LossCombination = Literal["mean", "sum", "whole"]
+"""How the losses of the shares of a batch make the loss of the whole: their mean weighted by samples, their sum, or
+not at all, so that all samples must be in one place."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -135,6 +141,7 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     granularity: str
     fingerprint: str
     """Identifies graph and input shape: profiles are kept under it."""
+    loss_combination: LossCombination = "mean"
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

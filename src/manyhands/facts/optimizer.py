@@ -1,4 +1,4 @@
-"""Which optimiser trains the weights, as data: a class of torch.optim by name, its options, its learning-rate schedules.
+"""Which optimiser trains the weights, as data: a class of torch.optim by name, options, learning-rate schedules.
 
     Optimizer("SGD", lr=0.1, momentum=0.9)
     Optimizer("Adam", lr=1e-3, schedule=("CosineAnnealingLR", {"T_max": 100}))
@@ -152,7 +152,9 @@ def _word(word: str) -> Scalar:
 
 def _checked_name(kind: str, name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        what = "a class of torch.optim, by name" if kind == "optimizer" else "a class of torch.optim.lr_scheduler, by name"
+        what = (
+            "a class of torch.optim, by name" if kind == "optimizer" else "a class of torch.optim.lr_scheduler, by name"
+        )
         raise BadValue(f"The {kind} is {name!r:.80}; it must be {what}.")
     return name
 

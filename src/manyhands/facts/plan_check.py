@@ -47,6 +47,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_eager(resolved, index, stage, network)
     _check_tied_weights(stages, network)
     _check_micro_batches(resolved, network)
+    _check_loss(resolved, network)
     return resolved
 
 
@@ -256,3 +257,18 @@ def _check_micro_batches(plan: Plan, network: Network) -> None:
             f"{mixing.where or mixing.module}) mixes samples: it must see the whole batch.",
             hint="Use micro_batches: 1.",
         )
+
+
+def _check_loss(plan: Plan, network: Network) -> None:
+    """A loss that is made of no parts must see all samples of the batch."""
+    if network.loss_combination != "whole" or not plan.is_training:
+        return
+    last = plan.stages[-1]
+    what = "The loss is neither a mean nor a sum over samples, so it needs all samples of the batch in one place"
+    hint = "Use micro_batches: 1 and a single device for the last stage (--plan single)."
+    if plan.micro_batches > 1:
+        raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
+    if len(last.devices) > 1 and isinstance(last.share, (BySamples, ByTiles)):
+        by = "samples" if isinstance(last.share, BySamples) else "tiles"
+        field = f"stages[{len(plan.stages) - 1}]"
+        raise BadPlan(f"{field} is shared by {by} among {len(last.devices)} devices. {what}.", hint=hint)

@@ -29,6 +29,7 @@ from manyhands.graph import recurrent
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
+from manyhands.graph.loss import combination
 from manyhands.graph.sizes import at
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
@@ -52,7 +53,8 @@ def capture(
 
     `example_batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments, or one positional dict if
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
-    example `target`, `loss(output, target)` is captured too. `granularity` is "blocks" or "operators".
+    example `target`, `loss(output, target)` is captured too, and how it combines over samples is found out (loss.py).
+    `granularity` is "blocks" or "operators".
 
     The module is captured in training mode and left as it was. Children put in evaluation mode by the user (frozen
     batch norm) stay so if the module as a whole is training. In evaluation the same graph runs at rest: batch norm
@@ -83,6 +85,7 @@ def capture(
                 what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
                 raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
             graph = Graph(**{**_fields(graph), "loss": loss_graph})
+            graph = Graph(**{**_fields(graph), "loss_combination": combination(graph, *examples)})
         return graph
     finally:
         for child, own in buffers:

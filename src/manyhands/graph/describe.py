@@ -68,6 +68,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         outputs=graph.outputs,
         granularity=granularity,
         fingerprint=fingerprint(graph),
+        loss_combination=graph.loss_combination or ("mean" if graph.loss is None else "whole"),
     )
 
 

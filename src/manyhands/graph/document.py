@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from manyhands.facts.errors import BadGraph
-from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
+from manyhands.facts.network import DTYPE_BYTES, LossCombination, TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.graph import (
@@ -82,6 +82,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     weights: list[WeightSpec]
     aliases: dict[str, str]
     loss: dict[str, Any] | None
+    loss_combination: str = ""
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
@@ -101,6 +102,7 @@ def to_document(graph: Graph) -> dict[str, Any]:
     )
     document: dict[str, Any] = msgspec.json.decode(encoded)  # lists, not tuples: just what a reader will see
     document["loss"] = None if graph.loss is None else to_document(graph.loss)
+    document["loss_combination"] = graph.loss_combination
     return document
 
 
@@ -190,7 +192,23 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         state={},
         granularity=raw.granularity,
         loss=None if raw.loss is None else _graph(raw.loss, is_loss=True),
+        loss_combination=_loss_combination(raw),
     )
+
+
+def _loss_combination(raw: _Document) -> LossCombination | Literal[""]:
+    """How the loss combines over samples; a document that does not say so may not share its samples out."""
+    if raw.loss is None:
+        if raw.loss_combination:
+            refuse("loss_combination", f"{raw.loss_combination!r:.80} of a graph without a loss")
+        return ""
+    known: tuple[LossCombination, ...] = get_args(LossCombination)
+    for one in known:
+        if raw.loss_combination == one:
+            return one
+    if raw.loss_combination:
+        refuse("loss_combination", f"{raw.loss_combination!r:.80} is none of {', '.join(known)}")
+    return "whole"
 
 
 def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:

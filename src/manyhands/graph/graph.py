@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from manyhands.facts.network import Layer, Network, TensorSpec, WeightSpec
+from manyhands.facts.network import Layer, LossCombination, Network, TensorSpec, WeightSpec
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,8 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
     state: dict[str, torch.Tensor]
     granularity: str = "blocks"
     loss: Graph | None = None
+    loss_combination: LossCombination | Literal[""] = ""
+    """How the loss combines over samples (loss.py); "" where there is no loss."""
 
     def __hash__(self) -> int:
         return id(self)

@@ -6,7 +6,7 @@ executor ask the same policies; what they were answered is the log, and the log 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -136,14 +136,28 @@ class Schedule:
         result.extend(work.finish())
         return result
 
+    def every_action(self, device: str) -> Iterator[Action]:
+        """All actions of a round on a device; for an event-driven order, in some order."""
+        if self.is_fixed:
+            yield from self.actions[device]
+            return
+        work, count = self.lowering.work[device], self.plan.micro_batches
+        for number in range(count):
+            yield from work.inputs(number)
+            if work.geometry is not None:
+                yield from work.forward(number)
+                yield from work.backward(number, is_last=number == count - 1)
+        yield from work.finish()
+
+    def policy_of(self, device: str) -> Policy:
+        """A fresh policy for one device."""
+        if self.is_fixed:
+            return FixedOrder(self.actions[device])
+        work = self.lowering.work[device]
+        if work.geometry is None:
+            return FixedOrder(self._list(work))
+        return EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
+
     def policies(self) -> dict[str, Policy]:
         """A fresh policy for every device."""
-        if self.is_fixed:
-            return {device: FixedOrder(actions) for device, actions in self.actions.items()}
-        found: dict[str, Policy] = {}
-        for device, work in self.lowering.work.items():
-            if work.geometry is None:
-                found[device] = FixedOrder(self._list(work))
-            else:
-                found[device] = EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
-        return found
+        return {device: self.policy_of(device) for device in self.lowering.work}

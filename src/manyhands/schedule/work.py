@@ -94,7 +94,8 @@ class Lowering:
     def _bytes(self, tensor: str, boxes: Iterable[Box], codec: Codec | None) -> int:
         elements = [box.volume for box in boxes]
         dtype = self.network.tensors[tensor].dtype if tensor in self.network.tensors else "float32"
-        if codec is not None and codec.bits < 8 * DTYPE_BYTES[dtype] and dtype.startswith(("float", "bfloat")):
+        packed = codec is not None and codec.bits < min(32, 8 * DTYPE_BYTES[dtype])  # 32: as they are, float64 too
+        if codec is not None and packed and dtype.startswith(("float", "bfloat")):
             return sum(-(-count * codec.bits // 8) + HEADER_BYTES for count in elements)
         return sum(elements) * DTYPE_BYTES[dtype]
 

@@ -1,0 +1,154 @@
+"""The control channel: whole messages both ways over one connection, every wait with a limit.
+
+    listener = Listener("0.0.0.0", 8765, security)
+    channel = listener.accept(limit_seconds=1.0)          # the coordinator
+    channel = connect("coordinator", 8765, security, 30.0)  # a worker
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+import struct
+import threading
+import time
+
+from manyhands.engine.door import Door, knock
+from manyhands.engine.security import Purpose, Security
+from manyhands.engine.wire import Broken, Wire, wait, write_all
+from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
+
+LARGEST_CONTROL_BYTES = 64 * 2**20
+SEND_LIMIT_SECONDS = 30.0
+_LENGTH = struct.Struct("<I")
+
+
+class Channel:
+    """One end. Threads may send at once, and one may receive meanwhile."""
+
+    def __init__(self, wire: Wire, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
+        self._wire, self._largest_bytes = wire, largest_bytes
+        self.local_host = str(wire.socket.getsockname()[0])
+        self.peer_host = str(wire.socket.getpeername()[0])
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._prefix = bytearray(_LENGTH.size)
+        self._message: bytearray | None = None
+        self._filled = 0
+        """Of the prefix, then of the message: a limit may pass in the middle of either."""
+        self._lost: WorkerLost | None = None
+
+    def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
+        """The message has left. WorkerLost where the connection broke; TimedOut ends it too, for half has left."""
+        if len(data) > self._largest_bytes:
+            raise BadValue(f"A control message of {len(data)} bytes; at most {self._largest_bytes} are sent.")
+        deadline = time.monotonic() + limit_seconds
+        if not self._sending.acquire(timeout=limit_seconds):
+            raise TimedOut(f"{self.peer_host} took no message within {limit_seconds:g} s: another is still under way.")
+        try:
+            self._check()
+            content = _LENGTH.pack(len(data)) + data if len(data) < 2**16 else b""
+            if content:
+                write_all(self._wire, content, deadline)
+            else:
+                write_all(self._wire, _LENGTH.pack(len(data)), deadline)
+                write_all(self._wire, data, deadline)
+        except Broken as error:
+            raise self._lose(str(error)) from error
+        except TimeoutError as error:
+            self._lose(f"it took no message within {limit_seconds:g} s")
+            raise TimedOut(
+                f"{self.peer_host} did not take a message of {len(data)} bytes within {limit_seconds:g} s.",
+                hint="It is connected but does not read: is it stopped, or the network down?",
+            ) from error
+        finally:
+            self._sending.release()
+
+    def receive(self, limit_seconds: float) -> bytes | None:
+        """The next message; None where the limit passed, whatever had come of it is kept for the next call."""
+        deadline = time.monotonic() + limit_seconds
+        if not self._receiving.acquire(timeout=max(0.0, limit_seconds)):
+            return None
+        try:
+            self._check()
+            while True:
+                target = self._prefix if self._message is None else self._message
+                while self._filled < len(target):
+                    count = self._wire.read([memoryview(target)[self._filled :]])
+                    self._filled += count
+                    if not count:
+                        wait(self._wire, select.POLLIN, deadline)
+                self._filled = 0
+                if self._message is not None:
+                    message, self._message = self._message, None
+                    return bytes(message)
+                (size,) = _LENGTH.unpack(self._prefix)
+                if size > self._largest_bytes:
+                    raise Broken(f"it announces a message of {size} bytes; at most {self._largest_bytes} are read")
+                self._message = bytearray(size)
+        except TimeoutError:
+            return None
+        except Broken as error:
+            raise self._lose(str(error)) from error
+        finally:
+            self._receiving.release()
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _lose(self, reason: str) -> WorkerLost:
+        if self._lost is None:
+            self._lost = WorkerLost(f"The connection to {self.peer_host} broke: {reason}.")
+        self._wire.shut()
+        return self._lost
+
+    def close(self) -> None:
+        """From any thread; whoever waits gets WorkerLost."""
+        self._lose("it was closed on this side")
+        with self._sending, self._receiving:
+            self._wire.close()
+
+
+class Listener:
+    """Where workers join. Guests without the token are dropped and counted."""
+
+    def __init__(
+        self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES
+    ) -> None:
+        self._largest_bytes = largest_bytes
+        self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._door = Door(host, port, security, Purpose.CONTROL, self._admit)
+        self.address = self._door.address
+
+    def _admit(self, wire: Wire) -> None:
+        self._ready.put(Channel(wire, largest_bytes=self._largest_bytes))
+
+    @property
+    def dropped(self) -> int:
+        """How many were turned away."""
+        return self._door.dropped
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the last ones were."""
+        return list(self._door.reasons)
+
+    def accept(self, limit_seconds: float) -> Channel | None:
+        """The next who passed; None where nobody came."""
+        try:
+            return self._ready.get(timeout=max(0.0, limit_seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._door.close()
+        while (channel := self.accept(0.0)) is not None:
+            channel.close()
+
+
+def connect(
+    host: str, port: int, security: Security, limit_seconds: float, *, largest_bytes: int = LARGEST_CONTROL_BYTES
+) -> Channel:
+    """Join a listener, which may not be there yet: tried until the limit. Refused where it will not have us."""
+    wire = knock(host, port, security, Purpose.CONTROL, time.monotonic() + limit_seconds)
+    return Channel(wire, largest_bytes=largest_bytes)

@@ -1,0 +1,167 @@
+"""Listening and connecting, with the handshake done: what both control channels and data connections begin with.
+
+Every guest is asked for the token in a thread of his own with a limit, so that one who is silent keeps
+nobody waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from manyhands.engine.security import HANDSHAKE_LIMIT_SECONDS, Purpose, Security, admit, enter, prepare
+from manyhands.engine.wire import Broken, Wire
+from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
+
+_MOST_HANDSHAKES = 64
+_RETRY_SECONDS = 0.05
+_LISTEN_POLL_MILLISECONDS = 500
+"""On Linux closing wakes the thread at once; elsewhere it looks up this often."""
+
+
+class Door:
+    """A listening address. `on_guest` is called, in the guest's thread, with every wire that passed the handshake."""
+
+    def __init__(
+        self, host: str, port: int, security: Security, purpose: Purpose, on_guest: Callable[[Wire], None]
+    ) -> None:
+        prepare(security)
+        self._security, self._purpose, self._on_guest = security, purpose, on_guest
+        self._socket = listen(host, port)
+        found = self._socket.getsockname()
+        self.address: tuple[str, int] = (str(found[0]), int(found[1]))
+        self.dropped = 0
+        self.reasons: deque[str] = deque(maxlen=100)
+        """Why the last guests were turned away."""
+        self._lock = threading.Lock()
+        self._guests: dict[threading.Thread, socket.socket] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"door {self.address[1]}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while not self._is_closing:
+            if not poll.poll(_LISTEN_POLL_MILLISECONDS) or self._is_closing:
+                continue
+            try:
+                connected, origin = self._socket.accept()
+            except OSError as error:
+                if not self._is_closing and error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                    time.sleep(_RETRY_SECONDS)  # out of descriptors: guests wait in the kernel's queue
+                continue
+            thread = threading.Thread(target=self._ask, args=(connected, str(origin[0])), name="guest", daemon=True)
+            with self._lock:
+                is_full = self._is_closing or len(self._guests) >= _MOST_HANDSHAKES
+                if not is_full:
+                    self._guests[thread] = connected
+            if is_full:
+                self._drop(connected, str(origin[0]), "too many at once")
+            else:
+                thread.start()
+
+    def _ask(self, connected: socket.socket, origin: str) -> None:
+        try:
+            wire = admit(connected, self._security, self._purpose, time.monotonic() + HANDSHAKE_LIMIT_SECONDS)
+            self._on_guest(wire)
+        except TimeoutError:
+            self._drop(connected, origin, f"no handshake within {HANDSHAKE_LIMIT_SECONDS:g} s")
+        except (Broken, ManyhandsError, OSError) as error:
+            self._drop(connected, origin, error.message if isinstance(error, ManyhandsError) else str(error))
+        finally:
+            with self._lock:
+                self._guests.pop(threading.current_thread(), None)
+
+    def _drop(self, connected: socket.socket, origin: str, reason: str) -> None:
+        connected.close()
+        with self._lock:
+            self.dropped += 1
+            self.reasons.append(f"{origin}: {reason}")
+
+    def close(self) -> None:
+        """No thread and no descriptor is left."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(1.0)
+        with self._lock:
+            guests = dict(self._guests)
+        for thread, connected in guests.items():
+            with contextlib.suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+        self._socket.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket that does not block; AddressTaken says which address and why not."""
+    where = f"{host or '*'}:{port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise AddressTaken(f"Cannot listen on {where}: {error.strerror}.", hint="Check the host.") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            hint = "Choose another port (0 takes any free one), or end the program that has it: ss -ltnp"
+        elif error.errno == errno.EACCES:
+            hint = "Ports below 1024 are for administrators: choose a larger one."
+        else:
+            hint = "Choose an address of this machine: ip address. 0.0.0.0 takes all of them."
+        raise AddressTaken(f"Cannot listen on {where}: {(error.strerror or str(error)).lower()}.", hint=hint) from error
+    listening.setblocking(False)
+    return listening
+
+
+def knock(
+    host: str,
+    port: int,
+    security: Security,
+    purpose: Purpose,
+    deadline: float,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Wire:
+    """Connect and shake hands. Nobody there yet: tried until the deadline, then TimedOut says what stood in the way."""
+    where = f"{host}:{port}"
+    start = time.monotonic()
+    reason = ""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or is_cancelled():
+            raise TimedOut(
+                f"Nobody answered at {where} within {deadline - start:.3g} s{f' ({reason})' if reason else ''}.",
+                hint="Is it running, is this its address, and does a firewall let it through?",
+            )
+        connected: socket.socket | None = None
+        try:
+            connected = socket.create_connection((host, port), timeout=min(left, HANDSHAKE_LIMIT_SECONDS))
+            if connected.getsockname() == connected.getpeername():
+                raise Broken("connected to itself")  # a free port on this machine can do that
+            limit = min(deadline, time.monotonic() + HANDSHAKE_LIMIT_SECONDS)
+            return enter(connected, security, purpose, where, limit)
+        except TimeoutError:
+            reason = "no answer"
+        except (Broken, OSError) as error:
+            reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
+        except BaseException:
+            if connected is not None:
+                connected.close()
+            raise
+        if connected is not None:
+            connected.close()
+        time.sleep(max(0.0, min(_RETRY_SECONDS, deadline - time.monotonic())))

@@ -1,0 +1,142 @@
+"""What comes over one connection: the stream cut into frames, payloads read where the mailbox wants them.
+
+A small frame costs one system call: header and payload are read together and copied from there. Of a large one only
+the first bytes are; the rest goes straight to its destination, and the header behind it comes with the same call.
+"""
+
+from __future__ import annotations
+
+from manyhands.engine.frames import BEAT, PRELUDE, Header, decode, header_bytes
+from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.wire import MOST_BUFFERS, Wire
+
+_BUFFER_BYTES = 32 * 1024
+
+
+class Inbox:
+    """The reading side of one connection; used by the engine's thread only."""
+
+    def __init__(self, peer: str, wire: Wire, mailbox: Mailbox) -> None:
+        self._peer, self._wire, self._mailbox = peer, wire, mailbox
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self._header: Header | None = None
+        """Of the frame whose payload is coming; None where it is thrown away."""
+        self._views: list[memoryview] = []
+        self._left = 0
+
+    def read(self, most_bytes: int) -> int:
+        """Take in what has come, up to about `most_bytes`; how much it was. Broken and BadFrame end the connection."""
+        total = 0
+        while total < most_bytes:
+            asked, count = self._read_payload() if self._left else self._read_ahead()
+            total += count
+            if self._start < self._end:
+                self._parse()
+            if count < asked and not self._wire.has_unread:
+                break
+        return total
+
+    def _read_ahead(self) -> tuple[int, int]:
+        """Headers and small frames, into the buffer. What is in it is less than a header."""
+        if self._start:
+            rest = self._end - self._start
+            self._buffer[:rest] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, rest
+        room = self._buffer[self._end :]
+        count = self._wire.read([room])
+        self._end += count
+        return len(room), count
+
+    def _read_payload(self) -> tuple[int, int]:
+        """The rest of a payload; the buffer is empty, and takes what follows."""
+        self._start = self._end = 0
+        with self._mailbox.writing:
+            if self._header is None or not self._mailbox.wants(self._header):
+                self._header = None
+                asked = min(self._left, _BUFFER_BYTES)
+                count = self._wire.read([self._buffer[:asked]])
+                self._left -= count
+                return asked, count
+            views = self._views
+            if len(views) < MOST_BUFFERS:
+                targets = [*views, self._buffer]
+                asked = self._left + _BUFFER_BYTES
+            else:
+                targets = views[:MOST_BUFFERS]
+                asked = sum(map(len, targets))
+            count = self._wire.read(targets)
+        fallen = min(count, self._left)
+        self._advance(fallen)
+        self._end = count - fallen
+        self._left -= fallen
+        if not self._left:
+            self._finish()
+        return asked, count
+
+    def _advance(self, count: int) -> None:
+        views, place = self._views, 0
+        while place < len(views) and count >= len(views[place]):
+            count -= len(views[place])
+            place += 1
+        del views[:place]
+        if count:
+            views[0] = views[0][count:]
+
+    def _parse(self) -> None:
+        """Everything in the buffer that is whole, and the beginning of a payload."""
+        buffer = self._buffer
+        while True:
+            at_hand = self._end - self._start
+            if self._left:
+                if not at_hand:
+                    return
+                self._copy(min(at_hand, self._left))
+                continue
+            if at_hand < PRELUDE.size:
+                return
+            body = self._start + PRELUDE.size
+            end = body + header_bytes(buffer[self._start : body])
+            if end > self._end:
+                return
+            header = decode(buffer[body:end])
+            self._start = end
+            self._begin(header)
+
+    def _begin(self, header: Header) -> None:
+        self._left = header.length
+        if header.generation == BEAT.generation and header.topic == BEAT.topic:
+            self._header = None
+            return
+        views = self._mailbox.accept(self._peer, header)
+        if views is None:
+            self._header = None
+            return
+        self._header, self._views = header, views
+        if not header.length:
+            self._finish()
+
+    def _copy(self, count: int) -> None:
+        """Payload that came into the buffer goes where it belongs."""
+        source = self._buffer[self._start : self._start + count]
+        with self._mailbox.writing:
+            if self._header is not None and self._mailbox.wants(self._header):
+                place = 0
+                for view in self._views:
+                    length = min(len(view), count - place)
+                    view[:length] = source[place : place + length]
+                    place += length
+                    if place == count:
+                        break
+                self._advance(count)
+            else:
+                self._header = None
+        self._start += count
+        self._left -= count
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._header is not None:
+            self._mailbox.wrote(self._header)
+        self._header, self._views = None, []

@@ -1,0 +1,111 @@
+"""What is to leave over one connection: messages cut into frames, urgent ones first, large ones taking turns.
+
+Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
+What the link does not take at once is left to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from manyhands.engine.frames import CHUNK_BYTES, Header, encode
+from manyhands.engine.mailbox import window
+from manyhands.engine.wire import MOST_BUFFERS, Wire
+
+_MESSAGES_TAKING_TURNS = 4
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """A message on its way: `start` says which, `views` are the senders' own memory."""
+
+    start: Header
+    views: list[memoryview]
+    offset: int = 0
+
+    def next_frame(self) -> list[memoryview]:
+        """The next chunk with its header, no byte of it copied."""
+        start = self.start
+        length = min(CHUNK_BYTES, start.bytes - self.offset)
+        header = Header(start.origin, start.generation, start.step, start.topic, start.bytes, self.offset, length)
+        views = self.views if length == start.bytes else window(self.views, self.offset, length)
+        self.offset += length
+        return [memoryview(encode(header)), *views]
+
+
+class Outbox:
+    """The queues of one connection. `put` and `pump` from any thread."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._urgent: deque[Outgoing] = deque()
+        self._bulk: deque[Outgoing] = deque()
+        self._turns: deque[Outgoing] = deque()
+        self._frame: list[memoryview] = []
+        """What is left of the frame that has begun to leave: nothing may come between."""
+        self.writing = threading.Lock()
+        """Held while the wire is written to; hold it to close the wire."""
+        self.is_blocked = False
+        """The link is full: the engine's thread goes on when it is not."""
+        self.frames = 0
+
+    def put(self, message: Outgoing, *, urgent: bool) -> None:
+        (self._urgent if urgent else self._bulk).append(message)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._frame or self._urgent or self._bulk or self._turns or self._wire.has_unsent)
+
+    def pump(self, most_bytes: int) -> bool:
+        """Write what the link takes, up to about `most_bytes`. Whether anything is left for the engine's thread.
+
+        Where another thread is writing, it also writes what was just added: it looks again after letting go.
+        """
+        written = 0
+        while self.has_work and not self.is_blocked:
+            if written >= most_bytes:
+                return True
+            if not self.writing.acquire(blocking=False):
+                return False
+            try:
+                written += self._write()
+            finally:
+                self.writing.release()
+        return self.is_blocked
+
+    def _write(self) -> int:
+        frame = self._frame
+        if not frame and not self._wire.has_unsent:
+            message = self._choose()
+            if message is None:
+                return 0
+            frame = self._frame = message.next_frame()
+            self.frames += 1
+        count = written = self._wire.write(frame)
+        place = 0
+        while place < len(frame) and count >= len(frame[place]):
+            count -= len(frame[place])
+            place += 1
+        del frame[:place]
+        if frame and count:
+            frame[0] = frame[0][count:]
+        # A plain link that took a part is full; an encrypted one takes parts while it has room.
+        self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._wire.encrypted and place < MOST_BUFFERS)
+        return written
+
+    def _choose(self) -> Outgoing | None:
+        if self._urgent:
+            message = self._urgent[0]
+            if message.offset + CHUNK_BYTES >= message.start.bytes:
+                self._urgent.popleft()
+            return message
+        while self._bulk and len(self._turns) < _MESSAGES_TAKING_TURNS:
+            self._turns.append(self._bulk.popleft())
+        if not self._turns:
+            return None
+        message = self._turns.popleft()
+        if message.offset + CHUNK_BYTES < message.start.bytes:
+            self._turns.append(message)
+        return message

@@ -1,0 +1,301 @@
+"""The engine between processes and machines: one TCP connection per pair of devices, one thread for all of them.
+
+    endpoint = TcpEndpoint("pi-1", security, host="192.168.1.11")
+    endpoint.connect({"pi-2": ("192.168.1.12", 40123)}, limit_seconds=30)
+    endpoint.mailbox.open(generation, expected)
+    endpoint.send("pi-2", step, topic, [tensor])
+
+The thread reads everything that comes, whether anybody waits for it or not, so devices that send to each other never
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from manyhands.engine.frames import BEAT, CHUNK_BYTES, BadFrame, Header
+from manyhands.engine.inbox import Inbox
+from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
+from manyhands.engine.meeting import Meeting
+from manyhands.engine.outbox import Outbox, Outgoing
+from manyhands.engine.security import Security
+from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
+from manyhands.facts.errors import TimedOut, WorkerLost
+
+SILENCE_SECONDS = 10.0
+"""A connection without a byte for this long is lost. A peer that computes keeps beating, unless it holds the
+interpreter's lock: which lasts a second or two at most."""
+_BEAT_SECONDS = 1.0
+_AT_ONCE_BYTES = 4 * 2**20
+"""How much one connection is read or written before others get their turn."""
+_FLUSH_POLL_SECONDS = 0.001
+
+
+class Connection:
+    """To one peer."""
+
+    def __init__(self, peer: str, wire: Wire, mailbox: Mailbox) -> None:
+        self.peer, self.wire = peer, wire
+        self.outbox, self.inbox = Outbox(wire), Inbox(peer, wire, mailbox)
+        self.heard_at = time.monotonic()
+        self.frames_at_last_beat = 0
+        self.events = selectors.EVENT_READ
+        self.is_registered = False
+
+
+class TcpEndpoint:
+    """One device's connections. See `endpoint.Endpoint`."""
+
+    def __init__(
+        self,
+        name: str,
+        security: Security,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limit_seconds: float = WAIT_LIMIT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self.name = name
+        self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
+        self.sent_bytes: Counter[str] = Counter()
+        self.silence_seconds = silence_seconds
+        self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
+        self._connections: dict[str, Connection] = {}
+        self._lost: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._asked: deque[Callable[[], None]] = deque()
+        """What the thread is to do next: only it touches the selector, and only it closes wires."""
+        self._buffered: set[Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._alarm, self._bell = socket.socketpair()
+        self._alarm.setblocking(False)
+        self._bell.setblocking(False)
+        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        try:
+            self._meeting = Meeting(name, security, host, port, self._install, self.is_connected)
+        except BaseException:
+            self._close_own_descriptors()
+            raise
+        self.address = self._meeting.address
+        self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
+        self._thread.start()
+
+    # What executors call
+
+    def connect(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+        """Have a connection to every one of these; to be called on all of them, in any order.
+
+        Of two devices the one with the smaller name connects and the other waits for it. Live connections are kept.
+        Refused where one will not have us, TimedOut names those that are missing.
+        """
+        self._meeting.gather({peer: peers[peer] for peer in peers if peer != self.name}, limit_seconds)
+
+    def is_connected(self, peer: str) -> bool:
+        return peer in self._connections
+
+    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+        """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the engine's."""
+        connection = self._connections.get(to)
+        if connection is None:
+            if to in self._lost:
+                return
+            known = ", ".join(sorted(self._connections)) or "nobody"
+            raise WorkerLost(
+                f"{self.name} cannot send '{topic:.200}' to {to}: it was never connected to it, only to {known}.",
+                hint="Call connect() with its address first.",
+            )
+        views = [view for view in map(as_bytes, parts) if len(view)]
+        size = sum(map(len, views))
+        start = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
+        with self._lock:
+            self.sent_bytes[to] += size
+        connection.outbox.put(Outgoing(start, views), urgent=urgent)
+        try:
+            if connection.outbox.pump(CHUNK_BYTES):
+                self._ask(partial(self._go_on_writing, connection))
+        except Broken as error:
+            self._lose(connection, str(error))
+
+    def flush(self, limit_seconds: float) -> None:
+        """Wait until everything handed over has arrived in the memory of the peers' machines."""
+        deadline = time.monotonic() + limit_seconds
+        while True:
+            busy = [
+                connection.peer
+                for connection in list(self._connections.values())
+                if connection.outbox.has_work or unacknowledged_bytes(connection.wire)
+            ]
+            if not busy:
+                return
+            if time.monotonic() > deadline:
+                raise TimedOut(
+                    f"{self.name} still has messages for {', '.join(sorted(busy))} after {limit_seconds:g} s.",
+                    hint="The link is slow or its other end does not read.",
+                )
+            time.sleep(_FLUSH_POLL_SECONDS)
+
+    def lose(self, peer: str) -> None:
+        """Drop the connection to one peer, here and there."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._lose(connection, f"{self.name} dropped it")
+
+    def close(self) -> None:
+        """End the thread and every connection. Waits for a peer fail; messages that have come can still be received."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._meeting.close()
+        self._ring()
+        self._thread.join(1.0)
+
+    # Connections come and go
+
+    def _install(self, peer: str, wire: Wire) -> None:
+        connection = Connection(peer, wire, self.mailbox)
+        with self._lock:
+            if self._is_closing or peer in self._connections:
+                raise Broken("closed" if self._is_closing else f"{peer} is connected already")
+            self._connections[peer] = connection
+            self._lost.discard(peer)
+        self.mailbox.join(peer)
+        self._ask(partial(self._register, connection))
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        """From any thread: whoever waits for this peer fails now, the descriptor goes when the thread gets to it."""
+        with self._lock:
+            if self._connections.get(connection.peer) is not connection:
+                return
+            del self._connections[connection.peer]
+            self._lost.add(connection.peer)
+        self._meeting.forget(connection.peer)
+        connection.wire.shut()
+        self.mailbox.lose(
+            connection.peer,
+            WorkerLost(
+                f"{connection.peer} was lost: its connection to {self.name} broke ({reason}).",
+                hint=f"See the log of {connection.peer}; start it again and it joins.",
+            ),
+        )
+        self._ask(partial(self._discard, connection))
+
+    # The thread
+
+    def _ask(self, what: Callable[[], None]) -> None:
+        self._asked.append(what)
+        if threading.current_thread() is not self._thread:
+            self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it has ended
+            self._bell.send(b"\0")
+
+    def _run(self) -> None:
+        looked_at = beaten_at = time.monotonic()
+        try:
+            while not self._is_closing:
+                events = self._selector.select(0.0 if self._buffered or self._asked else self.beat_seconds / 2)
+                now = time.monotonic()
+                if now - looked_at > self.silence_seconds / 2:
+                    self._pardon(now)
+                looked_at = now
+                for key, mask in events:
+                    if key.data is None:
+                        self._alarm.recv(4096)
+                    else:
+                        self._serve(key.data, mask, now)
+                for connection in list(self._buffered):
+                    self._serve(connection, selectors.EVENT_READ, now)
+                while self._asked:
+                    self._asked.popleft()()
+                if now - beaten_at >= self.beat_seconds:
+                    beaten_at = now
+                    self._beat(now)
+        finally:
+            self._end()
+
+    def _pardon(self, now: float) -> None:
+        """This process itself did not run for a while (a suspended laptop): nobody else was silent."""
+        for connection in self._connections.values():
+            connection.heard_at = now
+
+    def _serve(self, connection: Connection, mask: int, now: float) -> None:
+        try:
+            if mask & selectors.EVENT_READ:
+                if connection.inbox.read(_AT_ONCE_BYTES):
+                    connection.heard_at = now
+                if connection.wire.has_unread:
+                    self._buffered.add(connection)
+                else:
+                    self._buffered.discard(connection)
+            if mask & selectors.EVENT_WRITE:
+                connection.outbox.is_blocked = False
+                self._go_on_writing(connection)
+        except Broken as error:
+            self._lose(connection, str(error))
+        except BadFrame as error:
+            self._lose(connection, f"what it sent is no frame: {error}")
+
+    def _go_on_writing(self, connection: Connection) -> None:
+        try:
+            is_left = connection.outbox.pump(_AT_ONCE_BYTES)
+        except Broken as error:
+            self._lose(connection, str(error))
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_left else 0)
+        if connection.is_registered and events != connection.events:
+            self._selector.modify(connection.wire.socket, events, connection)
+            connection.events = events
+
+    def _register(self, connection: Connection) -> None:
+        if self._connections.get(connection.peer) is not connection:
+            return
+        self._selector.register(connection.wire.socket, connection.events, connection)
+        connection.is_registered = True
+        self._serve(connection, selectors.EVENT_READ, time.monotonic())  # what came with the handshake
+        self._go_on_writing(connection)
+
+    def _discard(self, connection: Connection) -> None:
+        if connection.is_registered:
+            connection.is_registered = False
+            self._selector.unregister(connection.wire.socket)
+        self._buffered.discard(connection)
+        with connection.outbox.writing:
+            connection.wire.close()
+
+    def _beat(self, now: float) -> None:
+        """Say that we are alive where nothing else was said; see who has not."""
+        for connection in list(self._connections.values()):
+            silent_seconds = now - connection.heard_at
+            if silent_seconds > self.silence_seconds:
+                self._lose(connection, f"silent for {silent_seconds:.1f} s")
+                continue
+            outbox = connection.outbox
+            if outbox.frames == connection.frames_at_last_beat and not outbox.has_work:
+                outbox.put(Outgoing(BEAT, []), urgent=True)
+                self._go_on_writing(connection)
+            connection.frames_at_last_beat = outbox.frames
+        self._meeting.tidy()
+
+    def _end(self) -> None:
+        for connection in list(self._connections.values()):
+            self._lose(connection, f"{self.name} was closed")
+        while self._asked:
+            self._asked.popleft()()
+        self._close_own_descriptors()
+
+    def _close_own_descriptors(self) -> None:
+        self._selector.close()
+        self._alarm.close()
+        self._bell.close()

@@ -1,0 +1,27 @@
+"""Boxes of tensors as memory: cut out of what a device holds, put into it, added to it."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.facts.boxes import Box
+
+
+def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
+    """Where `box` lies in a tensor that holds `hull`."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box.intervals, hull.intervals))
+
+
+def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
+    """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
+    return tensor.detach()[place_of(box, hull)].contiguous().to("cpu")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def empty(box: Box, dtype: str) -> torch.Tensor:
+    """Memory for a box as it arrives: on the CPU."""
+    return torch.empty(box.shape, dtype=dtype_of(dtype))

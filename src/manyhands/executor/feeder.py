@@ -1,0 +1,127 @@
+"""The coordinator's side of a run: hands every device its part of each batch, and gathers what inference gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.executor.boxes import dtype_of, place_of
+from manyhands.executor.loss import target_names
+from manyhands.executor.messages import FeedPart, feed_parts
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadData
+from manyhands.facts.network import DTYPE_BYTES, TensorSpec
+from manyhands.graph.graph import Graph
+from manyhands.graph.tape import bind_inputs
+from manyhands.schedule.feeding import feed_topic, result_topic, samples_of
+from manyhands.schedule.policy import Schedule
+
+
+class Feeder:
+    """Cuts batches into the boxes that devices are fed with."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, endpoint: Endpoint, *, with_targets: bool = True) -> None:
+        self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
+        self.plan = schedule.plan
+        self.parts: dict[str, tuple[FeedPart, ...]] = {
+            device: parts
+            for device in self.plan.devices
+            if (parts := feed_parts(graph, schedule.lowering, device, targets=with_targets))
+        }
+        self._specs = {spec.name: spec for spec in graph.inputs}
+        self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
+
+    def send(self, step: int, inputs: Any, targets: Any = None) -> None:
+        """One batch, to everybody who needs some of it; does not wait."""
+        values = self._checked(bind_inputs(self.graph, inputs), self._specs)
+        wanted = self._checked(self._bind_targets(targets), self._target_specs) if self.with_targets else {}
+        for micro_batch in range(self.plan.micro_batches):
+            for device, parts in self.parts.items():
+                tensors = [self._cut(part, values, wanted, micro_batch) for part in parts]
+                self.endpoint.send(device, step, feed_topic(micro_batch), tensors)
+
+    def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
+        assert self.graph.loss is not None
+        found: dict[str, torch.Tensor] = {}
+
+        def visit(tree: Any, value: Any) -> None:
+            if isinstance(tree, str):
+                found[tree] = value
+            elif isinstance(tree, dict):
+                for key, item in tree.items():
+                    visit(item, value[key])
+            else:
+                for item, part in zip(tree, value, strict=True):
+                    visit(item, part)
+
+        visit(self.graph.loss.input_tree[0][1], targets)
+        return {name: found[name] for name in target_names(self.graph)}
+
+    def _checked(self, found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """Tensors of the type and shape that the network was captured with."""
+        result = {}
+        for name, tensor in found.items():
+            spec = specs[name]
+            shape = spec.shape_for(self.plan.batch_size)
+            if tuple(tensor.shape) != shape:
+                raise BadData(
+                    f"A batch's '{name}' has shape {tuple(tensor.shape)}; the network was captured with {shape}.",
+                    hint="Every sample of a data set must have the same shape.",
+                )
+            result[name] = tensor.to(dtype_of(spec.dtype))
+        return result
+
+    def _cut(
+        self, part: FeedPart, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], micro_batch: int
+    ) -> torch.Tensor:
+        tensor = (targets if part.is_target else values)[part.name]
+        spec = (self._target_specs if part.is_target else self._specs)[part.name]
+        hull = Box.whole(tensor.shape)
+        box = part.box
+        if spec.batch_axis is not None:
+            start = micro_batch * self.plan.micro_batch_size * spec.rows_per_sample
+            low, high = box.intervals[spec.batch_axis]
+            box = box.replace(spec.batch_axis, (start + low, start + high))
+        return tensor[place_of(box, hull)].contiguous()
+
+    # Inference
+
+    def expected_results(self) -> dict[tuple[str, str], int]:
+        """(device, topic) -> bytes of the outputs that come back in a round of a stream."""
+        found = {}
+        for device, specs in self._result_shapes().items():
+            size = sum(torch.Size(shape).numel() * DTYPE_BYTES[dtype] for shape, dtype in specs.values())
+            for micro_batch in range(self.plan.micro_batches):
+                found[(device, result_topic(micro_batch))] = size
+        return found
+
+    def _result_shapes(self) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
+        last = self.schedule.lowering.geometries[-1]
+        network = self.schedule.network
+        found = {}
+        for device in last.devices:
+            first, end = samples_of(last, device)
+            found[device] = {
+                name: (network.tensors[name].shape_for(end - first), network.tensors[name].dtype)
+                for name in self.graph.outputs
+            }
+        return found
+
+    def gather(self, step: int) -> dict[str, torch.Tensor]:
+        """The outputs of one round of a stream, whole."""
+        network = self.schedule.network
+        rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.graph.outputs}
+        shapes = self._result_shapes()
+        for micro_batch in range(self.plan.micro_batches):
+            for device, specs in shapes.items():
+                tensors = [torch.empty(shape, dtype=dtype_of(dtype)) for shape, dtype in specs.values()]
+                self.endpoint.mailbox.receive(device, step, result_topic(micro_batch), tensors)
+                for name, tensor in zip(specs, tensors):
+                    rows[name].append(tensor)
+        return {
+            name: torch.cat(parts, axis) if (axis := network.tensors[name].batch_axis) is not None else parts[0]
+            for name, parts in rows.items()
+        }

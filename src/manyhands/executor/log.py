@@ -1,0 +1,89 @@
+"""What a device did, as it did it: the evidence that a run was what its plan said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from manyhands.schedule.actions import Action, Backward, Forward, Reduce
+
+MOST_SPANS = 20_000
+
+
+class MeasuredSpan(msgspec.Struct, frozen=True):
+    """Something that went on from `start` to `end` (seconds of the device's own clock) on one track."""
+
+    device: str
+    track: str
+    start: float
+    end: float
+    kind: str
+    text: str
+    step: int = 0
+
+
+class DeviceLog(msgspec.Struct):
+    """One device's account of a run: data that travels to the coordinator and is kept in the run folder."""
+
+    device: str
+    rounds: int = 0
+    actions: list[str] = []
+    """The actions of the last round, in the order they were taken."""
+    same_actions: int = 0
+    """Rounds whose actions were the same as the last round's."""
+    samples: int = 0
+    """Samples put through this device's part of the network."""
+    operators: int = 0
+    """Operator executions forward, counted once for each micro-batch."""
+    sent_bytes: dict[str, int] = {}
+    """Payload bytes handed to the link, by receiver."""
+    received_bytes: dict[str, int] = {}
+    busy_seconds: float = 0.0
+    refused_frames: int = 0
+    spans: list[MeasuredSpan] = []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the spans, which go into the trace."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        del found["spans"]
+        return found
+
+
+@dataclass
+class Recorder:
+    """Fills a log."""
+
+    log: DeviceLog
+    trace_steps: range = range(0)
+    """Steps whose spans are kept."""
+    _round: list[str] = field(default_factory=list)
+    step: int = 0
+
+    def begin(self, step: int) -> None:
+        self.step, self._round = step, []
+
+    def took(self, action: Action, start: float, end: float) -> None:
+        """An action of the main thread ended."""
+        text = str(action)
+        self._round.append(text)
+        if isinstance(action, (Forward, Backward)):
+            if isinstance(action, Forward):
+                self.log.operators += action.last - action.first
+            self.log.busy_seconds += end - start
+        if not (isinstance(action, Reduce) and action.what == "gradients"):
+            self.span(action, text, start, end)
+
+    def span(self, action: Action, text: str, start: float, end: float) -> None:
+        if self.step in self.trace_steps and len(self.log.spans) < MOST_SPANS:
+            kind = type(action).__name__.lower()
+            track = {"send": "send", "receive": "receive"}.get(kind, "compute")
+            if isinstance(action, Reduce) and action.what == "gradients":
+                track = "send"
+            self.log.spans.append(MeasuredSpan(self.log.device, track, start, end, kind, text, self.step))
+
+    def end(self) -> None:
+        self.log.rounds += 1
+        self.log.same_actions = self.log.same_actions + 1 if self._round == self.log.actions else 1
+        self.log.actions = self._round

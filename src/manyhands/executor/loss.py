@@ -1,0 +1,46 @@
+"""The loss of a share of the batch, and what it adds to the whole batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from manyhands.facts.plan import Plan
+from manyhands.graph.graph import Graph, tree_leaves
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+
+
+def target_names(graph: Graph) -> tuple[str, ...]:
+    """The loss's inputs that are targets."""
+    assert graph.loss is not None
+    return tuple(dict.fromkeys(tree_leaves(graph.loss.input_tree[0][1])))
+
+
+class ShareLoss:
+    """The captured loss over some samples, scaled so that the shares' losses add up to the batch's."""
+
+    def __init__(self, graph: Graph, plan: Plan, device: torch.device) -> None:
+        assert graph.loss is not None, "the graph was captured without a loss"
+        self.loss, self.plan, self.is_mean = graph.loss, plan, graph.loss_combination != "sum"
+        self.piece = Piece(graph.loss, Weights.copied(graph.loss, device=device))
+        inputs = tree_leaves(graph.loss.input_tree[0][0])
+        self.outputs = dict(zip(inputs, tree_leaves(graph.output_tree), strict=True))
+        """Input of the loss -> output of the network."""
+
+    def __call__(
+        self, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], samples: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This share's part of the loss, and its gradients by output."""
+        leaves = {name: values[name].detach() for name in dict.fromkeys(self.outputs.values())}
+        for tensor in leaves.values():
+            if tensor.is_floating_point() and self.plan.is_training:
+                tensor.requires_grad_()
+        given = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
+        value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
+        if self.is_mean:
+            value = value * (samples / self.plan.batch_size)
+        if self.plan.is_training:
+            torch.autograd.backward([value])
+        return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}

@@ -1,0 +1,93 @@
+"""Every message that a device will get in a round, by name and size: anything else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadPlan
+from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
+from manyhands.facts.plan import ByChannels, ByTiles, Plan
+from manyhands.graph.graph import Graph
+from manyhands.executor.loss import target_names
+from manyhands.schedule.actions import Action, Receive, Reduce
+from manyhands.schedule.feeding import fed_inputs, samples_of
+from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
+from manyhands.schedule.work import Lowering
+
+COORDINATOR = "coordinator"
+"""The name under which whoever started the run feeds inputs and gathers results."""
+
+
+@dataclass(frozen=True)
+class FeedPart:
+    """A box of an input or target that the coordinator hands to a device for every micro-batch."""
+
+    name: str
+    box: Box
+    dtype: str
+    is_target: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.box.volume * DTYPE_BYTES[self.dtype]
+
+
+def feed_parts(graph: Graph, lowering: Lowering, device: str, *, targets: bool) -> tuple[FeedPart, ...]:
+    """What a device is fed, in the order it travels."""
+    network = lowering.network
+    inputs = fed_inputs(lowering).get(device, ())
+    found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype) for part in inputs]
+    last = lowering.geometries[-1]
+    if targets and graph.loss is not None and device in last.devices:
+        specs = {spec.name: spec for spec in graph.loss.inputs}
+        rows = samples_of(last, device)
+        found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
+    return tuple(found)
+
+
+def _target(spec: TensorSpec, rows: tuple[int, int], samples: int) -> FeedPart:
+    """A device's rows of a target; one that has no rows goes to everybody."""
+    box = Box.whole(spec.shape_for(samples))
+    if spec.batch_axis is not None:
+        each = spec.rows_per_sample
+        box = box.replace(spec.batch_axis, (rows[0] * each, rows[1] * each))
+    return FeedPart(spec.name, box, spec.dtype, is_target=True)
+
+
+def expected_messages(actions: Iterable[Action], device: str, network: Network) -> dict[tuple[str, str], int]:
+    """(source, topic) -> bytes, from the device's own actions."""
+    found: dict[tuple[str, str], int] = {}
+    for action in actions:
+        if isinstance(action, Receive):
+            found[(action.source, str(action.message))] = action.message.bytes
+        elif isinstance(action, Reduce):
+            sizes = hop_bytes(action, network)
+            for number, hops in enumerate(rounds_of(action)):
+                for hop in hops:
+                    if hop.target == device:
+                        found[(hop.source, topic(action, number, hop.chunk))] = sizes[hop.chunk]
+    return found
+
+
+def runs_here(plan: Plan, network: Network) -> None:
+    """Refuse what the executor cannot run yet, by name; the simulator can."""
+    for index, stage in enumerate(plan.stages):
+        if isinstance(stage.share, (ByTiles, ByChannels)) and len(stage.devices) > 1:
+            by = "tiles" if isinstance(stage.share, ByTiles) else "channels"
+            raise BadPlan(
+                f"stages[{index}] is shared by {by}, which is simulated but not yet executed.",
+                hint="Share it by samples, or give it to a single device.",
+            )
+        if stage.codec.bits != 32:
+            raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; the executor sends 32 so far.")
+
+
+def plan_bytes(schedule_actions: dict[str, Sequence[Action]], network: Network) -> dict[tuple[str, str], int]:
+    """(source, target) -> bytes that a plan says travel between two devices in one round."""
+    found: dict[tuple[str, str], int] = {}
+    for device, actions in schedule_actions.items():
+        for (source, _), size in expected_messages(actions, device, network).items():
+            found[(source, device)] = found.get((source, device), 0) + size
+    return found

@@ -1,0 +1,110 @@
+"""Batch normalisation over all devices of a stage: exact statistics from everybody's count, mean and variance.
+
+Forward (Chan et al. 1979, over devices i):   n = Σ n_i,  μ = Σ n_i μ_i / n,  σ² = Σ n_i (σ_i² + (μ_i - μ)²) / n
+Backward:  dx = w/σ · (dy - Σ dy / n - x̂ · Σ(dy · x̂) / n), both sums over all devices; PyTorch's evaluation kernel
+gives w/σ · dy and this device's two sums in one pass, so only the two correction terms are added afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.graph.graph import Node, Value, Weight
+from manyhands.graph.weights import Weights
+
+_aten = torch.ops.aten
+
+
+def is_batch_norm(node: Node) -> bool:
+    return node.target == "aten.batch_norm.default"
+
+
+@dataclass
+class Moments:
+    """Statistics of the whole batch: per channel mean and (biased) variance, and how many numbers each is over."""
+
+    count: float
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+def own_moments(data: torch.Tensor) -> torch.Tensor:
+    """Count, means and variances of what is here, as one row to send."""
+    count = data.numel() // data.shape[1] if data.shape[1] else 0
+    mean, variance = _aten.batch_norm_update_stats.default(data, None, None, 0.0)
+    return torch.cat([mean.new_full((1,), float(count)), mean, variance])
+
+
+def merged(rows: list[torch.Tensor]) -> Moments:
+    """Everybody's rows, in the order of the devices, as the moments of all."""
+    channels = (rows[0].numel() - 1) // 2
+    counts = torch.stack([row[0] for row in rows])
+    means = torch.stack([row[1 : 1 + channels] for row in rows])
+    variances = torch.stack([row[1 + channels :] for row in rows])
+    total = counts.sum()
+    weights = (counts / total).unsqueeze(1)
+    mean = (weights * means).sum(0)
+    variance = (weights * (variances + (means - mean) ** 2)).sum(0)
+    return Moments(float(total), mean, variance)
+
+
+class SharedBatchNorm:
+    """One batch norm of a graph, run by given moments in training."""
+
+    def __init__(self, node: Node, weights: Weights) -> None:
+        data, weight, bias, running_mean, running_variance, _, momentum, epsilon, _ = node.arguments
+        assert isinstance(data, Value)
+        self.input, self.output = data.name, node.outputs[0].name
+        self.momentum, self.epsilon = float(momentum), float(epsilon)
+        self.weight, self.bias = _weight(weight, weights), _weight(bias, weights)
+        self.running_mean, self.running_variance = _weight(running_mean, weights), _weight(running_variance, weights)
+
+    @torch.no_grad()
+    def forward(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:
+        """Normalise by the moments, and let the running statistics follow them."""
+        if self.running_mean is not None and self.running_variance is not None:
+            unbiased = moments.variance * (moments.count / max(1.0, moments.count - 1.0))
+            self.running_mean.mul_(1 - self.momentum).add_(moments.mean, alpha=self.momentum)
+            self.running_variance.mul_(1 - self.momentum).add_(unbiased, alpha=self.momentum)
+        return self.normalised(data, moments)
+
+    def normalised(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:
+        made: torch.Tensor = torch.batch_norm(
+            data, self.weight, self.bias, moments.mean, moments.variance, False, 0.0, self.epsilon, False
+        )
+        return made
+
+    @torch.no_grad()
+    def own_sums(self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+        """w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
+        inverse = (moments.variance + self.epsilon).rsqrt()
+        weight = self.weight if self.weight is not None else torch.ones_like(moments.mean)
+        scaled, of_weight, of_bias = _aten.native_batch_norm_backward.default(
+            gradient, data, weight, moments.mean, moments.variance, moments.mean, inverse, False, self.epsilon,
+            [True, True, True],
+        )  # fmt: skip
+        return scaled, torch.cat([of_weight, of_bias])
+
+    @torch.no_grad()
+    def backward(
+        self, data: torch.Tensor, scaled: torch.Tensor, own: torch.Tensor, rows: list[torch.Tensor], moments: Moments
+    ) -> torch.Tensor:
+        """The gradient of the input; the weights' own gradients are added to theirs."""
+        channels = own.numel() // 2
+        for parameter, part in ((self.weight, own[:channels]), (self.bias, own[channels:])):
+            if parameter is not None and parameter.requires_grad:
+                parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
+        total = torch.stack(rows).sum(0)
+        inverse = (moments.variance + self.epsilon).rsqrt()
+        factor = inverse if self.weight is None else inverse * self.weight
+        slope = -factor * inverse * total[:channels] / moments.count
+        offset = -factor * total[channels:] / moments.count - slope * moments.mean
+        shape = [1, -1, *(1 for _ in data.shape[2:])]
+        return scaled.addcmul_(data, slope.view(shape)).add_(offset.view(shape))
+
+
+def _weight(argument: Any, weights: Weights) -> torch.Tensor | None:
+    return weights.tensors[argument.name] if isinstance(argument, Weight) else None

@@ -1,0 +1,51 @@
+"""What each device must be given of a micro-batch before it starts: its part of the inputs, and of the targets.
+
+Inputs at home everywhere are handed straight to whoever reads them; an input with a home is handed to that device
+whole, and travels on from there as the schedule says. Targets go to the last stage, which computes the loss.
+"""
+
+from __future__ import annotations
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.plan import EVERYWHERE, BySamples
+from manyhands.schedule.actions import Part
+from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.work import Lowering
+
+
+def fed_inputs(lowering: Lowering) -> dict[str, tuple[Part, ...]]:
+    """Device -> the boxes of graph inputs it is given, for one micro-batch. Devices that need none are absent."""
+    network, plan = lowering.network, lowering.plan
+    found: dict[str, list[Part]] = {}
+    for tensor in network.inputs:
+        home = plan.homes.get(tensor, EVERYWHERE)
+        if home != EVERYWHERE:
+            whole = Box.whole(network.tensors[tensor].shape_for(plan.micro_batch_size))
+            found.setdefault(home, []).append(Part(tensor, whole))
+            continue
+        for geometry in lowering.geometries:
+            reads = any(tensor in op.inputs for op in network.ops[geometry.first : geometry.last])
+            passed_on = tensor in network.outputs and geometry.last == len(network.ops)
+            if reads or passed_on:
+                layout = geometry.entering(tensor) if reads else geometry.owned(tensor)
+                for device in geometry.devices:
+                    found.setdefault(device, []).extend(Part(tensor, box) for box in layout.boxes(device))
+    return {device: tuple(parts) for device, parts in found.items()}
+
+
+def samples_of(geometry: StageGeometry, device: str) -> tuple[int, int]:
+    """Which samples of a micro-batch a device has: [first, last)."""
+    share = geometry.stage.share
+    if not isinstance(share, BySamples):
+        return (0, geometry.samples)
+    place = geometry.devices.index(device)
+    first = sum(share.samples[:place])
+    return (first, first + share.samples[place])
+
+
+def feed_topic(micro_batch: int) -> str:
+    return f"feed m{micro_batch}"
+
+
+def result_topic(micro_batch: int) -> str:
+    return f"result m{micro_batch}"

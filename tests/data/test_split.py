@@ -1,0 +1,26 @@
+"""Held-out samples: one in five of every class, each sample on one side only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.data.split import held_out
+
+
+@given(st.lists(st.integers(0, 4), max_size=120))
+def test_each_class_gives_a_fifth(labels: list[int]) -> None:
+    train, test = held_out(labels)
+    assert sorted(train + test) == list(range(len(labels)))
+    counts = Counter(labels)
+    tested = Counter(labels[index] for index in test)
+    assert all(tested[label] == count // 5 for label, count in counts.items())
+    assert (train, test) == held_out(labels)
+
+
+def test_the_given_order_does_not_decide() -> None:
+    """Every fifth in the given order would test one writer, one hour, one camera."""
+    _, test = held_out([0] * 100)
+    assert len({index % 5 for index in test}) > 1
