@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from manyhands.facts.version import __version__
 
 if TYPE_CHECKING:
     from manyhands.api.public import Planned, plan, read_plan, simulate

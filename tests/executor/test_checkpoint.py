@@ -296,6 +296,18 @@ def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
         load(path)
 
 
+def test_a_file_cut_short_is_seen_by_its_size(tmp_path: Path) -> None:
+    old, new = save(tmp_path, simple(1)), save(tmp_path, simple(2))
+    size = (new / "model.safetensors").stat().st_size
+    os.truncate(new / "model.safetensors", size - 4)
+    with pytest.raises(
+        BadFile, match=rf"model\.safetensors: {size - 4} bytes .*; state.json says {size}\. .*cut short"
+    ):
+        load(new)
+    assert prune(tmp_path, 1) == []  # it does not count
+    assert latest(tmp_path) == old
+
+
 def test_files_of_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
     old, new = save(tmp_path, simple(1, value=1.0)), save(tmp_path, simple(2, value=2.0))
     shutil.copy(old / "model.safetensors", new / "model.safetensors")  # of the same size

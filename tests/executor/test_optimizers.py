@@ -225,6 +225,17 @@ def test_without_copying_the_state_is_live() -> None:
     assert copied["out.weight/step"] == 1
 
 
+def test_a_loaded_state_is_copied() -> None:
+    held = weights()
+    stepper = build(Optimizer("Adam"), held)
+    train(stepper, held, 0, 1)
+    tensors, scalars = stepper.state()
+    before = {entry: tensor.clone() for entry, tensor in tensors.items()}
+    stepper.load(tensors, scalars, 1)
+    train(stepper, held, 1, 2)
+    assert all(torch.equal(tensor, before[entry]) for entry, tensor in tensors.items())
+
+
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     held = weights()
     stepper = build(Optimizer("Adam"), held)

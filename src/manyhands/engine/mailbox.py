@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from manyhands.engine.frames import Header
@@ -25,19 +26,19 @@ WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
 """How many steps before its time a message is taken in: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
+_KNOWN_TO_NUMPY = frozenset(
+    {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
+    | {torch.int8, torch.int16, torch.int32, torch.int64}
+)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy."""
+    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
     assert tensor.device.type == "cpu", "only memory of the CPU travels"
-    flat = tensor.detach().reshape(-1)
-    assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "tensor must be contiguous"
-    return _memory(flat.view(torch.uint8))
-
-
-def _memory(flat: torch.Tensor) -> memoryview:
-    array: Any = flat.numpy()
-    return memoryview(array)
+    assert tensor.is_contiguous(), "tensor must be contiguous"
+    known = tensor.dtype in _KNOWN_TO_NUMPY
+    array: Any = (tensor.detach() if known else tensor.detach().reshape(-1).view(torch.uint8)).numpy()
+    return memoryview(array.reshape(-1).view(numpy.uint8))
 
 
 def byte_count(tensors: Sequence[torch.Tensor]) -> int:
@@ -91,6 +92,11 @@ class Mailbox:
             self._received.clear()
             self._interruption = None
 
+    def expect(self, source: str, topic: str, size: int) -> None:
+        """One more message that may come, at any step of this generation."""
+        with self._change:
+            self.expected[(source, topic)] = size
+
     def join(self, peer: str) -> None:
         """The peer is connected (again): it is no longer lost."""
         with self._change:
@@ -120,29 +126,30 @@ class Mailbox:
                 message = self._messages[key] = _Message(header.bytes)
             if not message.views and header.bytes:
                 message.early = torch.empty(header.bytes, dtype=torch.uint8)
-                message.views = [_memory(message.early)]
+                message.views = [as_bytes(message.early)]
             message.begun = True
             return window(message.views, header.offset, header.length)
 
     def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
-        what = f"'{header.topic:.200}' of step {header.step}"
-        if header.origin != peer:
-            return f"{what} says it comes from {header.origin:.64}"
-        if header.generation != self.generation:
-            return f"{what} is of generation {header.generation}; this is {self.generation}"
         size = self.expected.get((peer, header.topic))
-        if size is None:
-            return f"{what} is not in the plan"
-        if size != header.bytes:
-            return f"{what} has {header.bytes} bytes; the plan says {size}"
-        if not self.step <= header.step < self.step + STEPS_AHEAD:
-            return f"{what} comes at step {self.step}"
-        if (message is not None and message.complete) or (peer, header.step, header.topic) in self._received:
-            return f"{what} has come already"
         at_hand = message.at_hand if message is not None else 0
-        if header.offset != at_hand:
-            return f"{what} goes on at byte {header.offset}; {at_hand} are at hand"
-        return ""
+        if header.origin != peer:
+            problem = f"says it comes from {header.origin:.64}"
+        elif header.generation != self.generation:
+            problem = f"is of generation {header.generation}; this is {self.generation}"
+        elif size is None:
+            problem = "is not in the plan"
+        elif size != header.bytes:
+            problem = f"has {header.bytes} bytes; the plan says {size}"
+        elif not self.step <= header.step < self.step + STEPS_AHEAD:
+            problem = f"comes at step {self.step}"
+        elif (message is not None and message.complete) or (peer, header.step, header.topic) in self._received:
+            problem = "has come already"
+        elif header.offset != at_hand:
+            problem = f"goes on at byte {header.offset}; {at_hand} are at hand"
+        else:
+            return ""
+        return f"'{header.topic:.200}' of step {header.step} {problem}"
 
     def wants(self, header: Header) -> bool:
         """Whether the views of an accepted frame may still be written to. Asked with `writing` held."""
@@ -206,7 +213,7 @@ class Mailbox:
             self._messages.pop(key, None)
             self._received.add(key)
         if message.early is not None:
-            _copy(_memory(message.early), views)
+            _copy(as_bytes(message.early), views)
 
     def has_arrived(self, source: str, step: int, topic: str) -> bool:
         with self._change:

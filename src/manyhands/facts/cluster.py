@@ -75,6 +75,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     watts_transfer: float = 0.0  # added while sending or receiving
     up_bytes_per_second: float = math.inf
     down_bytes_per_second: float = math.inf
+    compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
 
@@ -171,6 +172,10 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         kept = tuple(one for one in self.links if (one.sender, one.receiver) != pair)
         return Cluster(self.name, self.devices, self.link, (*kept, DirectedLink(*pair, link)))
 
+    def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
+        """Other devices, joined by the same default link."""
+        return Cluster(name, devices, self.link)
+
     def without(self, name: str) -> Cluster:
         """The cluster after `name` has left."""
         gone = self.device(name)
@@ -191,8 +196,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         bytes_per_second: float = 3e9,
         delay_seconds: float = 60e-6,
         estimated: bool = True,
+        gpus: int = 0,
     ) -> Cluster:
-        """`count` equal workers on this machine. The default link is ZeroMQ over loopback: 3.0 GB/s, 58 µs."""
+        """`count` workers on this machine, the first `gpus` of them each on a GPU, joined by loopback."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
             raise BadValue(f"local: {count!r} workers asked for; it must be 1 to {MOST_DEVICES}.")
         devices = tuple(
@@ -200,6 +206,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 name=f"local-{number}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
                 memory_bytes_per_second=memory_bytes_per_second, cores=cores, operator_seconds=operator_seconds,
                 estimated=estimated, source="A worker on this machine.",
+                compute=f"cuda:{number - 1}" if number <= gpus else "cpu",
             )
             for number in range(1, count + 1)
         )  # fmt: skip
@@ -314,6 +321,13 @@ _write_seconds = partial(_exact, write=format_seconds, parse=parse_seconds, unit
 _write_size = partial(_exact, write=format_bytes, parse=parse_bytes, unit="B")
 
 # field in the document: (field of Device, reader, writer)
+def _compute(value: object, path: str) -> str:
+    text = _text(value, path)
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", text):
+        raise BadFile(f"{path}: '{text:.40}' is not something to compute with.", hint="Write cpu, cuda or cuda:1.")
+    return text
+
+
 _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], object]]] = {
     "gflops": ("gflops", _speed, float),
     "memory": ("memory_bytes", _size, _write_size),
@@ -325,6 +339,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "watts_transfer": ("watts_transfer", _watts, float),
     "up": ("up_bytes_per_second", _rate, _write_rate),
     "down": ("down_bytes_per_second", _rate, _write_rate),
+    "compute": ("compute", _compute, str),
     "estimated": ("estimated", _flag, bool),
     "source": ("source", _text, str),
 }

@@ -33,6 +33,7 @@ from manyhands.graph.graph import (
     Weight,
     records_of,
     tree_leaves,
+    tree_map,
     values_of,
     weights_of,
 )
@@ -48,32 +49,48 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
     """How `graph.loss` combines over samples. `outputs` and `target` are examples, as the loss takes them.
 
     A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; whoever shares a batch
-    must hold that (ignored_class). If the example target has one, or there are two such classes, it is "whole".
+    must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole".
     """
     assert graph.loss is not None, "the graph was captured without a loss"
     proof = _Proof(graph.loss)
     proved = proof.combination()
-    if proved == "whole" or len(set(proof.ignored)) > 1:
+    if proved == "whole" or len({number for _, number in proof.ignored}) > 1:
         return "whole"
     given = bind_inputs(graph.loss, (outputs, target))
-    targets = [given[name] for name in tree_leaves(graph.loss.input_tree[0][1])]
-    if any(bool((leaf.long() == number).any()) for number in proof.ignored for leaf in targets if not leaf.is_meta):
+    if _is_found(proof.ignored, given):
         return "whole"
     with _one_thread():
         return proved if _agrees(graph.loss, proved, given) else "whole"
 
 
 def ignored_class(graph: Graph) -> int | None:
-    """The class number whose targets a mean-reduced cross entropy in `graph.loss` leaves out; None: there is none.
+    """The class number whose targets a mean-reduced cross entropy in `graph.loss` leaves out; None: there is none."""
+    return next((number for _, number in _ignored(graph)), None)
 
-    A batch with such a target (compare `leaf.long()` of each tensor in the target) must not be shared: its loss is a
-    mean over the other targets, whose number differs from share to share.
+
+def has_ignored(graph: Graph, target: Any) -> bool:
+    """Whether a target holds the ignored class where the loss looks for it.
+
+    Such a batch must not be shared: its loss is a mean over the other targets, and each share has its own number of them.
     """
+    ignored = _ignored(graph)
+    if graph.loss is None or not ignored:
+        return False
+    blank = tree_map(lambda _: None, graph.loss.input_tree[0][0])
+    return _is_found(ignored, bind_inputs(graph.loss, (blank, target)))
+
+
+def _ignored(graph: Graph) -> list[tuple[str, int]]:
     if graph.loss is None:
-        return None
+        return []
     proof = _Proof(graph.loss)
     proof.combination()
-    return next(iter(proof.ignored), None)
+    return proof.ignored
+
+
+def _is_found(ignored: list[tuple[str, int]], given: Mapping[str, torch.Tensor]) -> bool:
+    """As the loss sees targets: class numbers given as floats are cut off."""
+    return any(bool((given[leaf].long() == number).any()) for leaf, number in ignored if not given[leaf].is_meta)
 
 
 # The proof: what each tensor of the loss is, whatever the data.
@@ -122,7 +139,8 @@ class _Proof:
         self.kinds: dict[str, _Kind] = {
             spec.name: _EACH for spec in loss.inputs if spec.batch_axis == 0 and spec.rows_per_sample == 1
         }
-        self.ignored: list[int] = []
+        self.ignored: list[tuple[str, int]] = []
+        """Parts of the target with the class that a mean leaves out of them."""
 
     def combination(self) -> LossCombination:
         outers: dict[str, int | None] = {}
@@ -285,26 +303,18 @@ class _Proof:
         if not isinstance(number, int):
             return False
         origin = self._origin(target)
-        if origin == "argmax" and number < 0:
+        if origin in self.targets:
+            self.ignored.append((origin, number))
             return True
-        if origin != "target":
-            return False  # nobody could look for the ignored class before the loss is run
-        self.ignored.append(number)
-        return True
+        maker = self.makers.get(origin)
+        # Elsewhere nobody could look for the ignored class before the loss is run; but places in a row are not below 0.
+        return maker is not None and maker.target.split(".")[1] == "argmax" and number < 0
 
     def _origin(self, name: str) -> str:
-        """'target' for values of the target as they are, 'argmax' for places in a row, '' for anything else."""
-        while name not in self.targets:
-            maker = self.makers.get(name)
-            if maker is None:
-                return ""
-            kind = maker.target.split(".")[1]
-            if kind == "argmax":
-                return "argmax"
-            if kind not in _VIEWS | _PARTS | (_CASTS - {"type_as"}):
-                return ""
-            name = values_of(maker)[0]
-        return "target"
+        """The tensor of which another holds some of the values as they are."""
+        while name in self.makers and self.makers[name].target.split(".")[1] in _VIEWS | _PARTS | {"to", "_to_copy"}:
+            name = values_of(self.makers[name])[0]
+        return name
 
 
 def _has_effects(node: Node) -> bool:
@@ -330,6 +340,7 @@ def _option(node: Node, name: str) -> Argument:
 
 
 # The run: drawn outputs, resampled targets, shares of several sizes.
+
 
 @contextmanager
 def _one_thread() -> Iterator[None]:

@@ -28,6 +28,19 @@ def random_inputs(graph: Graph, samples: int) -> dict[str, torch.Tensor]:
     return {spec.name: random_tensor(spec, samples, seed) for seed, spec in enumerate(graph.inputs)}
 
 
+def random_state(graph: Graph) -> dict[str, torch.Tensor]:
+    """Weights made up for timing: small normal numbers, ones for buffers (a variance must not be zero)."""
+    found = {}
+    for seed, spec in enumerate(graph.weights):
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if spec.buffer or not dtype.is_floating_point:
+            found[spec.name] = torch.ones(spec.shape, dtype=dtype)
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            found[spec.name] = torch.randn(spec.shape, dtype=dtype, generator=generator) * 0.05
+    return found
+
+
 class TrainingStep:
     """One graph, its own copy of the weights, one optimiser; trials differ in their kernels only.
 

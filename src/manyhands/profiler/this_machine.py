@@ -111,7 +111,7 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
             kind="local",
             gflops=round(_training_flops_per_second(timer) / 1e9, 3),
             memory_bytes=psutil.virtual_memory().total,
-            memory_bytes_per_second=round(_copy_bytes_per_second(timer)),
+            memory_bytes_per_second=round(copy_bytes_per_second(timer)),
             cores=machine.cores,
             operator_seconds=_operator_seconds(timer),
             estimated=False,
@@ -142,7 +142,7 @@ def _training_flops_per_second(timer: Timer) -> float:
     return 3 * 2 * macs / (found.least("convolution") + found.least("product"))
 
 
-def _copy_bytes_per_second(timer: Timer) -> float:
+def copy_bytes_per_second(timer: Timer = stopwatch) -> float:
     """Bytes read and written by a copy that does not fit the caches."""
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)

@@ -1,0 +1,5 @@
+"""`python -m manyhands` is the `manyhands` command."""
+
+from manyhands.cli.main import main
+
+main()

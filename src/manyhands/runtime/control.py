@@ -1,0 +1,203 @@
+"""What coordinator and workers say to each other: fixed records as JSON, one kind each. Data, never code.
+
+    worker                        coordinator
+    Hello            ──────▶
+                     ◀──────      Welcome or Refusal
+                     ◀──────      Prepare (graph, plan, peers)
+    Ready            ──────▶
+                     ◀──────      Start; the weights follow as data
+    Progress ...     ──────▶
+    State            ──────▶      a snapshot is at hand
+                     ◀──────      Send: it may travel
+    Done             ──────▶
+                     ◀──────      Stop: back to waiting; Leave: end the process
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from manyhands.executor.log import DeviceLog
+from manyhands.facts.errors import Refused
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import DeviceProfile, Kernel
+
+PROTOCOL = 1
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor inside a message of several."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a worker says of its machine."""
+
+    machine: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    torch: str
+    compute: str = "cpu"
+    pid: int = 0
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Everything a device needs to take its part in a run; its weights follow as data."""
+
+    graph: dict[str, Any]
+    network: Network
+    plan: Plan
+    optimizer: dict[str, Any] | None
+    seed: int
+    kernels: dict[str, Kernel]
+    stored: dict[str, Kernel]
+    """Kernels by which weights are laid out in memory: alike on all devices that add up gradients."""
+    state: tuple[TensorEntry, ...]
+    scalars: dict[str, Any]
+    steps_done: int
+    with_targets: bool
+    trace_first: int
+    trace_last: int
+    wait_limit_seconds: float
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    version: str
+    protocol: int
+    name: str
+    host: str
+    port: int
+    facts: Facts
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    name: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    reason: str
+    hint: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    generation: int
+    job: Job
+    peers: dict[str, tuple[str, int]]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    generation: int
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    generation: int
+    first_step: int
+    last_step: int
+    snapshots: tuple[int, ...]
+    """Steps after which this device keeps a copy of its state and offers it."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    generation: int
+    step: int
+    loss: float | None
+    seconds: float
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    generation: int
+    step: int
+    """Steps done when it was taken."""
+    tensors: tuple[TensorEntry, ...]
+    scalars: dict[str, Any]
+
+
+class Send(msgspec.Struct, frozen=True, tag="send"):
+    generation: int
+    step: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    generation: int
+    kind: str
+    message: str
+    hint: str
+    step: int = -1
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    generation: int
+    log: DeviceLog
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    generation: int
+    graph: dict[str, Any]
+    network: Network
+    ladder: tuple[int, ...]
+    seconds: float
+    choose_kernels: bool
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    generation: int
+    profile: DeviceProfile
+    memory_bytes_per_second: float
+
+
+class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
+    ticket: int
+
+
+class Clock(msgspec.Struct, frozen=True, tag="clock"):
+    ticket: int
+    seconds: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    generation: int
+    diagnose_step: int = -1
+    """Say first in which layer of this stage the numbers of that step stopped being numbers."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, tag="diagnosis"):
+    generation: int
+    layer: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    pass
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    pass
+
+
+Said = (
+    Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
+    | AskClock | Clock | Stop | Diagnosis | Leave | Beat
+)  # fmt: skip
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+
+
+def encode(message: Said) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Said:
+    """A message; one that is none is the other side's fault, said so."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Refused(
+            f"A control message cannot be read: {error}.", hint="Is the same version of manyhands on both sides?"
+        ) from error

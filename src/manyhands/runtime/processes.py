@@ -1,0 +1,104 @@
+"""Workers on this machine: started as processes of their own, by the command a person would type, and always ended.
+
+Nothing is left behind: the coordinator ends them when it closes; if it dies first, the kernel kills them with it (where
+it can), and they end by themselves once the control connection breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOKEN_VARIABLE = "MANYHANDS_TOKEN"
+"""The token goes to children in the environment: a command line can be read by everybody."""
+_LEAVE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 2000
+
+
+@dataclass
+class LocalWorkers:
+    """Processes by device name."""
+
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    logs: Path | None = None
+
+    def start(
+        self, names: Mapping[str, str], address: tuple[str, int], token: str, *, encrypted: bool, threads: int
+    ) -> None:
+        """One process for each name; `names` says what each computes on ('cpu', 'cuda:0')."""
+        for name, compute in names.items():
+            words = [
+                sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}", "--name", name,
+                "--compute", compute, "--threads", str(threads), "--parent", str(os.getpid()),
+            ]  # fmt: skip
+            words += ["--encrypted"] if encrypted else ["--plain"]
+            environment = {
+                **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)
+            }  # fmt: skip
+            output: int | object = subprocess.DEVNULL
+            if self.logs is not None:
+                self.logs.mkdir(parents=True, exist_ok=True)
+                output = open(self.logs / f"{name}.log", "ab")  # noqa: SIM115
+            try:
+                self.processes[name] = subprocess.Popen(
+                    words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,  # type: ignore[call-overload]
+                    start_new_session=True,
+                )  # fmt: skip
+            finally:
+                if not isinstance(output, int):
+                    output.close()  # type: ignore[attr-defined]
+
+    def ending(self, name: str, limit_seconds: float = 0.0) -> str:
+        """How a worker ended, in words; empty while it runs, or where it is not one of these."""
+        process = self.processes.get(name)
+        if process is None:
+            return ""
+        try:
+            code = process.wait(limit_seconds) if limit_seconds else process.poll()
+        except subprocess.TimeoutExpired:
+            return ""
+        if code is None:
+            return ""
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def last_words(self, name: str) -> str:
+        """The end of what a worker printed."""
+        if self.logs is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return (self.logs / f"{name}.log").read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        return ""
+
+    def stop(self) -> None:
+        """All end: those that were told to leave by themselves, then those that are asked, then those that are made."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        for ask in (None, signal.SIGTERM, signal.SIGKILL):
+            for process in self.processes.values():
+                if ask is not None and process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(ask)
+            for process in self.processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.05, end - time.monotonic()))
+            end = time.monotonic() + 1.0
+        self.processes.clear()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; where it cannot, the control connection tells."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that took effect
+        os._exit(0)

@@ -1,0 +1,81 @@
+"""The TCP engine between processes, and what the other one sees when one is killed or frozen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from endpoint_pairs import wait_until
+from peer_process import SIZE
+
+from manyhands.engine.security import Security
+from manyhands.engine.tcp import TcpEndpoint
+from manyhands.facts.errors import WorkerLost
+
+
+@contextmanager
+def with_peer(security: Security, what: str, silence_seconds: float) -> Iterator[tuple[TcpEndpoint, int]]:
+    """'b' here, connected to 'a' there."""
+    b = TcpEndpoint("b", security, limit_seconds=30, silence_seconds=silence_seconds)
+    b.mailbox.open(0, {("a", "x"): SIZE})
+    words = [security.token, security.encrypted, b.address[1], silence_seconds, what]
+    script = Path(__file__).with_name("peer_process.py")
+    process = subprocess.Popen([sys.executable, str(script), *map(str, words)])
+    try:
+        b.connect({"a": ("127.0.0.1", 0)}, 60)
+        yield b, process.pid
+    finally:
+        process.kill()
+        process.wait()
+        b.close()
+
+
+def test_there_and_back(security: Security) -> None:
+    with with_peer(security, "echo", 10) as (b, _):
+        content = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+        into = torch.zeros_like(content)
+        b.send("a", 0, "x", [content])
+        b.mailbox.receive("a", 0, "x", [into])
+        assert torch.equal(content, into)
+        assert b.sent_bytes["a"] == b.mailbox.received_bytes["a"] == SIZE
+
+
+def test_a_peer_killed_in_the_middle_of_a_message(security: Security) -> None:
+    with with_peer(security, "stall", 30) as (b, process):
+        into = torch.zeros(SIZE, dtype=torch.uint8)
+        killed: list[float] = []
+
+        def kill() -> None:
+            wait_until(lambda: b.mailbox.received_bytes["a"] > SIZE // 4, 30)
+            os.kill(process, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.raises(WorkerLost, match="a was lost: its connection to b broke"):
+            b.mailbox.receive("a", 0, "x", [into])
+        noticed = time.monotonic()
+        thread.join()
+        assert noticed - killed[0] < 2
+        assert SIZE // 4 < b.mailbox.received_bytes["a"] < SIZE, "the fault came in the middle"
+
+
+def test_a_frozen_peer(security: Security) -> None:
+    with with_peer(security, "wait", 1.0) as (b, process):
+        time.sleep(1.5)
+        assert b.is_connected("a"), "a peer with nothing to say is alive"
+        os.kill(process, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"a was lost: .*\(silent for 1\.\d s\)"):
+            b.mailbox.receive("a", 0, "x", [torch.zeros(SIZE, dtype=torch.uint8)])
+        assert 0.7 < time.monotonic() - start < 3
+        os.kill(process, signal.SIGCONT)
