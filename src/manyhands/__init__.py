@@ -2,9 +2,12 @@
 
     import manyhands as mh
 
+    result = mh.train(model, dataset, loss=F.cross_entropy, optimizer=mh.Optimizer("SGD", lr=0.1), batch_size=64,
+                      cluster=mh.Cluster.local(4))             # model now holds the trained weights
+
     graph = mh.capture(module, example_batch)                  # any nn.Module -> layers, shapes, costs
     planned = mh.plan(graph.network, mh.Cluster.local(4))      # who does what
-    result = mh.simulate(planned.plan, graph.network, mh.Cluster.local(4))
+    predicted = mh.simulate(planned.plan, graph.network, mh.Cluster.local(4))
 
 Names are loaded when first used, so that importing manyhands does not import torch.
 """
@@ -17,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 from manyhands.facts.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.api.evaluation import EvaluateResult, evaluate
     from manyhands.api.public import Planned, plan, read_plan, simulate
+    from manyhands.api.training import TrainResult, train
     from manyhands.facts.cluster import Cluster, Device, Link
     from manyhands.facts.errors import ManyhandsError
     from manyhands.facts.network import Network
+    from manyhands.facts.optimizer import Optimizer
     from manyhands.facts.plan import Plan, Stage
     from manyhands.facts.profile import Profile
     from manyhands.files.documents import load_cluster
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from manyhands.graph.store import load as load_graph
     from manyhands.graph.store import save as save_graph
     from manyhands.profiler.store import profile_network as profile
+    from manyhands.runtime.coordinator import Coordinator
 
 _HOMES = {
     "capture": ("graph.capture", "capture"),
@@ -40,6 +47,12 @@ _HOMES = {
     "Planned": ("api.public", "Planned"),
     "read_plan": ("api.public", "read_plan"),
     "simulate": ("api.public", "simulate"),
+    "train": ("api.training", "train"),
+    "TrainResult": ("api.training", "TrainResult"),
+    "evaluate": ("api.evaluation", "evaluate"),
+    "EvaluateResult": ("api.evaluation", "EvaluateResult"),
+    "Coordinator": ("runtime.coordinator", "Coordinator"),
+    "Optimizer": ("facts.optimizer", "Optimizer"),
     "Cluster": ("facts.cluster", "Cluster"),
     "Device": ("facts.cluster", "Device"),
     "Link": ("facts.cluster", "Link"),
@@ -52,8 +65,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Device", "Graph", "Link", "ManyhandsError", "Network", "Plan", "Planned", "Profile", "Stage", "capture",
-    "load_cluster", "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate",
+    "Cluster", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network", "Optimizer",
+    "Plan", "Planned", "Profile", "Stage", "TrainResult", "__version__", "capture", "evaluate", "load_cluster",
+    "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate", "train",
 ]  # fmt: skip
 
 

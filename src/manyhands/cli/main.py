@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from manyhands import __version__
-from manyhands.cli import bench, devices, models, plan, profile, simulate, worker
+from manyhands.cli import bench, devices, models, plan, profile, simulate, train, worker
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
@@ -40,6 +40,7 @@ def _everywhere(
     del debug, version  # read from the command line by main() and the callback
 
 
+app.command("train")(train.train)
 app.command("models")(models.models)
 app.command("devices")(devices.devices)
 app.command("plan")(plan.plan)

@@ -144,7 +144,7 @@ def knock(
         left = deadline - time.monotonic()
         if left <= 0 or is_cancelled():
             raise TimedOut(
-                f"Nobody answered at {where} within {deadline - start:.3g} s{f' ({reason})' if reason else ''}.",
+                f"Nobody answered at {where} within {round(deadline - start, 1):g} s{f' ({reason})' if reason else ''}.",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None

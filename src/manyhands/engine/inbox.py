@@ -18,6 +18,7 @@ class Inbox:
 
     def __init__(self, peer: str, wire: Wire, mailbox: Mailbox) -> None:
         self._peer, self._wire, self._mailbox = peer, wire, mailbox
+        self._is_encrypted = wire.encrypted
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._header: Header | None = None
@@ -33,7 +34,7 @@ class Inbox:
             total += count
             if self._start < self._end:
                 self._parse()
-            if count < asked and not self._wire.has_unread:
+            if count < asked and not (self._is_encrypted and self._wire.has_unread):
                 break
         return total
 
@@ -100,8 +101,14 @@ class Inbox:
             if end > self._end:
                 return
             header = decode(buffer[body:end])
-            self._start = end
-            self._begin(header)
+            whole = end + header.length
+            if whole > self._end:
+                self._start = end
+                self._begin(header)
+                continue
+            self._start = whole
+            if header.generation != BEAT.generation or header.topic != BEAT.topic:
+                self._mailbox.deliver(self._peer, header, buffer[end:whole])
 
     def _begin(self, header: Header) -> None:
         self._left = header.length
@@ -113,14 +120,16 @@ class Inbox:
             self._header = None
             return
         self._header, self._views = header, views
-        if not header.length:
-            self._finish()
 
     def _copy(self, count: int) -> None:
         """Payload that came into the buffer goes where it belongs."""
         source = self._buffer[self._start : self._start + count]
         with self._mailbox.writing:
-            if self._header is not None and self._mailbox.wants(self._header):
+            if self._header is None or not self._mailbox.wants(self._header):
+                self._header = None
+            elif len(self._views) == 1 and len(self._views[0]) == count:
+                self._views[0][:] = source
+            else:
                 place = 0
                 for view in self._views:
                     length = min(len(view), count - place)
@@ -129,8 +138,6 @@ class Inbox:
                     if place == count:
                         break
                 self._advance(count)
-            else:
-                self._header = None
         self._start += count
         self._left -= count
         if not self._left:

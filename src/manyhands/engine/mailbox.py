@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -34,10 +33,13 @@ _KNOWN_TO_NUMPY = frozenset(
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
-    assert tensor.device.type == "cpu", "only memory of the CPU travels"
+    assert tensor.is_cpu, "only memory of the CPU travels"
     assert tensor.is_contiguous(), "tensor must be contiguous"
-    known = tensor.dtype in _KNOWN_TO_NUMPY
-    array: Any = (tensor.detach() if known else tensor.detach().reshape(-1).view(torch.uint8)).numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    array: Any = (tensor if tensor.dtype in _KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
+    if array.size and array.dtype.char in "fBlq?d":
+        return memoryview(array).cast("B")
     return memoryview(array.reshape(-1).view(numpy.uint8))
 
 
@@ -45,17 +47,31 @@ def byte_count(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@dataclass
+class Helper(Protocol):
+    """See `wheel.Wheel`."""
+
+    def begin_waiting(self) -> None: ...
+
+    def end_waiting(self) -> None: ...
+
+    def help(self, is_over: Callable[[], bool], limit_seconds: float) -> bool: ...
+
+    def wake(self) -> None: ...
+
+
 class _Message:
     """One message under way or waiting."""
 
-    size: int
-    views: list[memoryview] = field(default_factory=list)
-    """Where its bytes go: the posted destination, or memory taken for it when it came early."""
-    early: torch.Tensor | None = None
-    at_hand: int = 0
-    begun: bool = False
-    complete: bool = False
+    __slots__ = ("at_hand", "begun", "complete", "early", "size", "views")
+
+    def __init__(self, size: int, views: list[memoryview]) -> None:
+        self.size = size
+        self.views = views
+        """Where its bytes go: the posted destination, or memory taken for it when it came early."""
+        self.early: memoryview | None = None
+        self.at_hand = 0
+        self.begun = False
+        self.complete = False
 
 
 class Mailbox:
@@ -76,7 +92,10 @@ class Mailbox:
         self._lost: dict[str, ManyhandsError] = {}
         self._interruption: ManyhandsError | None = None
         self._news = 0
-        self._change = threading.Condition()
+        self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
+        self.helper: Helper | None = None
+        """An engine that lets waiting threads do its reading."""
 
     # What may come
 
@@ -85,7 +104,7 @@ class Mailbox:
 
         Not who is lost, though: a peer that died between two generations is dead in the next one. See `join`.
         """
-        with self.writing, self._change:
+        with self.writing, self._lock:
             self.generation, self.step = generation, first_step
             self.expected = dict(expected)
             self._messages.clear()
@@ -94,17 +113,17 @@ class Mailbox:
 
     def expect(self, source: str, topic: str, size: int) -> None:
         """One more message that may come, at any step of this generation."""
-        with self._change:
+        with self._lock:
             self.expected[(source, topic)] = size
 
     def join(self, peer: str) -> None:
         """The peer is connected (again): it is no longer lost."""
-        with self._change:
+        with self._lock:
             self._lost.pop(peer, None)
 
     def begin_step(self, step: int) -> None:
         """Messages of earlier steps are no longer taken."""
-        with self.writing, self._change:
+        with self.writing, self._lock:
             self.step = step
             for key in [key for key in self._messages if key[1] < step]:
                 del self._messages[key]
@@ -114,7 +133,7 @@ class Mailbox:
 
     def accept(self, peer: str, header: Header) -> list[memoryview] | None:
         """Where the payload of a frame goes; None where it is refused and must be thrown away."""
-        with self._change:
+        with self._lock:
             key = (header.origin, header.step, header.topic)
             message = self._messages.get(key)
             reason = self._refusal(peer, header, message)
@@ -123,11 +142,14 @@ class Mailbox:
                 self.refusals.append(f"from {peer}: {reason}")
                 return None
             if message is None:
-                message = self._messages[key] = _Message(header.bytes)
+                message = self._messages[key] = _Message(header.bytes, [])
             if not message.views and header.bytes:
-                message.early = torch.empty(header.bytes, dtype=torch.uint8)
-                message.views = [as_bytes(message.early)]
+                memory: Any = numpy.empty(header.bytes, dtype=numpy.uint8)
+                message.early = memoryview(memory)
+                message.views = [message.early]
             message.begun = True
+            if header.length == message.size:
+                return list(message.views)
             return window(message.views, header.offset, header.length)
 
     def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
@@ -157,7 +179,7 @@ class Mailbox:
 
     def wrote(self, header: Header) -> None:
         """The payload of an accepted frame is in place."""
-        with self._change:
+        with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
                 return  # the generation ended meanwhile
@@ -170,17 +192,29 @@ class Mailbox:
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
         """Whoever waits for this peer fails at once with `error`."""
-        with self._change:
+        with self._lock:
             self._lost.setdefault(peer, error)
-            self._news += 1
-            self._change.notify_all()
+            self._tell()
 
     def interrupt(self, error: ManyhandsError) -> None:
         """Every wait, now and later, fails with `error`, until the next generation opens."""
-        with self._change:
+        with self._lock:
             self._interruption = self._interruption or error
-            self._news += 1
-            self._change.notify_all()
+            self._tell()
+
+    def deliver(self, peer: str, header: Header, payload: memoryview) -> None:
+        """A frame that is here as a whole: most are small, and this way they pass quickly."""
+        with self._lock:
+            views = self.accept(peer, header)
+            if views is not None:
+                _copy(payload, views)
+                self.wrote(header)
+
+    def _tell(self) -> None:
+        self._news += 1
+        self._change.notify_all()
+        if self.helper is not None:
+            self.helper.wake()
 
     # The receiver's side
 
@@ -191,14 +225,14 @@ class Mailbox:
     def _post(self, key: Key, views: list[memoryview]) -> _Message:
         source, _, topic = key
         size = sum(map(len, views))
-        with self._change:
+        with self._lock:
             planned = self.expected.get((source, topic))
             if planned != size:
                 wanted = "it is not in the plan" if planned is None else f"the plan says {planned}"
                 raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {wanted}.")
             message = self._messages.get(key)
             if message is None:
-                message = self._messages[key] = _Message(size)
+                message = self._messages[key] = _Message(size, [])
             if not message.begun:
                 message.views = [view for view in views if len(view)]
             return message
@@ -208,15 +242,15 @@ class Mailbox:
         views = [as_bytes(tensor) for tensor in into]
         key = (source, step, topic)
         message = self._post(key, views)
-        with self._change:
+        with self._lock:
             self._wait(lambda: message.complete, f"'{topic:.200}' of step {step} from {source}", source)
             self._messages.pop(key, None)
             self._received.add(key)
         if message.early is not None:
-            _copy(as_bytes(message.early), views)
+            _copy(message.early, views)
 
     def has_arrived(self, source: str, step: int, topic: str) -> bool:
-        with self._change:
+        with self._lock:
             self.check()
             message = self._messages.get((source, step, topic))
             if message is not None and message.complete:
@@ -231,7 +265,7 @@ class Mailbox:
 
     def wait_for_news(self, seen: int) -> int:
         """Wait until something has happened since `seen`; returns the new count. Start with 0."""
-        with self._change:
+        with self._lock:
             self._wait(lambda: self._news > seen, "anything", "")
             return self._news
 
@@ -246,8 +280,40 @@ class Mailbox:
         if source in self._lost:
             raise self._lost[source]
 
-    def _wait(self, is_done: object, what: str, source: str) -> None:
-        assert callable(is_done)
+    def _wait(self, is_done: Callable[[], bool], what: str, source: str) -> None:
+        helper = self.helper
+        if is_done():
+            self.check()
+        elif helper is None:
+            self._wait_with(is_done, what, source, self._change.wait)
+        else:
+            helper.begin_waiting()
+            try:
+                self._wait_with(is_done, what, source, self._help(helper, is_done, source))
+            finally:
+                helper.end_waiting()
+                self._change.notify_all()  # another who waits may help now
+
+    def _help(self, helper: Helper, is_done: Callable[[], bool], source: str) -> Callable[[float], object]:
+        """Wait by doing the engine's work, with the lock let go, or for whoever else does it."""
+
+        def is_over() -> bool:
+            return is_done() or self._interruption is not None or source in self._lost
+
+        def wait(left_seconds: float) -> None:
+            self._change.release()
+            try:
+                helped = helper.help(is_over, left_seconds)
+            finally:
+                self._change.acquire()
+            if not helped and not is_over():
+                self._change.wait(left_seconds)
+
+        return wait
+
+    def _wait_with(
+        self, is_done: Callable[[], bool], what: str, source: str, wait: Callable[[float], object]
+    ) -> None:
         start = time.monotonic()
         while not is_done():
             self._check(source)
@@ -257,9 +323,8 @@ class Mailbox:
                     f"{self.name} has waited {self.limit_seconds:g} s for {what}.",
                     hint="The sender is connected but does not get there: see its events in the run folder.",
                 )
-            self._change.wait(left)
-        if self._interruption is not None:
-            raise self._interruption
+            wait(left)
+        self.check()
 
 
 def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:

@@ -19,7 +19,7 @@ _MESSAGES_TAKING_TURNS = 4
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """A message on its way: `start` says which, `views` are the senders' own memory."""
+    """A message on its way: `start` is the header of its first frame, `views` are the senders' own memory."""
 
     start: Header
     views: list[memoryview]
@@ -28,9 +28,11 @@ class Outgoing:
     def next_frame(self) -> list[memoryview]:
         """The next chunk with its header, no byte of it copied."""
         start = self.start
+        if start.length == start.bytes:
+            return [memoryview(encode(start)), *self.views]
         length = min(CHUNK_BYTES, start.bytes - self.offset)
         header = Header(start.origin, start.generation, start.step, start.topic, start.bytes, self.offset, length)
-        views = self.views if length == start.bytes else window(self.views, self.offset, length)
+        views = window(self.views, self.offset, length)
         self.offset += length
         return [memoryview(encode(header)), *views]
 
@@ -39,7 +41,7 @@ class Outbox:
     """The queues of one connection. `put` and `pump` from any thread."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._wire, self._is_encrypted = wire, wire.encrypted
         self._urgent: deque[Outgoing] = deque()
         self._bulk: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
@@ -56,7 +58,9 @@ class Outbox:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._frame or self._urgent or self._bulk or self._turns or self._wire.has_unsent)
+        if self._frame or self._urgent or self._bulk or self._turns:
+            return True
+        return self._is_encrypted and self._wire.has_unsent
 
     def pump(self, most_bytes: int) -> bool:
         """Write what the link takes, up to about `most_bytes`. Whether anything is left for the engine's thread.
@@ -77,13 +81,16 @@ class Outbox:
 
     def _write(self) -> int:
         frame = self._frame
-        if not frame and not self._wire.has_unsent:
+        if not frame and not (self._is_encrypted and self._wire.has_unsent):
             message = self._choose()
             if message is None:
                 return 0
             frame = self._frame = message.next_frame()
             self.frames += 1
         count = written = self._wire.write(frame)
+        if not self._is_encrypted and written == sum(map(len, frame)):
+            frame.clear()
+            return written
         place = 0
         while place < len(frame) and count >= len(frame[place]):
             count -= len(frame[place])
@@ -92,7 +99,7 @@ class Outbox:
         if frame and count:
             frame[0] = frame[0][count:]
         # A plain link that took a part is full; an encrypted one takes parts while it has room.
-        self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._wire.encrypted and place < MOST_BUFFERS)
+        self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._is_encrypted and place < MOST_BUFFERS)
         return written
 
     def _choose(self) -> Outgoing | None:

@@ -1,11 +1,12 @@
-"""The engine between processes and machines: one TCP connection per pair of devices, one thread for all of them.
+"""The engine between processes and machines: one TCP connection per pair of devices, one thread for all of them
+(and whoever waits for a message helps it, see `wheel`).
 
     endpoint = TcpEndpoint("pi-1", security, host="192.168.1.11")
     endpoint.connect({"pi-2": ("192.168.1.12", 40123)}, limit_seconds=30)
     endpoint.mailbox.open(generation, expected)
     endpoint.send("pi-2", step, topic, [tensor])
 
-The thread reads everything that comes, whether anybody waits for it or not, so devices that send to each other never
+It reads everything that comes, whether anybody waits for it or not, so devices that send to each other never
 wait for each other.
 """
 
@@ -28,6 +29,7 @@ from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
 from manyhands.engine.outbox import Outbox, Outgoing
 from manyhands.engine.security import Security
+from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
 from manyhands.facts.errors import TimedOut, WorkerLost
 
@@ -75,21 +77,25 @@ class TcpEndpoint:
         self._lock = threading.Lock()
         self._is_closing = False
         self._asked: deque[Callable[[], None]] = deque()
-        """What the thread is to do next: only it touches the selector, and only it closes wires."""
+        """What whoever holds the wheel is to do next: only he touches the selector and closes wires."""
         self._buffered: set[Connection] = set()
+        self._writers: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._looked_at = self._beaten_at = time.monotonic()
+        self._wheel = Wheel(
+            f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2
+        )
+        self.mailbox.helper = self._wheel
         try:
             self._meeting = Meeting(name, security, host, port, self._install, self.is_connected)
         except BaseException:
-            self._close_own_descriptors()
+            self._wheel.close()
             raise
         self.address = self._meeting.address
-        self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
-        self._thread.start()
 
     # What executors call
 
@@ -117,7 +123,7 @@ class TcpEndpoint:
             )
         views = [view for view in map(as_bytes, parts) if len(view)]
         size = sum(map(len, views))
-        start = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
+        start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, CHUNK_BYTES))
         with self._lock:
             self.sent_bytes[to] += size
         connection.outbox.put(Outgoing(start, views), urgent=urgent)
@@ -157,8 +163,7 @@ class TcpEndpoint:
             return
         self._is_closing = True
         self._meeting.close()
-        self._ring()
-        self._thread.join(1.0)
+        self._wheel.close()
 
     # Connections come and go
 
@@ -190,40 +195,38 @@ class TcpEndpoint:
         )
         self._ask(partial(self._discard, connection))
 
-    # The thread
+    # What whoever holds the wheel does
 
     def _ask(self, what: Callable[[], None]) -> None:
         self._asked.append(what)
-        if threading.current_thread() is not self._thread:
-            self._ring()
+        self._wheel.wake()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake up anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # full: it will be heard anyway; closed: nobody listens
             self._bell.send(b"\0")
 
-    def _run(self) -> None:
-        looked_at = beaten_at = time.monotonic()
-        try:
-            while not self._is_closing:
-                events = self._selector.select(0.0 if self._buffered or self._asked else self.beat_seconds / 2)
-                now = time.monotonic()
-                if now - looked_at > self.silence_seconds / 2:
-                    self._pardon(now)
-                looked_at = now
-                for key, mask in events:
-                    if key.data is None:
-                        self._alarm.recv(4096)
-                    else:
-                        self._serve(key.data, mask, now)
-                for connection in list(self._buffered):
-                    self._serve(connection, selectors.EVENT_READ, now)
-                while self._asked:
-                    self._asked.popleft()()
-                if now - beaten_at >= self.beat_seconds:
-                    beaten_at = now
-                    self._beat(now)
-        finally:
-            self._end()
+    def _has_work(self) -> bool:
+        return bool(self._asked or self._writers or self._buffered)
+
+    def _turn(self, limit_seconds: float) -> None:
+        """Look at the sockets once and serve those that are ready."""
+        events = self._selector.select(0.0 if self._buffered or self._asked else limit_seconds)
+        now = time.monotonic()
+        if now - self._looked_at > self.silence_seconds / 2:
+            self._pardon(now)
+        self._looked_at = now
+        for key, mask in events:
+            if key.data is None:
+                self._alarm.recv(4096)
+            else:
+                self._serve(key.data, mask, now)
+        for connection in list(self._buffered):
+            self._serve(connection, selectors.EVENT_READ, now)
+        while self._asked:
+            self._asked.popleft()()
+        if now - self._beaten_at >= self.beat_seconds:
+            self._beaten_at = now
+            self._beat(now)
 
     def _pardon(self, now: float) -> None:
         """This process itself did not run for a while (a suspended laptop): nobody else was silent."""
@@ -257,6 +260,7 @@ class TcpEndpoint:
         if connection.is_registered and events != connection.events:
             self._selector.modify(connection.wire.socket, events, connection)
             connection.events = events
+            (self._writers.add if is_left else self._writers.discard)(connection)
 
     def _register(self, connection: Connection) -> None:
         if self._connections.get(connection.peer) is not connection:
@@ -271,6 +275,7 @@ class TcpEndpoint:
             connection.is_registered = False
             self._selector.unregister(connection.wire.socket)
         self._buffered.discard(connection)
+        self._writers.discard(connection)
         with connection.outbox.writing:
             connection.wire.close()
 
@@ -286,7 +291,8 @@ class TcpEndpoint:
                 outbox.put(Outgoing(BEAT, []), urgent=True)
                 self._go_on_writing(connection)
             connection.frames_at_last_beat = outbox.frames
-        self._meeting.tidy()
+        if not self._is_closing:
+            self._meeting.tidy()
 
     def _end(self) -> None:
         for connection in list(self._connections.values()):

@@ -71,7 +71,7 @@ def ignored_class(graph: Graph) -> int | None:
 def has_ignored(graph: Graph, target: Any) -> bool:
     """Whether a target holds the ignored class where the loss looks for it.
 
-    Such a batch must not be shared: its loss is a mean over the other targets, and each share has its own number of them.
+    Such a batch must not be shared: its loss is a mean over the other targets, and shares differ in how many they have.
     """
     ignored = _ignored(graph)
     if graph.loss is None or not ignored:

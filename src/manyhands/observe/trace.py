@@ -6,8 +6,10 @@ be drawn wrongly, so each concurrent transfer gets a lane of its own.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 TRACKS = ("compute", "send", "receive")
@@ -30,46 +32,64 @@ class SpanLike(Protocol):
     def text(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class ShiftedSpan:
+    """A span on another clock."""
+
+    device: str
+    track: str
+    start: float
+    end: float
+    kind: str
+    text: str
+
+
 def trace_events(spans: Iterable[SpanLike], *, title: str = "", simulated: bool = True) -> dict[str, Any]:
-    """The trace document. Times become microseconds."""
-    by_device: dict[str, dict[str, list[SpanLike]]] = defaultdict(lambda: defaultdict(list))
-    for span in spans:
-        by_device[span.device][span.track].append(span)
+    """The trace document. Times become microseconds; measured ones, of some clock, begin at 0."""
+    given = list(spans)
+    found = from_zero(given) if not simulated else [span for span in given if sane(span)]
     events: list[dict[str, Any]] = []
-    for process, (device, tracks) in enumerate(by_device.items(), 1):
-        events.append(_name("process_name", process, 0, device))
-        thread = 0
-        for track in TRACKS:
-            for number, lane in enumerate(lanes(tracks.get(track, []))):
-                thread += 1
-                events.append(_name("thread_name", process, thread, track if number == 0 else f"{track} {number + 1}"))
-                events.append(
-                    {
-                        "name": "thread_sort_index",
-                        "ph": "M",
-                        "pid": process,
-                        "tid": thread,
-                        "args": {"sort_index": thread},
-                    }
-                )
-                for span in lane:
-                    events.append(
-                        {
-                            "name": short_label(span),
-                            "cat": span.kind,
-                            "ph": "X",
-                            "ts": span.start * 1e6,
-                            "dur": (span.end - span.start) * 1e6,
-                            "pid": process,
-                            "tid": thread,
-                            "args": {"action": span.text},
-                        }
-                    )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title, "simulated": simulated}}
+    for process, (device, own) in enumerate(_by_device(found).items(), 1):
+        events += _process(process, device, own)
+    facts = {"title": title, "simulated": simulated, "spans_left_out": len(given) - len(found)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def combined_trace(predicted: Sequence[SpanLike], measured: Sequence[SpanLike], *, title: str) -> dict[str, Any]:
+    """Both in one document: each device has a process for what was measured and, below it, one for the prediction.
+
+    Both begin at 0. The clocks of the measured devices must have been set to one another before.
+    """
+    sides = {"measured": _by_device(from_zero(measured)), "predicted": _by_device(from_zero(predicted))}
+    events: list[dict[str, Any]] = []
+    processes: dict[str, list[str]] = {side: [] for side in sides}
+    kept = 0
+    for device in dict.fromkeys(name for by_device in sides.values() for name in by_device):
+        for side, by_device in sides.items():
+            if own := by_device.get(device):
+                name = f"{device} ({side})"
+                processes[side].append(name)
+                kept += len(own)
+                events += _process(sum(map(len, processes.values())), name, own)
+    facts = {
+        "title": title,
+        "simulated_processes": processes["predicted"],
+        "measured_processes": processes["measured"],
+        "spans_left_out": len(predicted) + len(measured) - kept,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def sane(span: SpanLike) -> bool:
+    """Whether the times are numbers in order. A span that crossed the wire may hold anything."""
+    return -math.inf < span.start <= span.end < math.inf
+
+
+def from_zero(spans: Iterable[SpanLike]) -> list[SpanLike]:
+    """The spans with sane times, moved together so that the first begins at 0."""
+    kept = [span for span in spans if sane(span)]
+    zero = min((span.start for span in kept), default=0.0)
+    return [ShiftedSpan(s.device, s.track, s.start - zero, s.end - zero, s.kind, s.text) for s in kept]
 
 
 def lanes(spans: list[SpanLike]) -> list[list[SpanLike]]:
@@ -94,3 +114,48 @@ def short_label(span: SpanLike) -> str:
         micro_batch = next((word[1:] for word in span.text.split() if word.startswith("m") and word[1:].isdigit()), "")
         return f"{span.kind[0].upper()}{micro_batch}"
     return span.kind
+
+
+def _by_device(spans: Iterable[SpanLike]) -> dict[str, list[SpanLike]]:
+    found: dict[str, list[SpanLike]] = defaultdict(list)
+    for span in spans:
+        found[span.device].append(span)
+    return found
+
+
+def _process(process: int, name: str, spans: Iterable[SpanLike]) -> list[dict[str, Any]]:
+    """The events of one device: names, the order of the tracks, and the spans."""
+    tracks: dict[str, list[SpanLike]] = {track: [] for track in TRACKS}
+    for span in spans:
+        tracks.setdefault(span.track, []).append(span)
+    events = [
+        _about("process_name", process, 0, name=name),
+        _about("process_sort_index", process, 0, sort_index=process),
+    ]
+    thread = 0
+    for track, own in tracks.items():
+        for number, lane in enumerate(lanes(own)):
+            thread += 1
+            events.append(
+                _about("thread_name", process, thread, name=track if number == 0 else f"{track} {number + 1}")
+            )
+            events.append(_about("thread_sort_index", process, thread, sort_index=thread))
+            events.extend(_complete(span, process, thread) for span in lane)
+    return events
+
+
+def _about(what: str, process: int, thread: int, **facts: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": facts}
+
+
+def _complete(span: SpanLike, process: int, thread: int) -> dict[str, Any]:
+    return {
+        "name": short_label(span),
+        "cat": span.kind,
+        "ph": "X",
+        "ts": span.start * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "pid": process,
+        "tid": thread,
+        "args": {"action": span.text},
+    }

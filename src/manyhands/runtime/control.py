@@ -143,7 +143,8 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     network: Network
     ladder: tuple[int, ...]
     seconds: float
-    choose_kernels: bool
+    kernels: dict[str, Kernel] | None
+    """None: the fastest are to be found first."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):

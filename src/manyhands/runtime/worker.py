@@ -303,9 +303,8 @@ class Worker:
         """Time the layers of a network here, with made-up weights."""
         graph = _graph(command.graph, command.network)
         graph.state.update(random_state(graph))
-        kernels: dict[str, Any] | None = None if command.choose_kernels else {}
         profile = measure_network(
-            graph, ladder=command.ladder, seconds=command.seconds, kernels=kernels, device=self.endpoint.name
+            graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name
         )
         self._say(Measured(command.generation, profile, copy_bytes_per_second()))
 

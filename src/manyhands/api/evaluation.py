@@ -1,0 +1,166 @@
+"""`mh.evaluate`: the network over held-out data, computed by the cluster's workers as a stream of inferences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.api.public import is_strategy, plan_file, read_plan
+from manyhands.api.public import plan as make_plan
+from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.order import BatchOrder
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+from manyhands.graph.graph import Graph
+from manyhands.graph.tape import outputs_of
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.run import Order, Run, RunState
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Loss and accuracy over a data set."""
+
+    samples: int
+    loss: float | None
+    """The mean over all samples, where a loss was given."""
+    accuracy: float | None
+    """The part of samples whose largest output is the target, where targets are class numbers."""
+    seconds: float
+
+
+class _Padded(Dataset[Any]):
+    """A data set made a whole number of batches long by repeating its last sample; what that gives is thrown away."""
+
+    def __init__(self, data: Dataset[Any], samples: int, batch_size: int) -> None:
+        self.data, self.samples = data, samples
+        self.length = math.ceil(samples / batch_size) * batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[min(index, self.samples - 1)]
+
+
+def inference_plan(plan: Plan) -> Plan:
+    """The same stages and shares as a stream: one micro-batch after another, forward only."""
+    return msgspec.structs.replace(
+        plan, order="stream", batch_size=plan.micro_batch_size, micro_batches=1, homes={}, warm_up="2(P-p)-1"
+    )
+
+
+def evaluate_in(
+    session: Session,
+    graph: Graph,
+    plan: Plan,
+    weights: Mapping[str, torch.Tensor],
+    data: Dataset[Any],
+    loss: Callable[..., torch.Tensor] | None,
+    profile: Profile,
+) -> EvaluateResult:
+    """Evaluate on workers that are at hand, by a plan's stages and shares."""
+    stream = resolve(inference_plan(plan), graph.network)
+    samples, size = length(data), stream.batch_size
+    padded = _Padded(data, samples, size)
+    steps = len(padded) // size
+    kernels = {name: profile.of(name).kernels for name in stream.devices}
+    order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
+    targets: dict[int, Any] = {}
+    tally = _Tally(graph, loss, samples, size, targets)
+    run = Run(session.coordinator, order, on_result=tally.take)
+    with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
+        run.prepare()
+        outcome = run.run(_noting(iter(batches), targets))
+    return EvaluateResult(samples, tally.loss, tally.accuracy, sum(outcome.step_seconds))
+
+
+def _noting(batches: Iterator[Any], targets: dict[int, Any]) -> Iterator[Any]:
+    """Targets stay here: only inputs travel."""
+    for step, inputs, target in batches:
+        targets[step] = target
+        yield step, inputs, target
+
+
+class _Tally:
+    """Adds up losses and right answers."""
+
+    def __init__(
+        self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int, targets: dict[int, Any]
+    ) -> None:
+        self.graph, self.function, self.samples, self.size, self.targets = graph, loss, samples, size, targets
+        self._loss = 0.0
+        self._right = 0
+        self._answers = 0
+
+    def take(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
+        count = min(self.size, self.samples - step * self.size)
+        target = _first(self.targets.pop(step), count)
+        output = _first(outputs_of(self.graph, outputs), count)
+        if self.function is not None:
+            with torch.no_grad():
+                value = float(self.function(output, target))
+            self._loss += value if self.graph.loss_combination == "sum" else value * count
+        is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dim() == 1
+        if isinstance(output, torch.Tensor) and output.dim() == 2 and is_classes:
+            self._right += int((output.argmax(1) == target).sum())
+            self._answers += count
+
+    @property
+    def loss(self) -> float | None:
+        return self._loss / self.samples if self.function is not None else None
+
+    @property
+    def accuracy(self) -> float | None:
+        return self._right / self._answers if self._answers else None
+
+
+def _first(value: Any, count: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:count]
+    if isinstance(value, dict):
+        return {key: _first(item, count) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first(item, count) for item in value)
+    return value
+
+
+def evaluate(
+    model: nn.Module,
+    data: Dataset[Any],
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    batch_size: int = 64,
+    cluster: Cluster | str | Path | Coordinator | None = None,
+    plan: Plan | str | Path = "samples",
+    granularity: str = "blocks",
+    name: str = "",
+    say: Say | None = None,
+) -> EvaluateResult:
+    """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
+    from manyhands.api.training import captured
+
+    graph = captured(model, data, loss, granularity=granularity, name=name)
+    size = min(batch_size, length(data))
+    with open_session(cluster, say=say) as session:
+        machines, profile = measure(session, graph, size, say=say)
+        if isinstance(plan, Plan):
+            chosen = plan
+        elif is_strategy(str(plan)):
+            chosen = make_plan(
+                graph.network, machines, batch_size=size, strategy=str(plan), profile=profile, optimizer_slots=0
+            ).plan
+        else:
+            chosen = read_plan(plan_file(str(plan)), graph.network, machines)
+        return evaluate_in(session, graph, resolve(chosen, graph.network, machines), graph.state, data, loss, profile)

@@ -1,0 +1,198 @@
+"""A cluster made ready: its workers started or joined, its layers measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from manyhands.api.joining import parse_address
+from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
+from manyhands.files.documents import cache_folder, load_cluster, read_document, write_document
+from manyhands.graph.graph import Graph
+from manyhands.profiler.links import measure_loopback
+from manyhands.profiler.store import load_profile, profile_path, save_profile
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator
+from manyhands.runtime.measuring import measure_on
+
+MEASURE_SECONDS = 6.0
+MOST_DEFAULT_WORKERS = 4
+LISTEN_VARIABLE = "MANYHANDS_LISTEN"
+Say = Callable[[str], None]
+
+
+@dataclass
+class Session:
+    """Workers at hand, and what is known of them."""
+
+    coordinator: Coordinator
+    cluster: Cluster
+    is_local: bool
+    """Every worker is a process of this machine, started here."""
+    threads: int
+
+
+def usable_cores() -> int:
+    return identify().cores
+
+
+@contextlib.contextmanager
+def open_session(
+    cluster: Cluster | str | Path | Coordinator | None, *, logs: Path | None = None, say: Say | None = None,
+    limit_seconds: float = JOIN_SECONDS,
+) -> Iterator[Session]:  # fmt: skip
+    """Workers for a cluster: processes of this machine for local devices, else those that join by name."""
+    if isinstance(cluster, Coordinator):
+        yield Session(cluster, cluster.cluster(), False, 0)
+        return
+    if cluster is None:
+        cluster = Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
+    elif not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster)
+    if all(device.kind == "local" for device in cluster.devices):
+        threads = max(1, usable_cores() // len(cluster.devices))
+        with Coordinator.local_cluster(cluster, threads=threads, logs=logs, limit_seconds=limit_seconds) as coordinator:
+            yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
+        return
+    host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
+    with Coordinator(host, port, os.environ.get("MANYHANDS_TOKEN", "")) as coordinator:
+        coordinator.wanted = set(cluster.names)
+        if say is not None:
+            say(f"Waiting for {', '.join(cluster.names)}. On each: {coordinator.join_command()} --name NAME")
+        coordinator.wait_for(cluster.names, limit_seconds)
+        yield Session(coordinator, cluster, False, 0)
+
+
+def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
+    """Workers of one machine share its memory."""
+    count = sum(device.compute == "cpu" for device in cluster.devices)
+    devices = []
+    for device in cluster.devices:
+        own = coordinator.members[device.name].facts.memory_bytes
+        budget = own // count if device.compute == "cpu" else own
+        devices.append(msgspec.structs.replace(device, memory_bytes=budget))
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
+
+
+# Measuring
+
+
+def stored_kernels(graph: Graph, threads: int) -> Mapping[str, Kernel]:
+    """The kernels that `manyhands profile` found for this network on this machine, if it was run; else the default."""
+    path = profile_path(graph.network, identify(threads or None))
+    try:
+        return load_profile(path, graph.network).kernels if path.exists() else {}
+    except BadFile:
+        return {}
+
+
+def measure(
+    session: Session, graph: Graph, batch_size: int, *, say: Say | None = None, seconds: float = MEASURE_SECONDS
+) -> tuple[Cluster, Profile]:
+    """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused."""
+    count = len(session.cluster.devices)
+    ladder = tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count), batch_size}))
+    known = _load(session, graph, ladder)
+    if known is None:
+        if say is not None:
+            say(f"measuring {graph.name} on {count} worker(s) at once")
+        found = measure_on(
+            session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds,
+            kernels=stored_kernels(graph, session.threads),
+        )  # fmt: skip
+        known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
+        if session.is_local:
+            known = _alike(session.cluster, known)
+        _keep(session, graph, known)
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
+        for device in session.cluster.devices
+    )
+    link = _loopback() if session.is_local else session.cluster.link
+    cluster = Cluster(session.cluster.name, devices, link, session.cluster.links)
+    return cluster, Profile({name: profile for name, (profile, _) in known.items()})
+
+
+_Known = dict[str, tuple[DeviceProfile, float]]
+
+
+def _alike(cluster: Cluster, known: _Known) -> _Known:
+    """Workers on equal hardware get equal numbers, the medians: a difference between them is noise."""
+    found: _Known = {}
+    for compute in {device.compute.partition(":")[0] for device in cluster.devices}:
+        names = [device.name for device in cluster.devices if device.compute.partition(":")[0] == compute]
+        profiles = [known[name][0] for name in names]
+        rate = statistics.median(known[name][1] for name in names)
+        common = msgspec.structs.replace(profiles[0], layers=_median(profiles))
+        found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
+    return found
+
+
+def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
+    rungs = min(len(profile.layers[0].ladder) for profile in profiles)
+    layers = []
+    for layers_alike in zip(*(profile.layers for profile in profiles)):
+        ladder = tuple(
+            Timing(
+                layers_alike[0].ladder[rung].samples,
+                statistics.median(one.ladder[rung].forward_seconds for one in layers_alike),
+                statistics.median(one.ladder[rung].backward_seconds for one in layers_alike),
+            )
+            for rung in range(rungs)
+        )
+        layers.append(LayerTiming(layers_alike[0].layer, ladder))
+    return tuple(layers)
+
+
+def _place(session: Session, graph: Graph, name: str) -> Path:
+    facts = session.coordinator.members[name].facts
+    base = profile_path(graph.network, identify(session.threads or None))
+    kind = f"{len(session.cluster.devices)}workers" if session.is_local else name
+    return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}.json")
+
+
+def _load(session: Session, graph: Graph, ladder: tuple[int, ...]) -> _Known | None:
+    found: _Known = {}
+    for name in session.cluster.names:
+        path = _place(session, graph, name)
+        try:
+            profile = load_profile(path, graph.network)
+            raw = read_document(path.with_suffix(".rate.json"))
+        except ManyhandsError:
+            return None
+        sizes = {timing.samples for timing in profile.layers[0].ladder}
+        if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(ladder[:2]):
+            return None
+        if not isinstance(raw, float) or profile.kernels != dict(stored_kernels(graph, session.threads)):
+            return None
+        found[name] = (msgspec.structs.replace(profile, device=name), raw)
+    return found
+
+
+def _keep(session: Session, graph: Graph, known: _Known) -> None:
+    with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
+        for name, (profile, rate) in known.items():
+            path = _place(session, graph, name)
+            save_profile(profile, path)
+            write_document(path.with_suffix(".rate.json"), rate)
+
+
+def _loopback() -> Link:
+    """The loopback link, measured once."""
+    path = cache_folder() / "machines" / f"{identify(1).slug}-loopback.json"
+    with contextlib.suppress(ManyhandsError, TypeError, KeyError, ValueError):
+        raw = read_document(path)
+        assert isinstance(raw, dict)
+        return Link(float(raw["bytes_per_second"]), float(raw["delay_seconds"]))
+    link = measure_loopback()
+    with contextlib.suppress(BadFile):
+        write_document(path, msgspec.to_builtins(link))
+    return link

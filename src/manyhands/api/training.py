@@ -1,0 +1,404 @@
+"""`mh.train`: capture, plan, run on the cluster, and put the trained weights back into the module."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.api.evaluation import EvaluateResult, evaluate_in
+from manyhands.api.public import is_strategy, plan_file, read_plan, simulate
+from manyhands.api.public import plan as make_plan
+from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.data.loader import Prefetcher, example, length
+from manyhands.data.order import BatchOrder
+from manyhands.executor import checkpoint
+from manyhands.executor.log import DeviceLog
+from manyhands.executor.messages import plan_bytes, runs_here
+from manyhands.executor.optimizers import slots, validate
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadFile, BadPlan, BadValue, ManyhandsError
+from manyhands.facts.network import Network
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+from manyhands.graph.capture import capture
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.record import RunRecord, new_folder, one_step, resumed_state
+from manyhands.runtime.run import Order, Outcome, Run, RunState, snapshot_steps
+from manyhands.schedule.checker import check
+from manyhands.schedule.policy import Schedule
+from manyhands.simulator.result import Simulation
+
+EXAMPLE_SAMPLES = 4
+CHECKPOINT_SECONDS = 30.0
+WARM_UP_STEPS = 2
+TRACED_STEPS = 3
+
+OnStep = Callable[[int, float, float], None]
+"""Step, loss, seconds."""
+OnPlanned = Callable[["Planned"], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is about to run, and what the simulator expects of it."""
+
+    plan: Plan
+    network: Network
+    cluster: Cluster
+    profile: Profile
+    prediction: Simulation
+    steps: int
+    folder: Path
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+    """What else `auto` looked at -> predicted seconds of a step."""
+
+
+@dataclass
+class TrainResult:
+    """What training gave. The module holds the trained weights."""
+
+    losses: list[float]
+    """One per step."""
+    plan: Plan
+    folder: Path
+    throughput: float
+    """Samples per second, without the first steps."""
+    predicted_seconds: float
+    """Of one step, simulated before the run."""
+    measured_seconds: float
+    """Of one step, median without the first ones."""
+    logs: dict[str, DeviceLog]
+    planned_bytes: dict[tuple[str, str], int]
+    """(from, to) -> bytes the plan says travel in a step."""
+    checkpoint: Path
+    steps: int
+    test: EvaluateResult | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the held-out data, where some was given."""
+        return self.test.accuracy if self.test is not None else None
+
+
+def train(
+    model: nn.Module,
+    data: Dataset[Any],
+    *,
+    loss: Callable[..., torch.Tensor],
+    optimizer: Optimizer,
+    batch_size: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    shuffle: bool = True,
+    cluster: Cluster | str | Path | Coordinator | None = None,
+    plan: Plan | str | Path = "auto",
+    batch_norm: str = "synchronised",
+    seed: int = 0,
+    folder: str | Path | None = None,
+    resume: bool | str | Path = False,
+    test: Dataset[Any] | None = None,
+    micro_batches: int | None = None,
+    granularity: str = "blocks",
+    name: str = "",
+    config: Mapping[str, Any] | None = None,
+    on_planned: OnPlanned | None = None,
+    on_step: OnStep | None = None,
+    say: Say | None = None,
+) -> TrainResult:
+    """Train `model` on `data`, a map-style data set of (input, target), over a cluster, exactly as one device would.
+
+    loss        any callable (output, target) that torch.export can capture
+    optimizer   mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
+    steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
+    cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
+    plan        a Plan, a plan file, or a strategy: "auto", "single", "samples", "pipeline"; a named one uses every device
+    batch_norm  "synchronised" (statistics of the whole batch) or "local" (per replica, as DDP; of the buffers, which
+                then differ, the first replica's are kept)
+    resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
+    test        held-out data: evaluated by the same workers afterwards
+
+    The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
+    """
+    options = _Options(model, data, loss, optimizer, batch_size, epochs, steps, shuffle, batch_norm, seed)
+    folder, resumed = _resumed(folder, resume)
+    order = options.order
+    last_step = steps if steps is not None else epochs * order.steps_per_epoch
+    graph = captured(model, data, loss, granularity=granularity, name=name)
+    start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
+    if resumed is not None:
+        _check_same(resumed, options)
+    where = Path(folder) if folder is not None else new_folder("train", graph.name)
+    record = RunRecord(where, steps_done=start.steps_done)
+    try:
+        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        with open_session(cluster, logs=where / "workers", say=say) as session:
+            job = _Job(options, graph, session, record, start, last_step, where, say)
+            planned = job.planned(plan, micro_batches)
+            record.decided(
+                {**dict(config or {}), **options.facts, "steps": last_step}, planned.cluster, planned.profile,
+                planned.plan,
+            )  # fmt: skip
+            if on_planned is not None:
+                on_planned(planned)
+            result = job.run(planned, on_step)
+            if test is not None:
+                result.test = evaluate_in(session, graph, planned.plan, job.trained.weights, test, loss, planned.profile)
+                record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+            job.write_pictures(planned, result)
+            record.event("finished", steps=result.steps)
+        return result
+    except BaseException as error:
+        record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+        if isinstance(error, ManyhandsError):
+            _point_to_checkpoint(error, where)
+        raise
+    finally:
+        record.close()
+
+
+def _point_to_checkpoint(error: ManyhandsError, folder: Path) -> None:
+    """An error in the middle of a run says where to go on from."""
+    newest = checkpoint.latest(folder)
+    if newest is not None:
+        again = f"Checkpoint: {newest}\nGo on with: manyhands train --resume {folder}"
+        error.hint = f"{error.hint}\n{again}".strip()
+
+
+@dataclass
+class _Options:
+    """What the user asked for, checked before anything starts."""
+
+    model: nn.Module
+    data: Dataset[Any]
+    loss: Callable[..., torch.Tensor]
+    optimizer: Optimizer
+    batch_size: int
+    epochs: int
+    steps: int | None
+    shuffle: bool
+    batch_norm: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise BadValue(f"model is a {type(self.model).__name__}; it must be a torch.nn.Module.")
+        if not isinstance(self.optimizer, Optimizer):
+            raise BadValue(
+                f"optimizer is a {type(self.optimizer).__name__}; it must be an mh.Optimizer.",
+                hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).',
+            )
+        if not callable(self.loss):
+            raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
+        for field_name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1)):
+            value = getattr(self, field_name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise BadValue(f"{field_name} is {value!r}; it must be a whole number of at least {least}.")
+        if self.batch_norm not in ("synchronised", "local"):
+            raise BadValue(f"batch_norm is {self.batch_norm!r}; it must be 'synchronised' or 'local'.")
+        validate(self.optimizer)
+        self.order = BatchOrder(length(self.data), self.batch_size, self.shuffle, self.seed)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same for a run to go on as if it had never stopped."""
+        return {
+            "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, "batch_norm": self.batch_norm,
+            "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
+        }  # fmt: skip
+
+
+def _resumed(
+    folder: str | Path | None, resume: bool | str | Path
+) -> tuple[str | Path | None, checkpoint.Checkpoint | None]:
+    """The folder of the run, and the checkpoint to go on from, if any."""
+    if resume is False:
+        return folder, None
+    where = folder if resume is True else resume
+    if where is None:
+        raise BadValue("resume=True needs the folder of the run.", hint="Write folder='runs/...' or resume='runs/...'.")
+    if not Path(where).is_dir():  # type: ignore[arg-type]
+        raise BadFile(f"{where}: there is no such run folder.", hint="ls runs")
+    newest = checkpoint.latest(Path(where))  # type: ignore[arg-type]
+    if newest is None:
+        raise BadFile(f"{where}: has no complete checkpoint to go on from.", hint="Start anew, without resume.")
+    return where, checkpoint.load(newest)  # type: ignore[return-value]
+
+
+def _check_same(loaded: checkpoint.Checkpoint, options: _Options) -> None:
+    for key, value in options.facts.items():
+        was = loaded.facts.get(key, value)
+        if was != value:
+            raise BadValue(
+                f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",
+                hint="Use the same, or start a new run.",
+            )
+
+
+def captured(
+    model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
+) -> Graph:
+    """The graph of a model and its loss for this data; floats are taken in the model's own type."""
+    inputs, targets = example(data, EXAMPLE_SAMPLES)
+    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    inputs = _cast(inputs, floats)
+    if loss is None:
+        return capture(model, inputs, granularity=granularity, name=name)
+    return capture(model, inputs, loss=loss, target=_cast(targets, floats), granularity=granularity, name=name)
+
+
+def _cast(value: Any, floats: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(floats) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, floats) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, floats) for item in value)
+    return value
+
+
+@dataclass
+class _Job:
+    """One call of `train`, with its workers at hand."""
+
+    options: _Options
+    graph: Graph
+    session: Session
+    record: RunRecord
+    start: RunState
+    last_step: int
+    folder: Path
+    say: Say | None
+
+    def planned(self, wanted: Plan | str | Path, micro_batches: int | None) -> Planned:
+        """Measure, plan, predict."""
+        cluster, profile = measure(self.session, self.graph, self.options.batch_size, say=self.say)
+        network = self.graph.network
+        alternatives: dict[str, float] = {}
+        if isinstance(wanted, Plan):
+            plan = wanted
+        elif is_strategy(str(wanted)):
+            made = make_plan(
+                network, cluster, batch_size=self.options.batch_size, strategy=str(wanted), profile=profile,
+                micro_batches=micro_batches, optimizer_slots=slots(self.options.optimizer),
+            )  # fmt: skip
+            plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
+            alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
+            plan = msgspec.structs.replace(plan, batch_norm=self.options.batch_norm)
+        else:
+            plan = read_plan(plan_file(str(wanted)), network, cluster)
+        plan = resolve(plan, network, cluster)
+        if plan.batch_size != self.options.batch_size:
+            raise BadPlan(f"The plan is for batches of {plan.batch_size}; batch_size is {self.options.batch_size}.")
+        if not plan.is_training:
+            raise BadPlan(f"The plan's order is '{plan.order}', which does not train.", hint="Use order: 1f1b.")
+        runs_here(plan, network)
+        schedule = Schedule(plan, network)
+        if schedule.is_fixed:
+            check(schedule, cluster)
+        prediction = simulate(plan, network, cluster, profile)
+        steps = self.last_step - self.start.steps_done
+        return Planned(plan, network, cluster, profile, prediction, steps, self.folder, alternatives)
+
+    def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
+        """The fastest plan that the executor can run; tiles are simulated only, so far."""
+        for plan in (best, *others):
+            try:
+                runs_here(plan, self.graph.network)
+                return plan
+            except BadPlan as error:
+                refusal = error
+        raise refusal
+
+    def run(self, planned: Planned, on_step: OnStep | None) -> TrainResult:
+        options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
+        every = max(1, min(steps_per_epoch, int(CHECKPOINT_SECONDS / max(planned.prediction.seconds, 1e-6))))
+        first, last = self.start.steps_done, self.last_step
+        if first >= last:
+            raise BadValue(
+                f"The run has done {first} of {last} steps: there is nothing to go on with.",
+                hint="Ask for more: --epochs or --steps.",
+            )
+        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
+        kernels = {name: planned.profile.of(name).kernels for name in planned.plan.devices}
+        order = Order(
+            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
+            seed=options.seed, kernels=kernels, snapshots=snapshot_steps(first, last, every), trace_steps=traced,
+        )  # fmt: skip
+
+        def stepped(step: int, loss: float | None, seconds: float) -> None:
+            self.record.step(step, step // steps_per_epoch, loss, seconds, options.batch_size)
+            if on_step is not None:
+                on_step(step, loss if loss is not None else float("nan"), seconds)
+
+        if first == 0:
+            self._keep(self.start)
+        run = Run(self.session.coordinator, order, on_step=stepped, on_snapshot=self._keep)
+        with Prefetcher(options.data, options.order, first, last) as batches:
+            run.prepare()
+            outcome = run.run(iter(batches))
+        assert outcome.state is not None
+        self.trained = outcome.state
+        Weights({n: t for n, t in self.trained.weights.items()}).load_into(options.model, self.graph)
+        return self._result(planned, outcome)
+
+    def _keep(self, found: RunState) -> None:
+        options = self.options
+        self.checkpoint = self.record.checkpoint(
+            options.model, self.graph, found, options.optimizer, options.seed, options.facts
+        )
+
+    def _result(self, planned: Planned, outcome: Outcome) -> TrainResult:
+        steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
+        seconds = statistics.median(steady)
+        schedule = Schedule(planned.plan, planned.network)
+        travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
+        self.record.devices(outcome.logs, travels)
+        return TrainResult(
+            losses=self.record.losses(), plan=planned.plan, folder=self.folder,
+            throughput=self.options.batch_size * len(steady) / sum(steady),
+            predicted_seconds=planned.prediction.seconds, measured_seconds=seconds, logs=outcome.logs,
+            planned_bytes=travels, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
+        )  # fmt: skip
+
+    def write_pictures(self, planned: Planned, result: TrainResult) -> None:
+        """trace.json and the plots; measured beside predicted."""
+        from manyhands.files.documents import write_document
+        from manyhands.observe.plots import draw_losses, draw_predicted_beside_measured, draw_utilisation
+        from manyhands.observe.trace import combined_trace
+
+        spans = [span for log in result.logs.values() for span in log.spans]
+        step = max((span.step for span in spans), default=0)
+        measured = one_step(spans, step)
+        devices = list(planned.plan.devices)
+        network = planned.network.name
+        end = max((span.end for span in measured), default=0.0)
+        title = f"{network} on {planned.cluster.name}"
+        write_document(self.folder / "trace.json", combined_trace(planned.prediction.spans, measured, title=title))
+        draw_predicted_beside_measured(
+            planned.prediction.spans, measured, devices, self.folder / "timeline.png",
+            title=f"{title}, step {step}", predicted_seconds=planned.prediction.seconds, measured_seconds=end,
+        )  # fmt: skip
+        busy = {
+            name: sum(s.end - s.start for s in measured if s.device == name and s.kind in ("forward", "backward", "step"))
+            / (end or 1.0)
+            for name in devices
+        }
+        expected = {name: 1 - planned.prediction.idle_part(name) for name in devices}
+        draw_utilisation(busy, expected, self.folder / "utilisation.png", title=f"{title}: part of a step computing")
+        draw_losses(
+            result.losses, self.folder / "loss.png", title=f"{network}: loss",
+            epoch_steps=self.options.order.steps_per_epoch,
+        )  # fmt: skip
+

@@ -1,0 +1,113 @@
+"""Who turns the engine: its own thread, or whoever waits for a message meanwhile.
+
+A message that is read by the thread that waits for it is there one change of threads earlier, which is much of the
+time a small message takes. So a waiting thread takes the wheel. The engine's own thread stands back while somebody
+waits or did so just now, and comes back by itself: nobody has to wake it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_LEND_SECONDS = 0.002
+"""How long after a wait the engine's thread stays away: the next wait is often near."""
+_LONGEST_AWAY_SECONDS = 0.016
+_MAKE_WAY_LIMIT_SECONDS = 0.05
+
+
+class Wheel:
+    """Only who holds it looks at the sockets. `turn(limit_seconds)` looks once; `ring` ends a look from outside."""
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[float], None],
+        ring: Callable[[], None],
+        has_work: Callable[[], bool],
+        end: Callable[[], None],
+        longest_look_seconds: float,
+    ) -> None:
+        self._turn, self._ring, self._has_work, self._end = turn, ring, has_work, end
+        self._longest_look_seconds = longest_look_seconds
+        self._held = threading.Lock()
+        self._is_held_by_thread = False
+        self._waiting = 0
+        self._left_at = -1.0
+        self._come_back = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # Those who wait; the count is kept under the mailbox's lock
+
+    def begin_waiting(self) -> None:
+        self._waiting += 1
+
+    def end_waiting(self) -> None:
+        self._waiting -= 1
+        self._left_at = time.monotonic()
+        if self._has_work():
+            self._come_back.set()
+
+    def help(self, is_over: Callable[[], bool], limit_seconds: float) -> bool:
+        """Look once at the sockets in the caller's thread. False where somebody else who waits is doing so."""
+        if self._is_closing:
+            return False
+        if not self._held.acquire(blocking=False):
+            if not self._is_held_by_thread:
+                return False
+            self._ring()
+            if not self._held.acquire(timeout=_MAKE_WAY_LIMIT_SECONDS):
+                return not self._is_closing
+        try:
+            if not self._is_closing and not is_over():
+                self._turn(min(limit_seconds, self._longest_look_seconds))
+        finally:
+            self._held.release()
+        return True
+
+    def wake(self) -> None:
+        """There is something to do, or to know, for whoever turns the wheel."""
+        self._ring()
+        self._come_back.set()
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        away_seconds = _LEND_SECONDS
+        try:
+            while not self._is_closing:
+                if self._stands_back():
+                    self._come_back.wait(away_seconds)
+                    self._come_back.clear()
+                    if not self._waiting and self._stands_back():
+                        continue
+                if not self._held.acquire(blocking=False):
+                    away_seconds = min(2 * away_seconds, _LONGEST_AWAY_SECONDS)
+                    self._come_back.wait(away_seconds)
+                    self._come_back.clear()
+                    continue
+                away_seconds = _LEND_SECONDS
+                self._is_held_by_thread = True
+                try:
+                    self._turn(_LEND_SECONDS if self._waiting else self._longest_look_seconds)
+                finally:
+                    self._is_held_by_thread = False
+                    self._held.release()
+        finally:
+            self._is_closing = True
+            with self._held:
+                self._end()
+
+    def _stands_back(self) -> bool:
+        if self._is_closing or (self._has_work() and not self._waiting):
+            return False
+        return self._waiting > 0 or time.monotonic() - self._left_at < _LEND_SECONDS
+
+    def close(self) -> None:
+        self._is_closing = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)

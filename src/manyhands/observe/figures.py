@@ -1,0 +1,52 @@
+"""What all pictures share: a figure without pyplot, so that a user's own backend and figures are left alone."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.files.documents import write_bytes_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_DEVICES = 40
+_LONGEST_NAME = 28
+_LONGEST_LINE = 105
+_DOTS_PER_INCH = 120
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure that is drawn by Agg, into memory."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: Figure, path: Path) -> Path:
+    """As PNG, in one piece."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
+    write_bytes_atomic(path, buffer.getvalue())
+    return path
+
+
+def wrapped(title: str) -> str:
+    """A title in lines that fit the figure."""
+    return "\n".join(textwrap.fill(line, _LONGEST_LINE) for line in title.splitlines())
+
+
+def short_name(name: str) -> str:
+    """A device's name that leaves room for the picture; its ends tell devices apart."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"
+
+
+def first_devices(title: str, devices: int) -> str:
+    """The title, saying how many devices are drawn when that is not all of them."""
+    return title + (f" (first {MOST_DEVICES} of {devices} devices)" if devices > MOST_DEVICES else "")

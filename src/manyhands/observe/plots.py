@@ -1,0 +1,154 @@
+"""Pictures of a run: how the loss fell, how busy the devices were, and how right the prediction was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from manyhands.observe.figures import MOST_DEVICES, first_devices, new_figure, short_name, wrapped, write_figure
+from manyhands.observe.timeline import AXIS_LABEL, draw_bands, draw_legend
+from manyhands.observe.trace import SpanLike, from_zero
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+MOST_POINTS = 5_000
+MOST_EPOCH_MARKS = 20
+_LARGEST_DRAWN = 1e300  # beyond it the axis' own margins overflow
+_LONGEST_WINDOW_STEPS = 100
+_MEASURED, _PREDICTED = "#4C78A8", "#C9D6E5"
+
+
+def draw_losses(
+    losses: Sequence[float], path: Path, *, title: str, first_step: int = 0, epoch_steps: int | None = None
+) -> Path:
+    """Loss per step, thin, and its running mean, thick. Values that are not finite are left out, and counted."""
+    from matplotlib.ticker import MaxNLocator
+
+    every = np.asarray(losses, dtype=np.float64)
+    is_drawn = np.abs(every) < _LARGEST_DRAWN  # false for NaN too
+    steps, values = (first_step + np.arange(len(every)))[is_drawn], every[is_drawn]
+    figure = new_figure(10, 4.5)
+    axes = figure.subplots()
+    if len(values):
+        window = max(1, min(_LONGEST_WINDOW_STEPS, len(values) // 10))
+        marker = "o" if len(values) <= 30 else ""
+        axes.plot(*_thinned(steps, values), color="#9ECAE9", linewidth=0.8, marker=marker, markersize=3, label="loss")
+        if window > 1:
+            mean = running_mean(values, window)
+            axes.plot(*_thinned(steps, mean), color="#1F4E79", linewidth=2, label=f"mean of {window} steps")
+        axes.legend(loc="upper right", fontsize=8, framealpha=0.85)
+    else:
+        axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", va="center", color="#888888")
+    last_step = first_step + max(0, len(every) - 1)
+    margin = 0.01 * (last_step - first_step) or 0.5
+    axes.set_xlim(first_step - margin, last_step + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if epoch_steps is not None and epoch_steps > 0:
+        _mark_epochs(axes, first_step, last_step, epoch_steps)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.25)
+    left_out = len(every) - len(values)
+    note = f" ({left_out} of {len(every)} values are not finite and left out)" if left_out else ""
+    axes.set_title(wrapped(title + note), fontsize=10, loc="left", parse_math=False)
+    return write_figure(figure, path)
+
+
+def draw_utilisation(
+    busy: Mapping[str, float], predicted: Mapping[str, float] | None, path: Path, *, title: str
+) -> Path:
+    """Each device's busy part of the time, 0 to 1, above the predicted one."""
+    devices = list(dict.fromkeys([*busy, *(predicted or {})]))
+    shown = devices[:MOST_DEVICES]
+    figure = new_figure(9, 1.5 + 0.5 * max(1, len(shown)))
+    axes = figure.subplots()
+    sides = [("measured", busy, _MEASURED)] + ([("predicted", predicted, _PREDICTED)] if predicted is not None else [])
+    height = 0.76 / len(sides)
+    for number, (side, parts, colour) in enumerate(sides):
+        places = [i + (number - (len(sides) - 1) / 2) * height for i in range(len(shown))]
+        known = [(place, parts[d]) for place, d in zip(places, shown) if d in parts and math.isfinite(parts[d])]
+        axes.barh([p for p, _ in known], [min(1.0, max(0.0, part)) for _, part in known], height * 0.92,
+                  color=colour, label=side)  # fmt: skip
+        for place, part in known:
+            axes.text(min(1.0, max(0.0, part)) + 0.008, place, f"{part:.0%}", va="center", fontsize=7, color="#333333")
+    axes.set_yticks(range(len(shown)), [short_name(device) for device in shown], fontsize=8, parse_math=False)
+    axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)  # the first device on top
+    axes.set_xlim(0, 1.07)  # room for the numbers
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
+    axes.set_xlabel("part of the time spent computing")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.set_title(wrapped(first_devices(title, len(devices))), fontsize=10, loc="left", parse_math=False)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return write_figure(figure, path)
+
+
+def draw_predicted_beside_measured(
+    predicted: Sequence[SpanLike],
+    measured: Sequence[SpanLike],
+    devices: Sequence[str],
+    path: Path,
+    *,
+    title: str,
+    predicted_seconds: float,
+    measured_seconds: float,
+) -> Path:
+    """One step as simulated above one step as it went, on the same time axis, both from 0."""
+    sides = [
+        (f"predicted: {predicted_seconds:.4g} s", from_zero(predicted), predicted_seconds),
+        (f"measured: {measured_seconds:.4g} s{_difference(predicted_seconds, measured_seconds)}",
+         from_zero(measured), measured_seconds),
+    ]  # fmt: skip
+    ends = [seconds for _, _, seconds in sides] + [span.end for _, spans, _ in sides for span in spans]
+    longest = max(end for end in [0.0, *ends] if math.isfinite(end))
+    figure = new_figure(12, 2.2 + 2 * 0.55 * min(max(1, len(devices)), MOST_DEVICES))
+    panels = figure.subplots(2, 1, sharex=True)
+    kinds: set[str] = set()
+    for axes, (name, spans, seconds) in zip(panels, sides):
+        kinds |= draw_bands(axes, spans, devices, longest)
+        if math.isfinite(seconds):
+            axes.axvline(seconds, color="#333333", linewidth=1, linestyle="--")
+        axes.set_title(name, fontsize=9, loc="left")
+    panels[-1].set_xlabel(AXIS_LABEL)
+    figure.suptitle(wrapped(first_devices(title, len(devices))), fontsize=10, parse_math=False)
+    draw_legend(figure, kinds)
+    return write_figure(figure, path)
+
+
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """The mean of the last `window` values, of fewer at the beginning. One huge value spoils its own window only."""
+    counts = np.minimum(np.arange(1, len(values) + 1), window)
+    sums: NDArray[np.float64] = np.convolve(values / window, np.ones(window))[: len(values)]
+    return sums * (window / counts)
+
+
+def _thinned(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The lowest and highest value of each of many buckets: looks the same, and Agg refuses very long noisy lines."""
+    if len(values) <= MOST_POINTS:
+        return steps, values
+    keep: set[int] = {0, len(values) - 1}
+    for bucket in np.array_split(np.arange(len(values)), MOST_POINTS // 2):
+        keep |= {int(bucket[values[bucket].argmin()]), int(bucket[values[bucket].argmax()])}
+    chosen = np.array(sorted(keep))
+    return steps[chosen], values[chosen]
+
+
+def _mark_epochs(axes: Axes, first_step: int, last_step: int, epoch_steps: int) -> None:
+    """A line where an epoch begins; of very many epochs every so many."""
+    epochs = range(math.ceil(first_step / epoch_steps), last_step // epoch_steps + 1)
+    for epoch in epochs[:: max(1, math.ceil(len(epochs) / MOST_EPOCH_MARKS))]:
+        axes.axvline(epoch * epoch_steps, color="#888888", linewidth=0.8, linestyle=":")
+        axes.annotate(f"epoch {epoch}", (epoch * epoch_steps, 0), xycoords=("data", "axes fraction"), xytext=(2, 3),
+                      textcoords="offset points", fontsize=7, color="#666666", rotation=90, va="bottom")  # fmt: skip
+
+
+def _difference(predicted_seconds: float, measured_seconds: float) -> str:
+    if not (predicted_seconds > 0 and math.isfinite(predicted_seconds) and math.isfinite(measured_seconds)):
+        return ""
+    return f" ({measured_seconds / predicted_seconds - 1:+.0%} of the prediction)"

@@ -1,0 +1,165 @@
+"""A run's folder: everything that was decided and everything that happened, each file valid at any moment.
+
+    config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
+    events.jsonl  metrics.csv                                what happened, line by line
+    devices.json  trace.json  *.png                          what each device did; measured beside predicted
+    checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
+    workers/*.log                                            what local workers printed
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from manyhands.executor import checkpoint
+from manyhands.executor.log import DeviceLog, MeasuredSpan
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadFile
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Profile
+from manyhands.files.documents import read_document, write_document, write_text_atomic
+from manyhands.graph.graph import Graph
+from manyhands.observe.append import LineFile, Metrics
+from manyhands.runtime.run import RunState
+
+COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second")
+KEPT_CHECKPOINTS = 3
+
+
+class RunRecord:
+    """Writes a run's folder."""
+
+    def __init__(self, folder: Path, *, steps_done: int = 0) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadFile(f"{folder}: cannot be made: {error.strerror or error}.") from error
+        if steps_done:
+            self._forget_after(steps_done)
+        self._events = LineFile(folder / "events.jsonl")
+        self._metrics = Metrics(folder / "metrics.csv", COLUMNS)
+
+    def close(self) -> None:
+        self._events.close()
+        self._metrics.close()
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._events.write_event(kind, **facts)
+
+    def decided(
+        self, config: Mapping[str, Any], cluster: Cluster, profile: Profile, plan: Plan
+    ) -> None:
+        """What was asked for, known and decided."""
+        write_document(self.folder / "config.yaml", dict(config))
+        write_document(self.folder / "cluster.yaml", cluster.to_dict())
+        write_document(self.folder / "profile.json", msgspec.to_builtins(profile.devices))
+        write_document(self.folder / "plan.yaml", plan.to_dict())
+
+    def step(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
+        self._metrics.write(step=step, epoch=epoch, loss=loss if loss is not None else "", seconds=seconds,
+                            samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
+
+    def losses(self) -> list[float]:
+        """Every step's loss so far, from the file."""
+        return [float(row["loss"]) for row in self._rows() if row.get("loss")]
+
+    def _rows(self) -> list[dict[str, str]]:
+        path = self.folder / "metrics.csv"
+        if not path.exists():
+            return []
+        with open(path, newline="") as file:
+            return list(csv.DictReader(file))
+
+    def _forget_after(self, steps_done: int) -> None:
+        """Steps after the checkpoint are run again: their lines go."""
+        rows = [row for row in self._rows() if row.get("step", "").isdigit() and int(row["step"]) < steps_done]
+        lines = [",".join(COLUMNS), *(",".join(row.get(column) or "" for column in COLUMNS) for row in rows)]
+        write_text_atomic(self.folder / "metrics.csv", "\n".join(lines) + "\n")
+
+    def checkpoint(
+        self, module: nn.Module, graph: Graph, found: RunState, optimizer: Optimizer, seed: int, facts: dict[str, Any]
+    ) -> Path:
+        """A checkpoint of the whole network, whoever held its parts."""
+        saved = checkpoint.save(
+            self.folder,
+            checkpoint.Checkpoint(
+                step=found.steps_done, model=full_state(module, graph, found.weights),
+                optimizer_tensors=found.optimizer, optimizer_scalars=found.scalars, optimizer=optimizer, seed=seed,
+                facts=facts,
+            ),
+        )  # fmt: skip
+        checkpoint.prune(self.folder, KEPT_CHECKPOINTS)
+        self.event("checkpoint", step=found.steps_done, path=str(saved.relative_to(self.folder)))
+        return saved
+
+    def devices(self, logs: Mapping[str, DeviceLog], planned_bytes: Mapping[tuple[str, str], int]) -> None:
+        """What each device did, and what the plan said would travel in a round."""
+        planned = [{"from": a, "to": b, "bytes_per_step": size} for (a, b), size in planned_bytes.items()]
+        document = {"devices": {name: log.to_dict() for name, log in logs.items()}, "planned": planned}
+        write_document(self.folder / "devices.json", document)
+
+
+def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The module's state dict with trained values, tied names included; what the graph does not use stays."""
+    found = {}
+    for name, tensor in module.state_dict().items():
+        trained = weights.get(graph.aliases.get(name, name))
+        found[name] = trained if trained is not None else tensor
+    return found
+
+
+def resumed_state(graph: Graph, loaded: checkpoint.Checkpoint) -> RunState:
+    """Where a checkpoint left off."""
+    weights = {}
+    for spec in graph.weights:
+        given = loaded.model.get(spec.name)
+        if given is not None and tuple(given.shape) != spec.shape:
+            raise BadFile(
+                f"The checkpoint's '{spec.name}' has shape {tuple(given.shape)}; the model's has {spec.shape}.",
+                hint="Resume with the model the run was started with.",
+            )
+        weights[spec.name] = given if given is not None else graph.state[spec.name]
+    return RunState(weights, dict(loaded.optimizer_tensors), dict(loaded.optimizer_scalars), loaded.step)
+
+
+def new_folder(job: str, *names: str) -> Path:
+    """runs/train-tiny-digits-20260102-030405, with a number behind it where that exists."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([job, *names])).replace("..", "_")
+    base = Path("runs") / f"{plain[:100]}-{stamp}"
+    folder, number = base, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise BadFile(f"{folder}: cannot be made: {error.strerror or error}.") from error
+
+
+def one_step(spans: Sequence[MeasuredSpan], step: int) -> list[MeasuredSpan]:
+    """The spans of a step, its first at 0."""
+    own = [span for span in spans if span.step == step]
+    start = min((span.start for span in own), default=0.0)
+    return [msgspec.structs.replace(span, start=span.start - start, end=span.end - start) for span in own]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a run was asked for."""
+    raw = read_document(folder / "config.yaml")
+    if not isinstance(raw, dict):
+        raise BadFile(f"{folder / 'config.yaml'}: is not the configuration of a run.")
+    return raw
