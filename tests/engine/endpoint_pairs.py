@@ -36,7 +36,9 @@ def join_all(endpoints: list[TcpEndpoint], limit_seconds: float = 10.0) -> None:
 
 
 @contextmanager
-def joined(security: Security, expected: Mapping[str, int], *names: str, **options: float) -> Iterator[list[TcpEndpoint]]:
+def joined(
+    security: Security, expected: Mapping[str, int], *names: str, **options: float
+) -> Iterator[list[TcpEndpoint]]:
     """Connected endpoints that expect the same topics from each other, in generation 0."""
     endpoints = [TcpEndpoint(name, security, limit_seconds=20.0, **options) for name in names or ("a", "b")]
     try:

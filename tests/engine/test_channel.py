@@ -31,6 +31,11 @@ def pair(security: Security) -> Iterator[Pair]:
     server.close()
 
 
+def send_many(channel: Channel, size: int, limit_seconds: float) -> None:
+    for _ in range(100):
+        channel.send(bytes(size), limit_seconds)
+
+
 @pytest.mark.parametrize("size", [0, 1, 2**16 - 1, 2**16, 2**20])
 def test_both_ways(pair: Pair, size: int) -> None:
     message = os.urandom(size)
@@ -94,15 +99,13 @@ def test_a_peer_that_goes(pair: Pair) -> None:
     with pytest.raises(WorkerLost, match=r"127\.0\.0\.1 broke"):
         server.receive(5)
     with pytest.raises(WorkerLost):
-        for _ in range(100):
-            server.send(bytes(100_000))
+        send_many(server, 100_000, 5)
 
 
 def test_a_peer_that_does_not_read(pair: Pair) -> None:
     client, _ = pair
     with pytest.raises(TimedOut, match=r"did not take a message of 1048576 bytes within 0\.2 s"):
-        for _ in range(100):
-            client.send(bytes(2**20), limit_seconds=0.2)
+        send_many(client, 2**20, 0.2)
     with pytest.raises(WorkerLost):
         client.send(b"word")
 

@@ -91,7 +91,9 @@ def test_absurd_sizes_are_refused(size: int, offset: int, length: int) -> None:
         read(encode(Header("a", 0, 0, "x", size, offset, length)))
 
 
-@pytest.mark.parametrize("fields", [["a", 0, 0, "x", 1, 0], ["a", 0, 0, 7, 1, 0, 1], {"origin": "a"}, "a", ["a", 0.5, 0, "x", 1, 0, 1]])
+@pytest.mark.parametrize(
+    "fields", [["a", 0, 0, "x", 1, 0], ["a", 0, 0, 7, 1, 0, 1], {"origin": "a"}, "a", ["a", 0.5, 0, "x", 1, 0, 1]]
+)
 def test_other_fields_are_refused(fields: object) -> None:
     with pytest.raises(BadFrame, match="none"):
         decode(msgspec.msgpack.encode(fields))

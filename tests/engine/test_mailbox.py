@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from manyhands.engine.frames import Header
+from manyhands.engine.frames import Header, encode
 from manyhands.engine.inprocess import deliver
-from manyhands.engine.frames import encode
 from manyhands.engine.mailbox import STEPS_AHEAD, Mailbox, as_bytes, window
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
 
@@ -183,6 +182,13 @@ def test_a_destination_is_left_alone_once_its_generation_ended(box: Mailbox) -> 
     assert not box.wants(header)
     box.wrote(header)
     assert not box.has_arrived("a", 0, "x")
+
+
+def test_a_wait_ends_with_its_generation(box: Mailbox) -> None:
+    timer = later(lambda: box.open(4, {("a", "x"): 100}))
+    with pytest.raises(ManyhandsError, match="in generation 3; now it is 4"):
+        box.receive("a", 0, "x", [destination()])
+    timer.join()
 
 
 @pytest.mark.parametrize("size", [99, 101])

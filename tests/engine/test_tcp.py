@@ -148,7 +148,9 @@ def test_a_frame_byte_by_byte(security: Security) -> None:
         guest.wire.close()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"mhf1\xff\xff\xff\xff", b"mhf1\x04\0\0\0\xc1\xc1\xc1\xc1"])
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"mhf1\xff\xff\xff\xff", b"mhf1\x04\0\0\0\xc1\xc1\xc1\xc1"]
+)
 def test_garbage_ends_that_connection_only(security: Security, garbage: bytes) -> None:
     with alone(security, {"x": 3}) as b:
         guest, other = Guest(b, security, "a"), Guest(b, security, "A")

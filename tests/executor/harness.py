@@ -110,7 +110,8 @@ class Ran:
         for device, own in self.weights.items():
             for name, tensor in own.items():
                 assert relative(tensor, weights[name]) <= TOLERANCE, (device, name)
-        assert {name for own in self.weights.values() for name in own} == set(weights)
+        network = self.schedule.network
+        assert {name for own in self.weights.values() for name in own} == {n for op in network.ops for n in op.weights}
         for step, (one, other) in enumerate(zip(self.losses, losses, strict=True)):
             assert abs(one - other) <= TOLERANCE * max(1.0, abs(other)), step
 

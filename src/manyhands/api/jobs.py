@@ -65,12 +65,10 @@ def build_model(name: str, data: DataSets) -> nn.Module:
 
 
 def load_data(wish: Wish) -> DataSets:
-    from manyhands.data.sets import NAMES, load
+    from manyhands.data.sets import load
 
     shape = parse_input(wish.input)
-    if shape is None and wish.model in ZOO and wish.data not in NAMES:
-        shape = ZOO[wish.model].input_shape
-    elif shape is None and wish.model in ZOO and wish.model != MODEL:
+    if shape is None and wish.model in ZOO and (wish.model, wish.data) != (MODEL, DATA):
         shape = ZOO[wish.model].input_shape
     return load(wish.data, input_shape=shape)
 

@@ -47,9 +47,12 @@ def usable_cores() -> int:
 @contextlib.contextmanager
 def open_session(
     cluster: Cluster | str | Path | Coordinator | None, *, logs: Path | None = None, say: Say | None = None,
-    limit_seconds: float = JOIN_SECONDS,
+    limit_seconds: float = JOIN_SECONDS, threads: int = 0,
 ) -> Iterator[Session]:  # fmt: skip
-    """Workers for a cluster: processes of this machine for local devices, else those that join by name."""
+    """Workers for a cluster: processes of this machine for local devices, else those that join by name.
+
+    `threads`: of each local worker; 0: the machine's cores are divided among them.
+    """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
         return
@@ -58,7 +61,7 @@ def open_session(
     elif not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster)
     if all(device.kind == "local" for device in cluster.devices):
-        threads = max(1, usable_cores() // len(cluster.devices))
+        threads = threads or max(1, usable_cores() // len(cluster.devices))
         with Coordinator.local_cluster(cluster, threads=threads, logs=logs, limit_seconds=limit_seconds) as coordinator:
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return

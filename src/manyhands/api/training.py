@@ -123,7 +123,8 @@ def train(
     optimizer   mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
-    plan        a Plan, a plan file, or a strategy: "auto", "single", "samples", "pipeline"; a named one uses every device
+    plan        a Plan, a plan file, or a strategy: "auto", "single", "samples", "pipeline"; only "auto" leaves
+                devices out
     batch_norm  "synchronised" (statistics of the whole batch) or "local" (per replica, as DDP; of the buffers, which
                 then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
@@ -154,7 +155,9 @@ def train(
                 on_planned(planned)
             result = job.run(planned, on_step)
             if test is not None:
-                result.test = evaluate_in(session, graph, planned.plan, job.trained.weights, test, loss, planned.profile)
+                result.test = evaluate_in(
+                    session, graph, planned.plan, job.trained.weights, test, loss, planned.profile
+                )
                 record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
             job.write_pictures(planned, result)
             record.event("finished", steps=result.steps)
@@ -228,12 +231,12 @@ def _resumed(
     where = folder if resume is True else resume
     if where is None:
         raise BadValue("resume=True needs the folder of the run.", hint="Write folder='runs/...' or resume='runs/...'.")
-    if not Path(where).is_dir():  # type: ignore[arg-type]
+    if not Path(where).is_dir():
         raise BadFile(f"{where}: there is no such run folder.", hint="ls runs")
-    newest = checkpoint.latest(Path(where))  # type: ignore[arg-type]
+    newest = checkpoint.latest(Path(where))
     if newest is None:
         raise BadFile(f"{where}: has no complete checkpoint to go on from.", hint="Start anew, without resume.")
-    return where, checkpoint.load(newest)  # type: ignore[return-value]
+    return where, checkpoint.load(newest)
 
 
 def _check_same(loaded: checkpoint.Checkpoint, options: _Options) -> None:
@@ -350,7 +353,7 @@ class _Job:
             outcome = run.run(iter(batches))
         assert outcome.state is not None
         self.trained = outcome.state
-        Weights({n: t for n, t in self.trained.weights.items()}).load_into(options.model, self.graph)
+        Weights(self.trained.weights).load_into(options.model, self.graph)
         return self._result(planned, outcome)
 
     def _keep(self, found: RunState) -> None:
@@ -391,7 +394,7 @@ class _Job:
             title=f"{title}, step {step}", predicted_seconds=planned.prediction.seconds, measured_seconds=end,
         )  # fmt: skip
         busy = {
-            name: sum(s.end - s.start for s in measured if s.device == name and s.kind in ("forward", "backward", "step"))
+            name: sum(s.end - s.start for s in measured if s.device == name and s.kind in ("forward", "backward"))
             / (end or 1.0)
             for name in devices
         }
@@ -401,4 +404,3 @@ class _Job:
             result.losses, self.folder / "loss.png", title=f"{network}: loss",
             epoch_steps=self.options.order.steps_per_epoch,
         )  # fmt: skip
-

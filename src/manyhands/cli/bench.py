@@ -28,16 +28,42 @@ def capture(
     Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
     """
     from manyhands.api.bench import bench_capture
-    from manyhands.cli.show import print_json, print_table, working
+    from manyhands.cli.show import working
 
     with working("measuring") as say:
         figures = bench_capture(quick=quick, on_progress=say)
+    _print("bench capture", figures, quick, json)
+
+
+@app.command("core")
+def core(
+    workers: Annotated[int, typer.Option("--workers", min=2, help="Workers of the data-parallel figures.")] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Data-parallel training against DDP, the engine against raw sockets, the executor's overhead, prediction error.
+
+    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    """
+    from manyhands.api.bench_core import bench_core
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_core(workers, quick=quick, on_progress=say)
+    _print("bench core", figures, quick, json)
+
+
+def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
+    from manyhands.cli.show import print_json, print_table
+
     numbers = {key: value for key, value in figures.items() if not isinstance(value, str)}
-    words = {key: value for key, value in figures.items() if isinstance(value, str)}
-    for key, text in words.items():  # machine, settings of both sides, chosen kernels
-        typer.echo(f"{key}: {text}", err=True)
+    for key, text in figures.items():  # machine, settings of both sides, chosen kernels
+        if isinstance(text, str):
+            typer.echo(f"{key}: {text}", err=True)
     if json:
         print_json(numbers)
         return
     rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in numbers.items()]
-    print_table("bench capture" + (" --quick" if quick else ""), ["figure", "value"], rows, numbers=["value"])
+    print_table(title + (" --quick" if quick else ""), ["figure", "value"], rows, numbers=["value"])

@@ -41,6 +41,9 @@ class Link(Protocol):
     def burst(self) -> None:
         """`a` sends some messages of 16 MB and has a word back; `b` takes them into memory it has."""
 
+    def prepare_dying(self) -> None:
+        """Take the memory first, for that alone takes longer than the message is under way."""
+
     def send_dying(self) -> None:
         """`b` sends one large message and is killed meanwhile."""
 
@@ -90,11 +93,14 @@ class RawLink:
             self.socket.sendall(self.large) if self.is_a else self._receive(self.large)
         self._receive(self.small[:1]) if self.is_a else self.socket.sendall(b"\0")
 
+    def prepare_dying(self) -> None:
+        self.dying = memoryview(bytearray(b"\1") * DYING_BYTES)
+
     def send_dying(self) -> None:
-        self.socket.sendall(bytearray(DYING_BYTES))
+        self.socket.sendall(self.dying)
 
     def receive_dying(self) -> None:
-        self._receive(memoryview(bytearray(DYING_BYTES)))
+        self._receive(self.dying)
 
 
 class EndpointLink:
@@ -121,11 +127,11 @@ class EndpointLink:
         return str(self.endpoint.address[1])
 
     def connect(self, address: str) -> None:
-        self.endpoint.connect({self.peer: (HOST, int(address or 0))}, LIMIT_SECONDS)
         expected = {(self.peer, f"ping {number}"): PING_BYTES for number in range(PINGS_AT_ONCE)}
         expected |= {(self.peer, f"burst {number}"): BURST_MESSAGE_BYTES for number in range(BURST_MESSAGES)}
         expected |= {(self.peer, "word"): 1, (self.peer, "dying"): DYING_BYTES}
         self.endpoint.mailbox.open(0, expected)
+        self.endpoint.connect({self.peer: (HOST, int(address or 0))}, LIMIT_SECONDS)
 
     def ping(self, number: int) -> None:
         if number % PINGS_AT_ONCE == 0:
@@ -155,19 +161,18 @@ class EndpointLink:
             self.endpoint.mailbox.receive(self.peer, self.step, f"burst {number}", tensors)
         self.endpoint.send(self.peer, self.step, "word", self.word)
 
-    def _dying(self) -> Any:
+    def prepare_dying(self) -> None:
         import torch
 
-        return [torch.zeros(DYING_BYTES, dtype=torch.uint8)]
+        self.dying = [torch.ones(DYING_BYTES, dtype=torch.uint8)]
+        self._next_step()
 
     def send_dying(self) -> None:
-        self._next_step()
-        self.endpoint.send(self.peer, self.step, "dying", self._dying())
+        self.endpoint.send(self.peer, self.step, "dying", self.dying)
         self.endpoint.flush(LIMIT_SECONDS)
 
     def receive_dying(self) -> None:
-        self._next_step()
-        self.endpoint.mailbox.receive(self.peer, self.step, "dying", self._dying())
+        self.endpoint.mailbox.receive(self.peer, self.step, "dying", self.dying)
 
 
 class EncryptedEndpointLink(EndpointLink):
@@ -224,8 +229,11 @@ class ZeroMqLink:
                 self.large[:] = self.socket.recv(copy=False).buffer
         self.socket.recv() if self.is_a else self.socket.send(b"\0")
 
+    def prepare_dying(self) -> None:
+        self.dying = bytearray(b"\1") * DYING_BYTES
+
     def send_dying(self) -> None:
-        self.socket.send(bytearray(DYING_BYTES), copy=False)
+        self.socket.send(self.dying, copy=False)
         time.sleep(LIMIT_SECONDS)
 
     def receive_dying(self) -> None:
@@ -280,11 +288,14 @@ class GlooLink:
             (self.group.send if self.is_a else self.group.recv)(self.large, self.other)
         (self.group.recv if self.is_a else self.group.send)(self.word, self.other)
 
+    def prepare_dying(self) -> None:
+        self.dying = self.torch.ones(DYING_BYTES, dtype=self.torch.uint8)
+
     def send_dying(self) -> None:
-        self.group.send(self.torch.zeros(DYING_BYTES, dtype=self.torch.uint8), self.other)
+        self.group.send(self.dying, self.other)
 
     def receive_dying(self) -> None:
-        self.group.recv(self.torch.zeros(DYING_BYTES, dtype=self.torch.uint8), self.other)
+        self.group.recv(self.dying, self.other)
 
 
 LINKS: dict[str, Any] = {
@@ -325,9 +336,11 @@ def serve(kind: str, role: str) -> None:
             link.burst()
             _answer(time.perf_counter() - start)
         elif command == "send_dying":
+            link.prepare_dying()
             _answer("go")
             link.send_dying()
         elif command == "receive_dying":
+            link.prepare_dying()
             _answer("go")
             try:
                 link.receive_dying()

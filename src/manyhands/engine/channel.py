@@ -3,6 +3,8 @@
     listener = Listener("0.0.0.0", 8765, security)
     channel = listener.accept(limit_seconds=1.0)          # the coordinator
     channel = connect("coordinator", 8765, security, 30.0)  # a worker
+
+What a message says is not its matter: bytes go in, the same bytes come out.
 """
 
 from __future__ import annotations
@@ -112,9 +114,7 @@ class Channel:
 class Listener:
     """Where workers join. Guests without the token are dropped and counted."""
 
-    def __init__(
-        self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES
-    ) -> None:
+    def __init__(self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._largest_bytes = largest_bytes
         self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._door = Door(host, port, security, Purpose.CONTROL, self._admit)

@@ -144,7 +144,7 @@ def knock(
         left = deadline - time.monotonic()
         if left <= 0 or is_cancelled():
             raise TimedOut(
-                f"Nobody answered at {where} within {round(deadline - start, 1):g} s{f' ({reason})' if reason else ''}.",
+                f"Nobody answered at {where} within {round(deadline - start, 1):g} s ({reason or 'no time to try'}).",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None

@@ -23,9 +23,7 @@ class Endpoint(Protocol):
     sent_bytes: Counter[str]
     """Payload bytes handed to the link, by peer."""
 
-    def send(
-        self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False
-    ) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
         """Hand a message to the link and go on.
 
         `parts` are contiguous tensors on the CPU, sent one after another; they must not change until the receiver has

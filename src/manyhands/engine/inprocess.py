@@ -2,6 +2,8 @@
 
     board = Switchboard(["a", "b"])
     board.fail_after("a", 7)          # a dies when it sends its 7th message, half of it delivered
+
+Both ends live in one process, so that a test can look at all of them.
 """
 
 from __future__ import annotations
@@ -53,9 +55,7 @@ class InProcessEndpoint:
         self.sent_bytes: Counter[str] = Counter()
         self._messages = 0
 
-    def send(
-        self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False
-    ) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
         size = byte_count(parts)
         content = b"".join(as_bytes(part) for part in parts)
         with self.board.lock:

@@ -92,6 +92,7 @@ class Mailbox:
         self._lost: dict[str, ManyhandsError] = {}
         self._interruption: ManyhandsError | None = None
         self._news = 0
+        self._sleepers = 0
         self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
         self.helper: Helper | None = None
@@ -110,6 +111,7 @@ class Mailbox:
             self._messages.clear()
             self._received.clear()
             self._interruption = None
+            self._tell()
 
     def expect(self, source: str, topic: str, size: int) -> None:
         """One more message that may come, at any step of this generation."""
@@ -188,7 +190,7 @@ class Mailbox:
             if message.at_hand == message.size:
                 message.complete = True
                 self._news += 1
-                self._change.notify_all()
+                self._wake()
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
         """Whoever waits for this peer fails at once with `error`."""
@@ -212,7 +214,7 @@ class Mailbox:
 
     def _tell(self) -> None:
         self._news += 1
-        self._change.notify_all()
+        self._wake()
         if self.helper is not None:
             self.helper.wake()
 
@@ -243,7 +245,7 @@ class Mailbox:
         key = (source, step, topic)
         message = self._post(key, views)
         with self._lock:
-            self._wait(lambda: message.complete, f"'{topic:.200}' of step {step} from {source}", source)
+            self._wait(lambda: message.complete, key)
             self._messages.pop(key, None)
             self._received.add(key)
         if message.early is not None:
@@ -266,7 +268,7 @@ class Mailbox:
     def wait_for_news(self, seen: int) -> int:
         """Wait until something has happened since `seen`; returns the new count. Start with 0."""
         with self._lock:
-            self._wait(lambda: self._news > seen, "anything", "")
+            self._wait(lambda: self._news > seen, None)
             return self._news
 
     def check(self) -> None:
@@ -280,51 +282,63 @@ class Mailbox:
         if source in self._lost:
             raise self._lost[source]
 
-    def _wait(self, is_done: Callable[[], bool], what: str, source: str) -> None:
-        helper = self.helper
+    def _wait(self, is_done: Callable[[], bool], key: Key | None) -> None:
+        """With the lock held, until it is done. Waiting means to do the engine's work, or to sleep while others do."""
         if is_done():
             self.check()
-        elif helper is None:
-            self._wait_with(is_done, what, source, self._change.wait)
-        else:
+            return
+        source = key[0] if key is not None else ""
+        generation = self.generation
+        helper = self.helper
+        if helper is not None:
             helper.begin_waiting()
-            try:
-                self._wait_with(is_done, what, source, self._help(helper, is_done, source))
-            finally:
-                helper.end_waiting()
-                self._change.notify_all()  # another who waits may help now
-
-    def _help(self, helper: Helper, is_done: Callable[[], bool], source: str) -> Callable[[float], object]:
-        """Wait by doing the engine's work, with the lock let go, or for whoever else does it."""
 
         def is_over() -> bool:
-            return is_done() or self._interruption is not None or source in self._lost
+            return is_done() or self._interruption is not None or source in self._lost or self.generation != generation
 
-        def wait(left_seconds: float) -> None:
-            self._change.release()
-            try:
-                helped = helper.help(is_over, left_seconds)
-            finally:
-                self._change.acquire()
-            if not helped and not is_over():
-                self._change.wait(left_seconds)
-
-        return wait
-
-    def _wait_with(
-        self, is_done: Callable[[], bool], what: str, source: str, wait: Callable[[float], object]
-    ) -> None:
-        start = time.monotonic()
-        while not is_done():
-            self._check(source)
-            left = start + self.limit_seconds - time.monotonic()
-            if left <= 0:
-                raise TimedOut(
-                    f"{self.name} has waited {self.limit_seconds:g} s for {what}.",
-                    hint="The sender is connected but does not get there: see its events in the run folder.",
+        until = time.monotonic() + self.limit_seconds
+        left, may_help = self.limit_seconds, helper is not None
+        try:
+            while not is_over():
+                if left <= 0:
+                    raise self._too_late(key)
+                if may_help and helper is not None:
+                    self._lock.release()
+                    try:
+                        may_help = helper.help(is_over, left)
+                    finally:
+                        self._lock.acquire()
+                else:
+                    self._sleepers += 1
+                    self._change.wait(left)
+                    self._sleepers -= 1
+                    may_help = helper is not None
+                left = until - time.monotonic()
+            if not is_done():
+                self._check(source)
+                raise ManyhandsError(
+                    f"{self.name} waited for {_title(key)} in generation {generation}; now it is {self.generation}.",
+                    hint="A thread of the last generation was still waiting when the next one opened.",
                 )
-            wait(left)
-        self.check()
+            self.check()
+        finally:
+            if helper is not None:
+                helper.end_waiting()
+                self._wake()  # another who waits may help now
+
+    def _wake(self) -> None:
+        if self._sleepers:
+            self._change.notify_all()
+
+    def _too_late(self, key: Key | None) -> TimedOut:
+        return TimedOut(
+            f"{self.name} has waited {self.limit_seconds:g} s for {_title(key)}.",
+            hint="The sender is connected but does not get there: see its events in the run folder.",
+        )
+
+
+def _title(key: Key | None) -> str:
+    return "anything" if key is None else f"'{key[2]:.200}' of step {key[1]} from {key[0]}"
 
 
 def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:

@@ -86,9 +86,7 @@ class TcpEndpoint:
         self._bell.setblocking(False)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
         self._looked_at = self._beaten_at = time.monotonic()
-        self._wheel = Wheel(
-            f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2
-        )
+        self._wheel = Wheel(f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2)
         self.mailbox.helper = self._wheel
         try:
             self._meeting = Meeting(name, security, host, port, self._install, self.is_connected)

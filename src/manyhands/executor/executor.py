@@ -1,9 +1,9 @@
 """Interprets a schedule's actions with torch: one device's part of a run, as the simulator does under a virtual clock.
 
-    forward, backward     segments of the captured graph (segments.py)
-    send, receive         boxes of tensors through the engine (boxes.py)
-    reduce                statistics at once (statistics.py), gradients on a thread of their own (reducer.py)
-    step                  the optimiser, once all gradients are added up
+forward, backward     segments of the captured graph (segments.py)
+send, receive         boxes of tensors through the engine (boxes.py)
+reduce                statistics at once (statistics.py), gradients on a thread of their own (reducer.py)
+step                  the optimiser, once all gradients are added up
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, dtype_of, empty, place_of
 from manyhands.executor.flight import Flight
 from manyhands.executor.log import DeviceLog, Recorder
-from manyhands.executor.loss import ShareLoss
+from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.reducer import Reducer, dense_gradient
@@ -26,6 +26,7 @@ from manyhands.executor.segments import Segments, bounds_of
 from manyhands.executor.statistics import merged, own_moments
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import NotFinite
+from manyhands.facts.plan import EVERYWHERE
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
@@ -84,9 +85,11 @@ class Executor:
         self.boxes: dict[str, Box] = {}
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._is_last = False
+        self._read_here: set[str] = set()
+        self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
         self._landed: int | None = None
-        """The micro-batch whose backward pass has just ended."""
+        """The micro-batch whose last pass has just ended."""
         if self.geometry is not None:
             norms = {a.first for a in self.actions if isinstance(a, Reduce) and a.what == "statistics"}
             calls = kernel_calls(graph, setting.kernels)
@@ -94,6 +97,7 @@ class Executor:
             self.segments = Segments(graph, weights, bounds, kernels=calls, shared_norms=norms)
             self._is_last = self.geometry.last == len(self.network.ops)
             self.samples = samples_of(self.geometry, self.device)
+            self._read_here = {name for piece in self.segments.pieces.values() for name in piece.inputs}
             self._completed = completed_at(self.network, self.geometry.first, self.geometry.last)
         self.loss = ShareLoss(graph, self.plan, self.torch_device) if self._is_last and setting.with_targets else None
 
@@ -166,7 +170,7 @@ class Executor:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, (Forward, Backward)) and self._landed not in (None, action.micro_batch):
-            self.flights.pop(self._landed, None)  # its gradients have been sent by now
+            self.flights.pop(self._landed, None)  # what others need of it has been sent by now
         if isinstance(action, Forward):
             self._forward(action)
         elif isinstance(action, Backward):
@@ -187,6 +191,8 @@ class Executor:
         elif isinstance(action, Step):
             self._reducer.wait()
             assert self.stepper is not None
+            for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
+                self.weights.tensors[name].grad = None
             self.stepper.step()
             self.stepper.zero()
 
@@ -210,9 +216,15 @@ class Executor:
         self.endpoint.mailbox.receive(COORDINATOR, self.step, feed_topic(micro_batch), tensors)
         for part, tensor in zip(self.feed, tensors):
             here = tensor.to(self.torch_device, non_blocking=True)
-            (flight.targets if part.is_target else flight.values)[part.name] = here
-            if not part.is_target:
+            if part.is_target:
+                flight.targets[part.name] = here
+            elif self.plan.homes.get(part.name, EVERYWHERE) == EVERYWHERE:
+                flight.values[part.name] = here
                 self.boxes[part.name] = part.box
+            else:  # the whole of it is here, of which this device may read its own share
+                flight.at_home[part.name] = here
+                if part.name in self._read_here:
+                    flight.values[part.name] = here[place_of(self._hull(part.name), part.box)]
 
     def _context(self, micro_batch: int) -> Context:
         first, last = self.samples
@@ -223,7 +235,11 @@ class Executor:
         flight = self._flight(action.micro_batch)
         self.segments.forward(flight, action.first, action.last, self._context(action.micro_batch))
         assert self.geometry is not None
-        if action.last != self.geometry.last or not self._is_last:
+        if action.last != self.geometry.last:
+            return
+        if not self.plan.is_training:
+            self._landed = action.micro_batch
+        if not self._is_last:
             return
         if self.loss is not None:
             value, gradients = self.loss(flight.values, flight.targets, self._samples_here)
@@ -236,7 +252,6 @@ class Executor:
         if not self.plan.is_training:
             outputs = [flight.values[name].detach().contiguous().cpu() for name in self.graph.outputs]
             self.endpoint.send(COORDINATOR, self.step, result_topic(action.micro_batch), outputs)
-            del self.flights[action.micro_batch]
 
     def _not_finite(self, micro_batch: int, number: float) -> NotFinite:
         """Where it began, as far as this device can tell."""
@@ -315,6 +330,9 @@ class Executor:
         if message.kind == "weight-gradient":
             return dense_gradient(self.weights.tensors[tensor]).contiguous().cpu()
         flight = self._flight(message.micro_batch)
+        if message.kind == "input":
+            whole = flight.at_home[tensor]
+            return cut_out(whole, Box.whole(whole.shape), box)
         if message.kind == "gradient":
             found = flight.gradients.get(tensor)
             if found is None:

@@ -19,6 +19,8 @@ class Flight:
     """Tensors by name; of a shared tensor, this device's box of it."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
+    at_home: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Inputs that this device has for others: whole, where `values` has its own box."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     entered: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Segment (by its first operator) -> the detached tensors it was given."""

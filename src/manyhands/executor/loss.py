@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from manyhands.facts.plan import Plan
-from manyhands.graph.graph import Graph, tree_leaves
+from manyhands.graph.graph import Graph, tree_leaves, values_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
@@ -16,6 +16,31 @@ def target_names(graph: Graph) -> tuple[str, ...]:
     """The loss's inputs that are targets."""
     assert graph.loss is not None
     return tuple(dict.fromkeys(tree_leaves(graph.loss.input_tree[0][1])))
+
+
+def trained_weights(graph: Graph) -> set[str]:
+    """Weights that a gradient reaches: one that the loss does not depend on has none, as on one device."""
+    network = graph.network
+    reached = _outputs_in_loss(graph)
+    found: set[str] = set()
+    for op in reversed(network.ops):
+        if any(name in reached and network.tensors[name].differentiable for name in op.outputs):
+            reached.update(op.inputs)
+            found.update(name for name in op.weights if network.weights[name].trainable)
+    return found
+
+
+def _outputs_in_loss(graph: Graph) -> set[str]:
+    """Outputs of the network that the loss depends on; without a loss, all of them."""
+    if graph.loss is None:
+        return set(graph.outputs)
+    reached = set(graph.loss.outputs)
+    for node in reversed(graph.loss.nodes):
+        makes = any(spec.name in reached and spec.dtype.startswith(("float", "bfloat")) for spec in node.outputs)
+        if makes and node.target != "aten.detach.default":
+            reached.update(values_of(node))
+    names = zip(tree_leaves(graph.loss.input_tree[0][0]), tree_leaves(graph.output_tree), strict=True)
+    return {output for name, output in names if name in reached}
 
 
 class ShareLoss:

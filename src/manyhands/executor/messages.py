@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from manyhands.executor.loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.facts.plan import ByChannels, ByTiles, Plan
 from manyhands.graph.graph import Graph
-from manyhands.executor.loss import target_names
 from manyhands.schedule.actions import Action, Receive, Reduce
 from manyhands.schedule.feeding import fed_inputs, samples_of
 from manyhands.schedule.reduction import hop_bytes, rounds_of, topic

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from manyhands.engine.endpoint import Endpoint
-from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import Hop, chunk_points, gradient_rounds, topic
@@ -93,7 +93,7 @@ class Reducer:
                     start = time.monotonic()
                     self._reduce(reduce, step, gradients)
                     self.on_span(reduce, start, time.monotonic())
-            except (ManyhandsError, RuntimeError, AssertionError) as error:
+            except Exception as error:  # whatever it is, `wait` tells it: a thread that died would be waited for
                 self._error = error
             with self._change:
                 self._open -= 1
@@ -134,7 +134,10 @@ class Reducer:
         added = {hop.source: parts[0] for hop, parts in into.items() if hop.adds}
         if added:
             chunk = next(hop.chunk for hop in into if hop.adds)
-            _put(chunks[chunk], _sum([added.get(name, chunks[chunk] if name == own else None) for name in reduce.devices]))
+            _put(
+                chunks[chunk],
+                _sum([added.get(name, chunks[chunk] if name == own else None) for name in reduce.devices]),
+            )
 
 
 def _sum(terms: Sequence[torch.Tensor | list[torch.Tensor] | None]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A stage's operators as segments that can be run forward and backward by themselves.
 
-    actions     forward [0,7)  [7,12)        backward [8,12) [0,8)
-    segments    [0,7) [7,8) [8,12)           cut wherever an action begins or ends
+actions     forward [0,7)  [7,12)        backward [8,12) [0,8)
+segments    [0,7) [7,8) [8,12)           cut wherever an action begins or ends
 """
 
 from __future__ import annotations
@@ -89,13 +89,19 @@ class Segments:
                     continue
                 one = Piece(self.graph, weights, op, op + 1)
                 for name in one.inputs:
-                    if name not in values and name not in flight.values:
-                        return None  # came from elsewhere and is gone
-                    if not _is_finite(values.setdefault(name, flight.values.get(name))):
+                    if name not in values:
+                        if name not in flight.values:
+                            return None  # came from elsewhere and is gone
+                        values[name] = flight.values[name]
+                    if not _is_finite(values[name]):
                         return name
                 with torch.no_grad():
                     if op in self.norms and op in flight.moments:
-                        made = {self.norms[op].output: self.norms[op].normalised(values[node_input(node)], flight.moments[op])}
+                        made = {
+                            self.norms[op].output: self.norms[op].normalised(
+                                values[node_input(node)], flight.moments[op]
+                            )
+                        }
                     else:
                         made = one(values, context)
                 bad_weight = not all(_is_finite(weights.tensors[name]) for name in one.weight_names)

@@ -78,7 +78,9 @@ class SharedBatchNorm:
         return made
 
     @torch.no_grad()
-    def own_sums(self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_sums(
+        self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
         inverse = (moments.variance + self.epsilon).rsqrt()
         weight = self.weight if self.weight is not None else torch.ones_like(moments.mean)

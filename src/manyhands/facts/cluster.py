@@ -320,6 +320,7 @@ _write_rate = partial(_exact, write=format_rate, parse=parse_rate, unit="B/s")
 _write_seconds = partial(_exact, write=format_seconds, parse=parse_seconds, unit="s")
 _write_size = partial(_exact, write=format_bytes, parse=parse_bytes, unit="B")
 
+
 # field in the document: (field of Device, reader, writer)
 def _compute(value: object, path: str) -> str:
     text = _text(value, path)

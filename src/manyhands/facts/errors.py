@@ -116,3 +116,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
     """The error for a name that is not in `known`."""
     return UnknownName(f"There is no {kind} called '{name}'.", hint=did_you_mean(name, known))
+
+
+def error_named(kind: str, message: str, hint: str) -> ManyhandsError:
+    """An error that came over the wire as words; a kind nobody knows becomes a plain one."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, ManyhandsError):
+        return found(message, hint=hint)
+    return ManyhandsError(message, hint=hint)

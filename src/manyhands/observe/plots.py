@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_POINTS = 5_000
+MOST_MEANS = 1_000
 MOST_EPOCH_MARKS = 20
 _LARGEST_DRAWN = 1e300  # beyond it the axis' own margins overflow
-_LONGEST_WINDOW_STEPS = 100
 _MEASURED, _PREDICTED = "#4C78A8", "#C9D6E5"
 
 
@@ -36,19 +36,19 @@ def draw_losses(
     figure = new_figure(10, 4.5)
     axes = figure.subplots()
     if len(values):
-        window = max(1, min(_LONGEST_WINDOW_STEPS, len(values) // 10))
         marker = "o" if len(values) <= 30 else ""
-        axes.plot(*_thinned(steps, values), color="#9ECAE9", linewidth=0.8, marker=marker, markersize=3, label="loss")
-        if window > 1:
-            mean = running_mean(values, window)
-            axes.plot(*_thinned(steps, mean), color="#1F4E79", linewidth=2, label=f"mean of {window} steps")
+        axes.plot(*_thinned(steps, values), color="#8FC0E8", linewidth=0.8, marker=marker, markersize=3.5, label="loss")
+        window = max(3, len(values) // 20)
+        if len(values) >= window:
+            places, means = running_mean(values, window)
+            axes.plot(steps[places], means, color="#1F4E79", linewidth=2, label=f"mean of {window} steps around")
         axes.legend(loc="upper right", fontsize=8, framealpha=0.85)
     else:
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", va="center", color="#888888")
     last_step = first_step + max(0, len(every) - 1)
     margin = 0.01 * (last_step - first_step) or 0.5
     axes.set_xlim(first_step - margin, last_step + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if epoch_steps is not None and epoch_steps > 0:
         _mark_epochs(axes, first_step, last_step, epoch_steps)
     axes.set_xlabel("step")
@@ -69,7 +69,7 @@ def draw_utilisation(
     figure = new_figure(9, 1.5 + 0.5 * max(1, len(shown)))
     axes = figure.subplots()
     sides = [("measured", busy, _MEASURED)] + ([("predicted", predicted, _PREDICTED)] if predicted is not None else [])
-    height = 0.76 / len(sides)
+    height = 0.38 if len(sides) == 2 else 0.5
     for number, (side, parts, colour) in enumerate(sides):
         places = [i + (number - (len(sides) - 1) / 2) * height for i in range(len(shown))]
         known = [(place, parts[d]) for place, d in zip(places, shown) if d in parts and math.isfinite(parts[d])]
@@ -116,16 +116,19 @@ def draw_predicted_beside_measured(
             axes.axvline(seconds, color="#333333", linewidth=1, linestyle="--")
         axes.set_title(name, fontsize=9, loc="left")
     panels[-1].set_xlabel(AXIS_LABEL)
-    figure.suptitle(wrapped(first_devices(title, len(devices))), fontsize=10, parse_math=False)
+    figure.suptitle(wrapped(first_devices(title, len(devices))), fontsize=10, x=0.005, ha="left", parse_math=False)
     draw_legend(figure, kinds)
     return write_figure(figure, path)
 
 
-def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of the last `window` values, of fewer at the beginning. One huge value spoils its own window only."""
-    counts = np.minimum(np.arange(1, len(values) + 1), window)
-    sums: NDArray[np.float64] = np.convolve(values / window, np.ones(window))[: len(values)]
-    return sums * (window / counts)
+def running_mean(values: NDArray[np.float64], window: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Places, and the mean of the `window` values around each (fewer at the ends). A trailing mean would lag behind.
+
+    Each mean is summed afresh, so that one huge value spoils its own surroundings only.
+    """
+    places = np.unique(np.linspace(0, len(values) - 1, MOST_MEANS).astype(np.int64))
+    around = [values[max(0, place - window // 2) : place + (window + 1) // 2] for place in places]
+    return places, np.array([(near / len(near)).sum() for near in around])
 
 
 def _thinned(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -140,15 +143,22 @@ def _thinned(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDA
 
 
 def _mark_epochs(axes: Axes, first_step: int, last_step: int, epoch_steps: int) -> None:
-    """A line where an epoch begins; of very many epochs every so many."""
+    """A line where an epoch begins, its number above the axes; of very many epochs every so many."""
     epochs = range(math.ceil(first_step / epoch_steps), last_step // epoch_steps + 1)
-    for epoch in epochs[:: max(1, math.ceil(len(epochs) / MOST_EPOCH_MARKS))]:
-        axes.axvline(epoch * epoch_steps, color="#888888", linewidth=0.8, linestyle=":")
-        axes.annotate(f"epoch {epoch}", (epoch * epoch_steps, 0), xycoords=("data", "axes fraction"), xytext=(2, 3),
-                      textcoords="offset points", fontsize=7, color="#666666", rotation=90, va="bottom")  # fmt: skip
+    if not epochs:
+        return
+    every = max(1, math.ceil(len(epochs) / MOST_EPOCH_MARKS))
+    marked = [epoch for epoch in epochs if epoch % every == 0] or [epochs[0]]
+    places = [epoch * epoch_steps for epoch in marked]
+    for place in places:
+        axes.axvline(place, color="#888888", linewidth=0.8, linestyle=":")
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(places, [f"epoch {marked[0]}", *map(str, marked[1:])], fontsize=7, color="#666666")
+    top.tick_params(length=2, color="#888888")
 
 
 def _difference(predicted_seconds: float, measured_seconds: float) -> str:
     if not (predicted_seconds > 0 and math.isfinite(predicted_seconds) and math.isfinite(measured_seconds)):
         return ""
-    return f" ({measured_seconds / predicted_seconds - 1:+.0%} of the prediction)"
+    part = measured_seconds / predicted_seconds - 1
+    return f" ({abs(part):.0%} {'longer' if part >= 0 else 'shorter'} than predicted)"

@@ -104,4 +104,6 @@ class CostModel:
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
         """Every round waits for the slowest link's delay."""
         rounds = rounds_of(reduce)
-        return sum(max((self.link(hop.source, hop.target).delay_seconds for hop in hops), default=0.0) for hops in rounds)
+        return sum(
+            max((self.link(hop.source, hop.target).delay_seconds for hop in hops), default=0.0) for hops in rounds
+        )

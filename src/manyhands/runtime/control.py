@@ -1,16 +1,16 @@
 """What coordinator and workers say to each other: fixed records as JSON, one kind each. Data, never code.
 
-    worker                        coordinator
-    Hello            ──────▶
-                     ◀──────      Welcome or Refusal
-                     ◀──────      Prepare (graph, plan, peers)
-    Ready            ──────▶
-                     ◀──────      Start; the weights follow as data
-    Progress ...     ──────▶
-    State            ──────▶      a snapshot is at hand
-                     ◀──────      Send: it may travel
-    Done             ──────▶
-                     ◀──────      Stop: back to waiting; Leave: end the process
+worker                        coordinator
+Hello            ──────▶
+                 ◀──────      Welcome or Refusal
+                 ◀──────      Prepare (graph, plan, peers)
+Ready            ──────▶
+                 ◀──────      Start; the weights follow as data
+Progress ...     ──────▶
+State            ──────▶      a snapshot is at hand
+                 ◀──────      Send: it may travel
+Done             ──────▶
+                 ◀──────      Stop: back to waiting; Leave: end the process
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The coordinator: one port where workers join, what they say as events in one queue, and an endpoint of its own.
 
-    with Coordinator.local(cluster) as coordinator:        # workers are started here
-    with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker --join HOST:7077 --token T
-        coordinator.wait_for(3)
+with Coordinator.local(cluster) as coordinator:        # workers are started here
+with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker --join HOST:7077 --token T
+    coordinator.wait_for(3)
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Profiles measured by the workers themselves, all at once, so that what they share (cores, memory) is in the numbers."""
+"""Profiles measured by the workers themselves, all at once: what they share (cores, memory) is in the numbers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
 
-from manyhands.facts import errors
-from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.errors import TimedOut, WorkerLost, error_named
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
@@ -44,9 +43,7 @@ def measure_on(
             ending = coordinator.local.ending(name, 1.0)
             raise WorkerLost(f"Worker {name} was lost while it measured {graph.name}: {ending or message.reason}.")
         if isinstance(message, Failed) and message.generation == generation:
-            kind = getattr(errors, message.kind, None)
-            is_ours = isinstance(kind, type) and issubclass(kind, ManyhandsError)
-            raise (kind if is_ours else ManyhandsError)(f"{name}: {message.message}", hint=message.hint)
+            raise error_named(message.kind, f"{name}: {message.message}", message.hint)
         if isinstance(message, Measured) and message.generation == generation:
             found[name] = message
     return found

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
@@ -44,18 +45,18 @@ class LocalWorkers:
             environment = {
                 **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)
             }  # fmt: skip
-            output: int | object = subprocess.DEVNULL
-            if self.logs is not None:
-                self.logs.mkdir(parents=True, exist_ok=True)
-                output = open(self.logs / f"{name}.log", "ab")  # noqa: SIM115
-            try:
+            with self._output(name) as output:
                 self.processes[name] = subprocess.Popen(
-                    words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,  # type: ignore[call-overload]
+                    words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     start_new_session=True,
                 )  # fmt: skip
-            finally:
-                if not isinstance(output, int):
-                    output.close()  # type: ignore[attr-defined]
+
+    def _output(self, name: str) -> IO[bytes]:
+        """Where a worker's words go."""
+        if self.logs is None:
+            return open(os.devnull, "ab")
+        self.logs.mkdir(parents=True, exist_ok=True)
+        return open(self.logs / f"{name}.log", "ab")
 
     def ending(self, name: str, limit_seconds: float = 0.0) -> str:
         """How a worker ended, in words; empty while it runs, or where it is not one of these."""

@@ -1,10 +1,10 @@
 """A run's folder: everything that was decided and everything that happened, each file valid at any moment.
 
-    config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
-    events.jsonl  metrics.csv                                what happened, line by line
-    devices.json  trace.json  *.png                          what each device did; measured beside predicted
-    checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
-    workers/*.log                                            what local workers printed
+config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
+events.jsonl  metrics.csv                                what happened, line by line
+devices.json  trace.json  *.png                          what each device did; measured beside predicted
+checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
+workers/*.log                                            what local workers printed
 """
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ class RunRecord:
         self._events.close()
         self._metrics.close()
 
-    def event(self, kind: str, **facts: Any) -> None:
-        self._events.write_event(kind, **facts)
+    def event(self, event: str, /, **facts: Any) -> None:
+        self._events.write_event(event, **facts)
 
-    def decided(
-        self, config: Mapping[str, Any], cluster: Cluster, profile: Profile, plan: Plan
-    ) -> None:
+    def decided(self, config: Mapping[str, Any], cluster: Cluster, profile: Profile, plan: Plan) -> None:
         """What was asked for, known and decided."""
         write_document(self.folder / "config.yaml", dict(config))
         write_document(self.folder / "cluster.yaml", cluster.to_dict())
@@ -67,7 +65,7 @@ class RunRecord:
         write_document(self.folder / "plan.yaml", plan.to_dict())
 
     def step(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
-        self._metrics.write(step=step, epoch=epoch, loss=loss if loss is not None else "", seconds=seconds,
+        self._metrics.write(step=step, epoch=epoch, loss=loss, seconds=seconds,
                             samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
 
     def losses(self) -> list[float]:

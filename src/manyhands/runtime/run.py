@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from manyhands.executor.feeder import Feeder
-from manyhands.executor.log import DeviceLog
-from manyhands.facts import errors
-from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
+from manyhands.executor.log import DeviceLog, MeasuredSpan
+from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -114,9 +114,7 @@ class Run:
         self.schedule = Schedule(order.plan, order.graph.network)
         self.names = order.plan.devices
         self.generation = coordinator.new_generation()
-        self.feeder = Feeder(
-            order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training
-        )
+        self.feeder = Feeder(order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training)
         self.outcome = Outcome()
         self.first = order.start.steps_done
         self._done_step = dict.fromkeys(self.names, self.first - 1)
@@ -299,13 +297,11 @@ class Run:
                     return self._lost(event[0], event[1].reason)
                 if isinstance(event[1], Failed) and event[1].kind not in ("WorkerLost", "TimedOut"):
                     return self._failed(event[0], event[1])
-        kind = getattr(errors, message.kind, None)
-        if isinstance(kind, type) and issubclass(kind, ManyhandsError):
-            found: ManyhandsError = kind(message.message, hint=message.hint)
-            if isinstance(found, NotFinite) and len(self.order.plan.stages) > 1:
-                found = self._traced_back(found, message.step)
-            return found
-        return ManyhandsError(f"Worker {name} failed: {message.message}", hint=message.hint)
+        prefix = "" if message.kind == "NotFinite" else f"Worker {name}: "
+        found = error_named(message.kind, prefix + message.message, message.hint)
+        if isinstance(found, NotFinite) and len(self.order.plan.stages) > 1:
+            found = self._traced_back(found, message.step)
+        return found
 
     def _traced_back(self, error: NotFinite, step: int) -> NotFinite:
         """In a pipeline the loss is computed at the end: ask every stage where the numbers went wrong first."""
@@ -395,9 +391,7 @@ class _Gathering:
             thread.join(5)
 
 
-def _moved(span: Any, offset: float) -> Any:
-    import msgspec
-
+def _moved(span: MeasuredSpan, offset: float) -> MeasuredSpan:
     return msgspec.structs.replace(span, start=span.start + offset, end=span.end + offset)
 
 
@@ -405,7 +399,3 @@ def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
     """Steps done at which state is kept: every so many, and at the end."""
     found = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
     return tuple(sorted(step for step in found if step > first))
-
-
-def steps_of(batches: Iterable[Batch]) -> Batches:
-    return iter(batches)

@@ -72,6 +72,8 @@ SILENCE_SECONDS = 15.0
 GRACE_SECONDS = 10.0
 """How long the main thread may go on in one torch call after the coordinator has gone."""
 CONNECT_SECONDS = 30.0
+SWITCH_SECONDS = 2e-4
+"""How long the engine's thread waits for Python: its default, 5 ms, is many times a message's own time."""
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Worker:
 
     def __init__(self, joining: Joining) -> None:
         self.joining = joining
+        sys.setswitchinterval(SWITCH_SECONDS)
         if joining.threads:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu" and not torch.cuda.is_available():
@@ -255,7 +258,7 @@ class Worker:
         expected[(COORDINATOR, "state")] = state.byte_count(job.state)
         self.endpoint.mailbox.open(command.generation, expected, job.steps_done)
         self.prepared = _Prepared(command.generation, job, executor)
-        self.endpoint.connect({name: tuple(address) for name, address in command.peers.items()}, CONNECT_SECONDS)
+        self.endpoint.connect(command.peers, CONNECT_SECONDS)
         self._say(Ready(command.generation))
 
     def _train(self, command: Start) -> None:

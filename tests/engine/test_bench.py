@@ -1,0 +1,20 @@
+"""The micro-benchmark runs and names what it found."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.engine.bench import bench_engine
+
+
+@pytest.mark.slow
+def test_the_benchmark() -> None:
+    told: list[str] = []
+    found = bench_engine(quick=True, on_progress=told.append)
+    for kind in ("raw", "tcp", "tls", "gloo"):
+        assert float(found[f"{kind}_latency_us"]) > 0
+        assert float(found[f"{kind}_throughput_mb_per_s"]) > 0
+        assert found[f"{kind}_kill_seconds"]
+    assert 0 < float(found["exchange_efficiency"])
+    assert float(found["latency_ratio"]) > 1
+    assert told

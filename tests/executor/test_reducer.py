@@ -1,0 +1,230 @@
+"""Sums of gradients among devices: right, and the same to the last bit everywhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hand_made import chain
+from manyhands.engine.inprocess import Switchboard
+from manyhands.executor.messages import expected_messages
+from manyhands.executor.reducer import Reducer, dense_gradient, flat, windows
+from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.network import Network, WeightSpec
+from manyhands.schedule.actions import Reduce
+from manyhands.schedule.reduction import MOST_DIRECT
+
+SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3)
+
+
+def network_of(sizes: Sequence[int], dtype: str) -> Network:
+    """A chain whose weights have these many numbers; the reduction is of all of them."""
+    made = chain(len(sizes))
+    weights = {f"w{i}": WeightSpec(f"w{i}", (size,), dtype, trainable=True) for i, size in enumerate(sizes)}
+    made.weights.clear()
+    made.weights.update(weights)
+    return made
+
+
+def reduce_all(
+    gradients: dict[str, list[torch.Tensor]],
+    *,
+    buckets: int = 1,
+    before: Callable[[Switchboard], None] | None = None,
+    limit_seconds: float = 20.0,
+) -> dict[str, ManyhandsError]:
+    """Every device hands over its gradients, bucket after bucket, and waits; returns who failed."""
+    devices = tuple(gradients)
+    first = next(iter(gradients.values()))
+    dtype = str(first[0].dtype).removeprefix("torch.")
+    sizes = [gradient.numel() for gradient in first]
+    network = network_of(sizes, dtype)
+    bounds = [round(i * len(sizes) / buckets) for i in range(buckets + 1)]
+    actions = [
+        Reduce(0, "gradients", a, b, devices, sum(sizes[a:b]) * first[0].element_size())
+        for a, b in reversed(list(zip(bounds, bounds[1:])))
+        if a < b
+    ]
+    board = Switchboard(devices, limit_seconds=limit_seconds)
+    for device in devices:
+        board.endpoints[device].mailbox.open(0, expected_messages(actions, device, network))
+    if before is not None:
+        before(board)
+    errors: dict[str, ManyhandsError] = {}
+
+    def work(device: str) -> None:
+        reducer = Reducer(board.endpoints[device], network, lambda *_: None)
+        try:
+            for action in actions:
+                reducer.start(action, 0, gradients[device][action.first : action.last])
+            reducer.wait()
+        except ManyhandsError as error:
+            errors[device] = error
+            for other in devices:  # as a coordinator does
+                board.endpoints[other].mailbox.interrupt(WorkerLost(f"{device} stopped"))
+        reducer.close()
+
+    threads = [threading.Thread(target=work, args=(device,), daemon=True) for device in devices]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a device hangs"
+    return errors
+
+
+def drawn(count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"d{i}": [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+        for i in range(count)
+    }
+
+
+def check_sums(count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: torch.dtype, buckets: int) -> None:
+    gradients = drawn(count, shapes, seed, dtype)
+    exact = [torch.stack([own[i].double() for own in gradients.values()]).sum(0) for i in range(len(shapes))]
+    assert not reduce_all(gradients, buckets=buckets)
+    for own in gradients.values():
+        for found, sure in zip(own, exact):
+            assert torch.allclose(found.double(), sure, rtol=0, atol=count * 10 * torch.finfo(dtype).eps)
+            assert found.shape == sure.shape
+        assert all(torch.equal(found, other) for found, other in zip(own, gradients["d0"]))
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 5), SHAPES, st.integers(0, 999), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
+def test_every_device_has_the_sum(
+    count: int, shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype, buckets: int
+) -> None:
+    """Also where there are fewer numbers than devices."""
+    check_sums(count, shapes, seed, dtype, buckets)
+
+
+@pytest.mark.parametrize("count", [MOST_DIRECT, MOST_DIRECT + 1, MOST_DIRECT + 3])
+def test_many_devices(count: int) -> None:
+    check_sums(count, [(7, 5), (3,)], 1, torch.float64, 2)
+
+
+def test_terms_are_added_in_the_order_of_the_devices() -> None:
+    """1 + 1e16 - 1e16 is not 1e16 - 1e16 + 1: the bits tell the order, on whichever device they are added."""
+    terms = {"a": 1e16, "b": -1e16, "c": 1.0, "d": 3.0}
+    gradients = {name: [torch.full((8,), value, dtype=torch.float64)] for name, value in terms.items()}
+    reduce_all(gradients)
+    assert all(torch.equal(own[0], torch.full((8,), 4.0, dtype=torch.float64)) for own in gradients.values())
+
+
+def test_channels_last_gradients_are_added_where_they_lie() -> None:
+    gradients = drawn(3, [(4, 3, 2, 2)], 1, torch.float64)
+    exact = torch.stack([own[0] for own in gradients.values()]).sum(0)
+    for own in gradients.values():
+        own[0] = own[0].contiguous(memory_format=torch.channels_last)
+    places = {name: own[0].data_ptr() for name, own in gradients.items()}
+    assert not reduce_all(gradients)
+    for name, own in gradients.items():
+        assert own[0].data_ptr() == places[name]
+        assert torch.allclose(own[0], exact, rtol=1e-14)
+
+
+@pytest.mark.parametrize("message", [1, 2, 3, 4])
+def test_a_lost_device_fails_everybody(message: int) -> None:
+    boards: list[Switchboard] = []
+
+    def arm(board: Switchboard) -> None:
+        board.fail_after("d1", message)
+        boards.append(board)
+
+    errors = reduce_all(drawn(3, [(50,)], 0, torch.float64), before=arm)
+    assert boards[0].failed == {"d1"}
+    assert "d1" in errors
+    assert all(isinstance(error, WorkerLost) for error in errors.values())
+    if message <= 2:  # it died before it had handed over all it had: nobody has a sum
+        assert set(errors) == {"d0", "d1", "d2"}
+
+
+def test_waiting_has_a_limit() -> None:
+    """One device never comes."""
+    board = Switchboard(["a", "b"], limit_seconds=0.2)
+    reduce = Reduce(0, "gradients", 0, 1, ("a", "b"), 80)
+    network = network_of([10], "float64")
+    board.endpoints["a"].mailbox.open(0, expected_messages([reduce], "a", network))
+    reducer = Reducer(board.endpoints["a"], network, lambda *_: None)
+    reducer.start(reduce, 0, [torch.zeros(10, dtype=torch.float64)])
+    with pytest.raises(TimedOut):
+        reducer.wait()
+    reducer.close()
+
+
+def test_a_span_is_told_for_every_bucket() -> None:
+    board = Switchboard(["a", "b"])
+    reduce = Reduce(0, "gradients", 0, 1, ("a", "b"), 80)
+    network = network_of([10], "float64")
+    spans: list[tuple[Reduce, float, float]] = []
+    reducers = []
+    for name in ("a", "b"):
+        board.endpoints[name].mailbox.open(0, expected_messages([reduce], name, network))
+    for name in ("a", "b"):
+        reducers.append(Reducer(board.endpoints[name], network, lambda *span: spans.append(span)))
+        reducers[-1].start(reduce, 0, [torch.zeros(10, dtype=torch.float64)])
+    for reducer in reducers:
+        reducer.wait()
+        reducer.close()
+    assert [span[0] for span in spans] == [reduce, reduce]
+    assert all(start <= end for _, start, end in spans)
+
+
+# Memory as rows
+
+
+@given(SHAPES, st.data())
+def test_windows_are_cuts_of_the_rows_laid_end_to_end(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+    rows = [torch.randn(*shape).view(-1) for shape in shapes]
+    whole = torch.cat(rows)
+    first = data.draw(st.integers(0, whole.numel()))
+    last = data.draw(st.integers(first, whole.numel()))
+    found = windows(rows, first, last)
+    assert torch.equal(torch.cat([*found, whole[:0]]), whole[first:last])
+    assert all(part.numel() for part in found)
+    for part in found:  # they are the rows' own memory
+        part.zero_()
+    assert float(torch.cat(rows)[first:last].abs().sum()) == 0.0
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_flat_is_the_memory_itself_in_its_order(shape: list[int], random: object) -> None:
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(order)
+    found = flat(tensor)
+    assert torch.equal(found, torch.arange(float(tensor.numel())))
+    assert found.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (4, 1, 3, 3), (4, 3, 1, 1), (1, 3, 2, 2), (1, 1, 1, 1)])
+def test_dense_gradients_lie_like_their_weight(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape).contiguous(memory_format=torch.channels_last).requires_grad_()
+    gradient = torch.randn(shape)
+    weight.grad = gradient
+    found = dense_gradient(weight)
+    assert found.stride() == weight.stride()
+    assert torch.equal(found, gradient)
+    assert weight.grad is found
+    assert dense_gradient(weight) is found
+
+
+def test_no_gradient_is_a_zero() -> None:
+    weight = torch.randn(2, 3).requires_grad_()
+    assert torch.equal(dense_gradient(weight), torch.zeros(2, 3))
+    assert weight.grad is not None
+
+
+def test_an_expanded_gradient_is_made_dense() -> None:
+    """What sum() hands back has no memory of its own for each number."""
+    weight = torch.randn(2, 3).requires_grad_()
+    weight.grad = torch.ones(1).expand(2, 3)
+    assert flat(dense_gradient(weight)).numel() == 6

@@ -1,0 +1,177 @@
+"""A stage cut into segments gives what it gives in one piece, and knows where numbers stopped being numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import relative
+from manyhands.executor.flight import Flight
+from manyhands.executor.segments import Segments, bounds_of, node_input
+from manyhands.executor.statistics import is_batch_norm, merged, own_moments
+from manyhands.graph.graph import Graph
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.weights import Weights
+from manyhands.schedule.actions import Backward, Forward, Reduce, Step
+from small_networks import batches_of, captured
+
+CONTEXT = Context(seed=3, step=2)
+
+
+def norms_of(graph: Graph) -> list[int]:
+    return [place for place, op in enumerate(graph.network.ops) if op.statistics]
+
+
+def segments_of(graph: Graph, bounds: set[int], norms: list[int]) -> tuple[Segments, Weights]:
+    weights = Weights.copied(graph)
+    whole = {0, len(graph.nodes)} | bounds | {end for op in norms for end in (op, op + 1)}
+    return Segments(graph, weights, whole, kernels={}, shared_norms=norms), weights
+
+
+def forward(segments: Segments, flight: Flight, norms: list[int], context: Context = CONTEXT) -> None:
+    """Up to each shared norm, its statistics, and on."""
+    start = 0
+    for op in norms:
+        segments.forward(flight, start, op, context)
+        flight.moments[op] = merged([own_moments(flight.values[segments.norms[op].input])])
+        start = op
+    segments.forward(flight, start, len(segments.graph.nodes), context)
+
+
+def backward(segments: Segments, flight: Flight, norms: list[int]) -> None:
+    high = len(segments.graph.nodes)
+    for op in reversed(norms):
+        segments.backward(flight, op + 1, high)
+        norm = segments.norms[op]
+        data, gradient = flight.values[norm.input], flight.gradients[norm.output]
+        scaled, own = norm.own_sums(data, gradient, flight.moments[op])
+        flight.scaled[op] = (scaled, own, [own])
+        high = op + 1
+    segments.backward(flight, 0, high)
+
+
+@pytest.mark.parametrize("name", ["small", "skips", "pair", "norms"])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_cuts_give_the_same(name: str, data: st.DataObject) -> None:
+    graph = captured(name)
+    bounds = data.draw(st.sets(st.integers(0, len(graph.nodes))))
+    norms = sorted(data.draw(st.sets(st.sampled_from(norms_of(graph))))) if norms_of(graph) else []
+    inputs, targets = batches_of(name, 1, 5)[0]
+    named = bind_inputs(graph, inputs)
+
+    weights = Weights.copied(graph)
+    values = Piece(graph, weights)(named, CONTEXT)
+    _, gradients = Loss(graph)(values, targets)
+    torch.autograd.backward([values[n] for n in gradients], list(gradients.values()))
+
+    segments, own = segments_of(graph, bounds, norms)
+    flight = Flight(values=dict(named))
+    forward(segments, flight, norms)
+    for output in graph.outputs:
+        assert relative(flight.values[output], values[output].detach()) <= 1e-12
+    flight.add_gradients({output: gradient.clone() for output, gradient in gradients.items()})
+    backward(segments, flight, norms)
+    for weight, tensor in weights.tensors.items():
+        found = own.tensors[weight]
+        assert relative(found.detach(), tensor.detach()) <= 1e-12, weight  # buffers too
+        assert (found.grad is None) == (tensor.grad is None), weight
+        if tensor.grad is not None:
+            assert found.grad is not None
+            assert relative(found.grad, tensor.grad) <= 1e-10, weight
+    assert not flight.entered, "what backward has passed is let go"
+    assert not flight.left
+    assert not flight.moments
+    assert not flight.scaled
+    assert not [name for name in flight.gradients if name in graph.network.producer], "nobody reads these any more"
+
+
+def test_evaluation_keeps_nothing_for_backward() -> None:
+    graph = captured("small")
+    segments, weights = segments_of(graph, {3, 6}, [])
+    before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
+    inputs, _ = batches_of("small", 1, 3)[0]
+    flight = Flight(values=bind_inputs(graph, inputs))
+    segments.forward(flight, 0, len(graph.nodes), Context(training=False))
+    assert not flight.entered
+    assert not flight.left
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors.items())
+
+
+def test_bounds_are_where_actions_begin_and_end() -> None:
+    actions = [Forward(0, 0, 0, 7), Forward(0, 1, 7, 12), Backward(0, 0, 8, 12), Backward(0, 0, 0, 8), Step(0)]
+    assert bounds_of(actions, []) == {0, 7, 8, 12}
+    statistics = Reduce(0, "statistics", 4, 5, ("a", "b"), 8, 0)
+    assert bounds_of([*actions, statistics], [4]) == {0, 4, 5, 7, 8, 12}
+
+
+def test_the_first_tensor_an_operator_reads() -> None:
+    graph = captured("small")
+    node = next(node for node in graph.nodes if is_batch_norm(node))
+    assert node_input(node) == graph.network.ops[graph.nodes.index(node)].inputs[0]
+
+
+# Numbers that are none
+
+
+def first_bad(graph: Graph, flight: Flight, segments: Segments) -> str:
+    """The layer, or the input, where it began."""
+    tensor = segments.first_not_finite(flight, CONTEXT)
+    if tensor is None:
+        return ""
+    made = graph.network.producer.get(tensor)
+    return tensor if made is None else graph.network.layers[graph.network.layer_of_op[made]].name
+
+
+@pytest.mark.parametrize("cuts", [set(), {2}, {3, 5}, {1, 2, 3, 4, 5, 6, 7}], ids=str)
+def test_a_logarithm_of_a_negative_number_is_found(cuts: set[int]) -> None:
+    graph = captured("logs")
+    segments, weights = segments_of(graph, cuts, [])
+    flight = Flight(values={"x": torch.ones(2, 6, dtype=torch.float64)})
+    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, flight, segments) == ""
+    with torch.no_grad():
+        weights.tensors["b.bias"].fill_(-100.0)
+    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, flight, segments) == "log"
+
+
+@pytest.mark.parametrize("weight", ["b.weight", "d.bias"])
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_a_weight_that_is_no_number_is_found(weight: str, number: float) -> None:
+    graph = captured("logs")
+    segments, weights = segments_of(graph, {2, 5}, [])
+    with torch.no_grad():
+        weights.tensors[weight].view(-1)[0] = number
+    flight = Flight(values={"x": torch.ones(2, 6, dtype=torch.float64)})
+    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, flight, segments) == weight.split(".")[0]
+
+
+def test_looking_for_it_changes_nothing() -> None:
+    graph = captured("norms")
+    norms = norms_of(graph)
+    segments, weights = segments_of(graph, {4}, norms)
+    inputs, _ = batches_of("norms", 1, 4)[0]
+    inputs[1, 0, 2, 2] = float("nan")
+    flight = Flight(values=bind_inputs(graph, inputs))
+    forward(segments, flight, norms)
+    before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
+    assert first_bad(graph, flight, segments) == "x"
+    assert all(torch.equal(t, before[n]) or bool(t.isnan().any()) for n, t in weights.tensors.items())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_batch_norms_on_the_way_are_run_as_they_were(is_shared: bool) -> None:
+    graph = captured("norms")
+    norms = norms_of(graph) if is_shared else []
+    segments, weights = segments_of(graph, set(), norms)
+    with torch.no_grad():
+        weights.tensors["d.weight"][0, 0] = float("inf")
+    inputs, _ = batches_of("norms", 1, 4)[0]
+    flight = Flight(values=bind_inputs(graph, inputs))
+    forward(segments, flight, norms)
+    assert first_bad(graph, flight, segments) == "d"
