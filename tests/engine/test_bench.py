@@ -15,6 +15,6 @@ def test_the_benchmark() -> None:
         assert float(found[f"{kind}_latency_us"]) > 0
         assert float(found[f"{kind}_throughput_mb_per_s"]) > 0
         assert found[f"{kind}_kill_seconds"]
-    assert 0 < float(found["exchange_efficiency"])
+    assert float(found["exchange_efficiency"]) > 0
     assert float(found["latency_ratio"]) > 1
     assert told

@@ -126,7 +126,8 @@ def run(
     fail: tuple[str, int] | None = None,
     kernels: Mapping[str, Mapping[str, Kernel]] | None = None,
     stored: Mapping[str, Kernel] | None = None,
-    meanwhile: Callable[[Switchboard], None] | None = None,
+    prepare: Callable[[Switchboard], None] | None = None,
+    watch: Callable[[Executor], None] | None = None,
     trace_steps: range = range(0),
     limit_seconds: float = 20.0,
 ) -> Ran:
@@ -152,6 +153,8 @@ def run(
         )
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, setting)
         board.endpoints[device].mailbox.open(0, executors[device].expected())
+        if watch is not None:
+            watch(executors[device])
     feeder = Feeder(graph, schedule, board.endpoints[COORDINATOR], with_targets=training)
     board.endpoints[COORDINATOR].mailbox.open(0, {} if training else feeder.expected_results())
     losses: dict[str, list[float]] = {device: [] for device in devices}
@@ -175,6 +178,8 @@ def run(
             for endpoint in board.endpoints.values():
                 endpoint.mailbox.interrupt(WorkerLost(f"{device} stopped: {error}"))
 
+    if prepare is not None:
+        prepare(board)
     threads = [threading.Thread(target=work, args=(device,), daemon=True) for device in devices]
     for thread in threads:
         thread.start()
@@ -189,8 +194,8 @@ def run(
             if errors:
                 break
         feeder.send(step, inputs, targets)
-        if meanwhile is not None:
-            meanwhile(board)
+        if COORDINATOR in board.failed:
+            break
         if not training:
             outputs.append(feeder.gather(step))
             board.endpoints[COORDINATOR].mailbox.begin_step(step + 1)

@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from harness import ADAM, SGD, TOLERANCE, Batch, alone, assert_exact, plan_for, relative, run, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_networks import NETWORKS, batches_of, captured, module_of
 from torch.nn import functional
 
 from drawn_plans import plans
-from harness import ADAM, SGD, TOLERANCE, Batch, alone, assert_exact, plan_for, relative, run, shared
 from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Codec, Plan, Stage
+from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
@@ -29,7 +30,6 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
-from small_networks import NETWORKS, batches_of, captured, module_of
 
 STEPS = 20
 DECAY = Optimizer("SGD", lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -299,7 +299,9 @@ def test_float32_comes_close() -> None:
 # The zoo
 
 
-@pytest.mark.parametrize(("name", "shape"), [("tiny", (1, 16, 16)), ("resnet18", (3, 32, 32))], ids=["tiny", "resnet18"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("tiny", (1, 16, 16)), ("resnet18", (3, 32, 32))], ids=["tiny", "resnet18"]
+)
 def test_the_zoo(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     module = registry.build(name).double()
@@ -349,13 +351,3 @@ def test_channels_last_in_a_pipeline() -> None:
     plan = pipeline(graph, ["b", "d"], [[4, 2], [1, 3, 2], [6]], micro_batches=2)
     batches = batches_of("skips", 4, 12)
     assert_exact(graph, plan, batches, ADAM, kernels=dict.fromkeys(plan.devices, choice), stored=choice)
-
-
-# What it refuses
-
-
-def test_codecs_and_tiles_are_refused_by_name() -> None:
-    graph = captured("small")
-    whole = Stage((0, len(graph.network.layers)), ("a",), codec=Codec(8))
-    with pytest.raises(BadPlan, match=r"stages\[0\].codec.bits is 8"):
-        run(graph, plan_for(graph, [whole], batch_size=2), batches_of("small", 1, 2))

@@ -98,7 +98,9 @@ def check_sums(count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: to
 
 
 @settings(max_examples=40)
-@given(st.integers(2, 5), SHAPES, st.integers(0, 999), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
+@given(
+    st.integers(2, 5), SHAPES, st.integers(0, 999), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3)
+)
 def test_every_device_has_the_sum(
     count: int, shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype, buckets: int
 ) -> None:

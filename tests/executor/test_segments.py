@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_networks import batches_of, captured
 
-from harness import relative
 from manyhands.executor.flight import Flight
 from manyhands.executor.segments import Segments, bounds_of, node_input
 from manyhands.executor.statistics import is_batch_norm, merged, own_moments
@@ -16,7 +17,6 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce, Step
-from small_networks import batches_of, captured
 
 CONTEXT = Context(seed=3, step=2)
 

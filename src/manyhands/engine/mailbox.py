@@ -25,6 +25,8 @@ WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
 """How many steps before its time a message is taken in: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
+_NAP_SECONDS = 0.01
+"""How long a thread sleeps while another does the engine's work: that one may have left just before."""
 _KNOWN_TO_NUMPY = frozenset(
     {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
     | {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -310,7 +312,7 @@ class Mailbox:
                         self._lock.acquire()
                 else:
                     self._sleepers += 1
-                    self._change.wait(left)
+                    self._change.wait(left if helper is None else min(left, _NAP_SECONDS))
                     self._sleepers -= 1
                     may_help = helper is not None
                 left = until - time.monotonic()

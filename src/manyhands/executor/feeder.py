@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,12 +36,28 @@ class Feeder:
 
     def send(self, step: int, inputs: Any, targets: Any = None) -> None:
         """One batch, to everybody who needs some of it; does not wait."""
-        values = self._checked(bind_inputs(self.graph, inputs), self._specs)
-        wanted = self._checked(self._bind_targets(targets), self._target_specs) if self.with_targets else {}
+        values = self._checked(self._bound("inputs", self._bind_inputs, inputs), self._specs)
+        wanted = {}
+        if self.with_targets:
+            wanted = self._checked(self._bound("targets", self._bind_targets, targets), self._target_specs)
         for micro_batch in range(self.plan.micro_batches):
             for device, parts in self.parts.items():
                 tensors = [self._cut(part, values, wanted, micro_batch) for part in parts]
                 self.endpoint.send(device, step, feed_topic(micro_batch), tensors)
+
+    def _bound(self, what: str, bind: Callable[[Any], dict[str, Any]], given: Any) -> dict[str, Any]:
+        """The tensors of a batch by name, if it is built as the example was that the network was captured with."""
+        try:
+            return bind(given)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadData(
+                f"A batch's {what} are a {type(given).__name__} that does not fit the example the network was captured "
+                f"with ({type(error).__name__}: {error}).",
+                hint="Give tensors, tuples and dicts in the same places, with the same keys.",
+            ) from None
+
+    def _bind_inputs(self, inputs: Any) -> dict[str, torch.Tensor]:
+        return bind_inputs(self.graph, inputs)
 
     def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
         assert self.graph.loss is not None
@@ -66,6 +82,8 @@ class Feeder:
         for name, tensor in found.items():
             spec = specs[name]
             shape = spec.shape_for(self.plan.batch_size)
+            if not isinstance(tensor, torch.Tensor):
+                raise BadData(f"A batch's '{name}' is a {type(tensor).__name__}; it must be a tensor of {shape}.")
             if tuple(tensor.shape) != shape:
                 raise BadData(
                     f"A batch's '{name}' has shape {tuple(tensor.shape)}; the network was captured with {shape}.",

@@ -9,7 +9,8 @@ from manyhands.executor.loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
-from manyhands.facts.plan import ByChannels, ByTiles, Plan
+from manyhands.facts.plan import ByChannels, ByTiles, Plan, Stage
+from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import Action, Receive, Reduce
 from manyhands.schedule.feeding import fed_inputs, samples_of
@@ -80,8 +81,21 @@ def runs_here(plan: Plan, network: Network) -> None:
                 f"stages[{index}] is shared by {by}, which is simulated but not yet executed.",
                 hint="Share it by samples, or give it to a single device.",
             )
+        if not plan.is_training and plan.batch_norm == "synchronised" and len(stage.devices) > 1:
+            _has_running_statistics(index, stage, network)
         if stage.codec.bits != 32:
             raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; the executor sends 32 so far.")
+
+
+def _has_running_statistics(index: int, stage: Stage, network: Network) -> None:
+    """In a stream no statistics travel: a batch norm that keeps none would normalise each share by itself."""
+    for op in network.ops[slice(*op_range(stage, network))]:
+        if op.statistics and not any(network.weights[name].buffer for name in op.weights):
+            raise BadPlan(
+                f"stages[{index}] is shared by samples, but the batch norm {op.module or op.name} keeps no running "
+                "statistics: in a stream each device would normalise its samples by themselves.",
+                hint="Give that layer to a stage with one device, or write batch_norm: local.",
+            )
 
 
 def plan_bytes(schedule_actions: dict[str, Sequence[Action]], network: Network) -> dict[tuple[str, str], int]:

@@ -1,0 +1,72 @@
+"""CPU and GPU workers in one run, against one CPU: skipped where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.b = nn.BatchNorm2d(8)
+        self.c = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
+        self.d = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+        self.e = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.b(self.a(x)))
+        x = torch.relu(self.d(self.c(x)))
+        out: torch.Tensor = self.e(self.drop(x.mean((2, 3))))
+        return out
+
+
+def trained(cluster: mh.Cluster, plan: str | mh.Plan, folder: Path) -> tuple[dict[str, torch.Tensor], mh.TrainResult]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randn(60, 3, 12, 12, generator=generator, dtype=torch.float64), torch.arange(60) % 4
+    )
+    torch.manual_seed(0)
+    model = Network().double()
+    result = mh.train(
+        model, data, loss=F.cross_entropy, optimizer=mh.Optimizer("SGD", lr=0.05, momentum=0.9), batch_size=12,
+        steps=20, cluster=cluster, plan=plan, folder=folder,
+    )  # fmt: skip
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, result
+
+
+@pytest.mark.parametrize("by", ["samples", "stages"])
+def test_a_gpu_among_cpus_is_exact(tmp_path: Path, by: str) -> None:
+    alone, _ = trained(mh.Cluster.local(1), "single", tmp_path / "alone")
+    cluster = mh.Cluster.local(3, gpus=1)
+    names = cluster.names
+    layers = 7
+    from manyhands.facts.plan import BySamples, Stage
+
+    whole = mh.capture(Network().double(), torch.randn(4, 3, 12, 12, dtype=torch.float64))
+    layers = len(whole.layers)
+    stages: tuple[Stage, ...] = (Stage((0, layers), names, BySamples((7, 2, 3))),)
+    if by == "stages":
+        stages = (Stage((0, 2), names[1:], BySamples((2, 4))), Stage((2, layers), names[:1]))
+    plan = mh.Plan("Network", 12, stages, micro_batches=2 if by == "stages" else 1)
+    if by == "stages":
+        alone, _ = trained(mh.Cluster.local(1), mh.Plan("Network", 12, (Stage((0, layers), ("local-1",)),), 2),
+                           tmp_path / "micro")  # fmt: skip
+    together, result = trained(cluster, plan, tmp_path / "together")
+    for name, tensor in alone.items():
+        scale = float(tensor.abs().max()) or 1.0
+        assert float((together[name] - tensor).abs().max()) <= 1e-10 * scale, name
+    for (source, target), size in result.planned_bytes.items():
+        assert result.logs[source].sent_bytes[target] == 20 * size
+    assert all(log.rounds == 20 and log.operators for log in result.logs.values())
