@@ -34,9 +34,7 @@ class Network(nn.Module):
 
 def trained(cluster: mh.Cluster, plan: str | mh.Plan, folder: Path) -> tuple[dict[str, torch.Tensor], mh.TrainResult]:
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(60, 3, 12, 12, generator=generator, dtype=torch.float64), torch.arange(60) % 4
-    )
+    data = TensorDataset(torch.randn(60, 3, 12, 12, generator=generator, dtype=torch.float64), torch.arange(60) % 4)
     torch.manual_seed(0)
     model = Network().double()
     result = mh.train(

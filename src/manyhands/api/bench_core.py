@@ -129,7 +129,7 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
     graph = _captured(setting, data)
     with contextlib.ExitStack() as stack:
         rivals = {mb: stack.enter_context(_rival(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
-        session = stack.enter_context(open_session(Cluster.local(workers)))
+        session = stack.enter_context(open_session(Cluster.local(workers), threads=1))
         plan = _even(setting, graph, session.cluster.names)
         for rival in rivals.values():
             rival.run(3)

@@ -16,16 +16,20 @@ from torch.utils.data import Dataset
 from manyhands.api.public import is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
-from manyhands.data.loader import Prefetcher, length
+from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss import ignored_class
 from manyhands.graph.tape import outputs_of
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.run import Order, Run, RunState
+
+EXAMPLE_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,28 @@ class _Padded(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.data[min(index, self.samples - 1)]
+
+
+def captured(
+    model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
+) -> Graph:
+    """The graph of a model and its loss for this data; floats are taken in the model's own type."""
+    inputs, targets = example(data, EXAMPLE_SAMPLES)
+    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    inputs = cast(inputs, floats)
+    if loss is None:
+        return capture(model, inputs, granularity=granularity, name=name)
+    return capture(model, inputs, loss=loss, target=cast(targets, floats), granularity=granularity, name=name)
+
+
+def cast(value: Any, floats: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(floats) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast(item, floats) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(item, floats) for item in value)
+    return value
 
 
 def inference_plan(plan: Plan) -> Plan:
@@ -100,6 +126,9 @@ class _Tally:
         self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int, targets: dict[int, Any]
     ) -> None:
         self.graph, self.function, self.samples, self.size, self.targets = graph, loss, samples, size, targets
+        self._is_whole = loss is not None and (graph.loss_combination == "whole" or ignored_class(graph) is not None)
+        """The loss of all samples does not follow from those of batches: everything is kept until the end."""
+        self._kept: list[tuple[Any, Any]] = []
         self._loss = 0.0
         self._right = 0
         self._answers = 0
@@ -108,17 +137,26 @@ class _Tally:
         count = min(self.size, self.samples - step * self.size)
         target = _first(self.targets.pop(step), count)
         output = _first(outputs_of(self.graph, outputs), count)
-        if self.function is not None:
-            with torch.no_grad():
-                value = float(self.function(output, target))
+        if self._is_whole:
+            self._kept.append((output, target))
+        elif self.function is not None:
+            value = self._loss_of(output, target)
             self._loss += value if self.graph.loss_combination == "sum" else value * count
         is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dim() == 1
         if isinstance(output, torch.Tensor) and output.dim() == 2 and is_classes:
             self._right += int((output.argmax(1) == target).sum())
             self._answers += count
 
+    def _loss_of(self, output: Any, target: Any) -> float:
+        assert self.function is not None
+        floats = next((leaf.dtype for leaf in _leaves(output) if leaf.is_floating_point()), torch.get_default_dtype())
+        with torch.no_grad():
+            return float(self.function(output, cast(target, floats)))
+
     @property
     def loss(self) -> float | None:
+        if self._kept:
+            return self._loss_of(*(_joined([pair[part] for pair in self._kept]) for part in (0, 1)))
         return self._loss / self.samples if self.function is not None else None
 
     @property
@@ -136,6 +174,26 @@ def _first(value: Any, count: int) -> Any:
     return value
 
 
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches one after another."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
+    return type(parts[0])(_joined([part[place] for part in parts]) for place in range(len(parts[0])))
+
+
 def evaluate(
     model: nn.Module,
     data: Dataset[Any],
@@ -149,8 +207,6 @@ def evaluate(
     say: Say | None = None,
 ) -> EvaluateResult:
     """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
-    from manyhands.api.training import captured
-
     graph = captured(model, data, loss, granularity=granularity, name=name)
     size = min(batch_size, length(data))
     with open_session(cluster, say=say) as session:

@@ -1,20 +1,28 @@
-"""A training job as typed on the command line: model, data and optimiser by name, and a run to go on with."""
+"""A training job as typed on the command line: model, data and optimiser by name, and a run to go on with.
+
+What can be found wrong without torch is found before it is imported, and before a run folder is made.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import parse_address
+from manyhands.api.joining import join_command, parse_address
 from manyhands.api.networks import parse_input
+from manyhands.api.public import plan_file
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadValue
+from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, unknown
 from manyhands.facts.optimizer import parse as parse_optimizer
+from manyhands.facts.plan import ByChannels, ByTiles, Plan
+from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO
 
 if TYPE_CHECKING:
@@ -26,11 +34,18 @@ if TYPE_CHECKING:
 
 MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0.1,momentum=0.9"
 DEMO_DEVICES = 4
+JOIN_SECONDS = 600.0
+"""How long workers are waited for: a person walks to each device."""
+SHARES = ("auto", "single", "samples", "pipeline")
+MAY_CHANGE = ("epochs", "steps", "plan", "micro_batches", "devices", "cluster", "gpus")
+"""What a run may go on with in another way; the rest decides what is computed."""
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What was typed; what was left out is None or empty."""
+    """What was typed, checked; a run folder keeps it for --resume."""
 
     model: str = MODEL
     data: str = DATA
@@ -44,6 +59,260 @@ class Wish:
     batch_norm: str = "synchronised"
     seed: int = 0
     shuffle: bool = True
+    devices: int | None = None
+    """None: four on this machine, the first one that joins, or as many as a plan file names."""
+    cluster: str = ""
+    gpus: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0}
+        for field, smallest in least.items():
+            value = getattr(self, field)
+            if value is not None and value < smallest:
+                raise BadValue(f"{_option(field)} is {value}; it must be at least {smallest}.")
+        if self.cluster and (self.devices is not None or self.gpus):
+            option = "--devices" if self.devices is not None else "--gpus"
+            raise BadValue(f"{option} cannot be given beside --cluster {self.cluster}, which decides that.")
+
+    @property
+    def has_plan_file(self) -> bool:
+        return self.plan not in SHARES
+
+    def count(self, *, joining: bool = False) -> int:
+        """How many workers, where no cluster file says it."""
+        return self.devices if self.devices is not None else 1 if joining else DEMO_DEVICES
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def wish_for(
+    given: Mapping[str, Any], *, share: str | None, plan: str | None, listen: str, resume: str, out: str
+) -> Wish:
+    """What the user wants, from the options that were typed: those left out are None."""
+    if listen:
+        parse_address(listen, 0)
+    if share and plan:
+        raise BadValue(f"--share {share} and --plan {plan} both say how to share the work.", hint="Give one of them.")
+    if share == "tiles":
+        raise BadValue(
+            "Sharing by tiles is simulated but not yet executed.", hint=f"Train with --share {', '.join(SHARES)}."
+        )
+    if share and share not in SHARES:
+        raise unknown("way to share the work", share, SHARES)
+    said = {key: value for key, value in given.items() if value is not None}
+    if share:
+        said["plan"] = share
+    if "epochs" in said and "steps" in said:
+        raise BadValue(
+            f"--epochs {said['epochs']} and --steps {said['steps']} both say how long.", hint="Give one of them."
+        )
+    if plan:
+        said |= _decided_by(plan_file(plan), said)
+    if resume:
+        if out:
+            raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
+        return _resumed(Path(resume), said)
+    if out:
+        _check_out(Path(out))
+    wish = Wish(**said)
+    _check_share(wish, joining=bool(listen))
+    return wish
+
+
+def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan file says of the job; a contradiction is refused."""
+    try:
+        plan = Plan.from_dict(read_document(file))
+    except BadPlan as error:
+        raise BadPlan(f"{file}: {error.message}", hint=error.hint) from error
+    by = next((stage.share for stage in plan.stages if isinstance(stage.share, ByTiles | ByChannels)), None)
+    if by is not None:
+        raise BadPlan(
+            f"{file}: a stage is shared by {'tiles' if isinstance(by, ByTiles) else 'channels'}, which is simulated "
+            "but not yet executed.",
+            hint="Share it by samples, or give it to a single device.",
+        )
+    decided: dict[str, Any] = {
+        "model": plan.network, "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
+        "batch_norm": plan.batch_norm,
+    }  # fmt: skip
+    for key, value in decided.items():
+        if said.get(key, value) != value:
+            what = "network" if key == "model" else key
+            raise BadPlan(
+                f"{file}: {what} is {value}; {_option(key)} is {said[key]}.",
+                hint=f"Leave out {_option(key)}, or give another plan.",
+            )
+    count = _local_count(plan.devices)
+    if count and "devices" not in said and not said.get("cluster"):
+        decided["devices"] = count
+    return {**decided, "plan": str(file)}
+
+
+def _check_share(wish: Wish, *, joining: bool) -> None:
+    """Every device gets a sample of every micro-batch."""
+    count = len(load_cluster(wish.cluster).devices) if wish.cluster else wish.count(joining=joining)
+    samples = wish.batch_size // (wish.micro_batches or 1)
+    if wish.plan == "samples" and samples < count:
+        of = f"a micro-batch of {samples}" if wish.micro_batches else f"a batch of {samples}"
+        raise BadValue(
+            f"{count} devices cannot share {of} sample(s).",
+            hint=f"Give a larger --batch-size, or --devices {samples}.",
+        )
+
+
+def _check_out(folder: Path) -> None:
+    """A run is never written over another."""
+    if any((folder / name).exists() for name in ("events.jsonl", "config.yaml", "checkpoints")):
+        raise BadFile(
+            f"{folder}: holds a run already.",
+            hint=f"Go on with it: manyhands train --resume {folder}\nOr give another folder: --out {folder}-2",
+        )
+    nearest = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
+    if not nearest.is_dir():
+        raise BadFile(f"{folder}: cannot be made: {nearest} is a file.", hint="Give another folder with --out.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise BadFile(f"{folder}: cannot be made: {nearest} is not yours to write.", hint="Give another with --out.")
+
+
+def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
+    """What a run was started with; how long and on which devices may be said anew."""
+    from manyhands.runtime.record import read_config
+
+    if not folder.is_dir():
+        raise BadFile(f"{folder}: there is no such run folder.", hint="List them: ls runs")
+    if not (folder / "config.yaml").exists():
+        raise BadFile(f"{folder}: is no run folder: it has no config.yaml.", hint="List them: ls runs")
+    known = read_config(folder).get("wish")
+    if not isinstance(known, dict):
+        raise BadValue(
+            f"{folder} was not started by manyhands train: its model cannot be built from a name.",
+            hint="In Python: mh.train(model, data, ..., resume=FOLDER).",
+        )
+    known = {key: value for key, value in known.items() if key in Wish.__dataclass_fields__}
+    for key, value in said.items():
+        same = _full(value) == _full(known.get(key, value)) if key == "data" else known.get(key, value) == value
+        if key not in MAY_CHANGE and not same:
+            raise BadValue(
+                f"{folder} was started with {_option(key)} {known[key]}; it is now {value}. "
+                "It would not go on as it was.",
+                hint=f"Leave out {_option(key)}, or start a new run.",
+            )
+    if "epochs" in said:
+        known["steps"] = None
+    if "cluster" in said:
+        known |= {"devices": None, "gpus": 0}
+    elif "devices" in said:
+        known["cluster"] = ""
+    if "plan" in said and "micro_batches" not in said:
+        known["micro_batches"] = None
+    try:
+        return Wish(**{**known, **said})
+    except TypeError as error:
+        raise BadFile(f"{folder / 'config.yaml'}: is not the configuration of a run: {error}.") from error
+
+
+# Devices
+
+
+@contextlib.contextmanager
+def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Cluster | Coordinator]:
+    """Workers to be started here, or those that join."""
+    if listen and wish.gpus:
+        raise BadValue(
+            f"--gpus {wish.gpus} is for workers of this machine; those that join say it themselves.",
+            hint="On each device: manyhands worker --compute cuda ...",
+        )
+    if wish.cluster:
+        with _told(listen, token):
+            yield load_cluster(wish.cluster)
+    elif listen:
+        with _joined(listen, wish.count(joining=True), token, say) as coordinator:
+            yield coordinator
+    else:
+        yield _local(wish)
+
+
+def _local(wish: Wish) -> Cluster:
+    count = wish.count()
+    if wish.gpus > count:
+        raise BadValue(
+            f"--gpus is {wish.gpus}; there are {count} workers, and each takes one.", hint=f"Add --devices {wish.gpus}."
+        )
+    if wish.gpus:
+        import torch
+
+        if torch.cuda.device_count() < wish.gpus:
+            raise BadValue(
+                f"--gpus is {wish.gpus}; torch {torch.__version__} sees {torch.cuda.device_count()} on this machine.",
+                hint="Leave out --gpus to compute on the CPU.",
+            )
+    cluster = Cluster.local(count, gpus=wish.gpus)
+    if wish.has_plan_file:
+        _check_devices(wish.plan, cluster)
+    return cluster
+
+
+def _check_devices(file: str, cluster: Cluster) -> None:
+    """A plan file names the devices that are there."""
+    names = Plan.from_dict(read_document(file)).devices
+    strange = [name for name in names if name not in cluster.names]
+    if strange:
+        more = _local_count(names)
+        raise BadPlan(
+            f"{file}: names {', '.join(strange[:5])}; the devices of {cluster.name} are "
+            f"{', '.join(cluster.names[:5])}{' ...' if len(cluster.names) > 5 else ''}.",
+            hint=f"Ask for them: --devices {more}"
+            if more
+            else f"Plan for these: manyhands plan --cluster {cluster.name} ...\n"
+            "Or give the cluster it was made for, whose devices join by name: --cluster FILE",
+        )
+
+
+def _local_count(names: tuple[str, ...]) -> int:
+    """How many local workers these are among; 0 where others are named."""
+    numbers = [re.fullmatch(r"local-([1-9]\d{0,4})", name) for name in names]
+    return max((int(match.group(1)) for match in numbers if match), default=0) if all(numbers) else 0
+
+
+@contextlib.contextmanager
+def _told(listen: str, token: str) -> Iterator[None]:
+    """Where a cluster's devices join, and what they must know, for whoever opens the session."""
+    from manyhands.api.session import LISTEN_VARIABLE
+
+    said = {name: text for name, text in ((LISTEN_VARIABLE, listen), ("MANYHANDS_TOKEN", token)) if text}
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
+
+
+@contextlib.contextmanager
+def _joined(listen: str, count: int, token: str, say: Say) -> Iterator[Coordinator]:
+    """A coordinator that `count` workers have joined."""
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+
+    host, port = parse_address(listen, DEFAULT_PORT)
+    with Coordinator(host, port, token, on_event=say) as coordinator:
+        command = join_command(coordinator)
+        say(f"Waiting for {count} worker(s){'' if count > 1 else ' (more: --devices N)'}. On each device:\n  {command}")
+        try:
+            coordinator.wait_for(count, JOIN_SECONDS)
+        except TimedOut as error:
+            error.hint = f"On each device: {command}"
+            raise
+        yield coordinator
+
+
+# Training
 
 
 def build_model(name: str, data: DataSets) -> nn.Module:
@@ -53,15 +322,17 @@ def build_model(name: str, data: DataSets) -> nn.Module:
     from manyhands.models import registry
 
     torch.manual_seed(0)
-    wanted = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
-    wanted = {key: value for key, value in wanted.items() if value}
-    if name in ZOO:
-        factory: Any = registry._load(ZOO[name].factory)
-        taken = inspect.signature(factory).parameters
-        return registry.build(name, **{key: value for key, value in wanted.items() if key in taken})
     if name.partition(":")[0] in ("torchvision", "timm"):
         return registry.build(name, num_classes=data.num_classes) if data.num_classes else registry.build(name)
-    return registry.build(name)
+    wanted = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
+    taken: Mapping[str, Any] = {}
+    if name in ZOO or ":" in name:
+        if os.getcwd() not in sys.path and "" not in sys.path:  # a user's own module lies beside the data
+            sys.path.insert(0, os.getcwd())
+        factory: Any = registry._load(ZOO[name].factory if name in ZOO else name)
+        with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
+            taken = inspect.signature(factory).parameters
+    return registry.build(name, **{key: value for key, value in wanted.items() if value and key in taken})
 
 
 def load_data(wish: Wish) -> DataSets:
@@ -81,27 +352,15 @@ def loss_of(name: str, data: DataSets) -> Any:
     return loss_function("cross_entropy" if data.num_classes else "mse")
 
 
-@contextlib.contextmanager
-def workers(listen: str, count: int, token: str, say: Any) -> Iterator[Coordinator]:
-    """A coordinator that `count` workers have joined."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
-
-    host, port = parse_address(listen, DEFAULT_PORT)
-    with Coordinator(host, port, token or os.environ.get("MANYHANDS_TOKEN", ""), on_event=say) as coordinator:
-        say(f"Waiting for {count} worker(s). On each device: {coordinator.join_command()}")
-        coordinator.wait_for(count)
-        yield coordinator
-
-
 def train_job(
     wish: Wish,
     *,
-    cluster: Cluster | Coordinator | str | None,
+    cluster: Cluster | Coordinator,
     folder: Path | None = None,
     resume: Path | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
-    say: Any = None,
+    say: Say | None = None,
 ) -> TrainResult:
     """Train by names."""
     from manyhands.api.training import train
@@ -114,9 +373,20 @@ def train_job(
         model, data.train, loss=loss_of(wish.model, data), optimizer=optimizer, batch_size=wish.batch_size,
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
-        micro_batches=wish.micro_batches, name=wish.model, config={"wish": wish.__dict__}, on_planned=on_planned,
+        micro_batches=wish.micro_batches, name=wish.model, config={"wish": _kept(wish)}, on_planned=on_planned,
         on_step=on_step, say=say,
     )  # fmt: skip
+
+
+def _kept(wish: Wish) -> dict[str, Any]:
+    """Files by their full paths: a run may be resumed from elsewhere."""
+    return asdict(replace(wish, data=_full(wish.data), plan=_full(wish.plan), cluster=_full(wish.cluster)))
+
+
+def _full(text: str) -> str:
+    """The full path of a file or folder; a name stays a name."""
+    is_name = not text or text in (DATA, *SHARES)
+    return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 
 
 def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
@@ -134,9 +404,10 @@ def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
             output = model.eval()(inputs)
     except (RuntimeError, ValueError, TypeError) as error:
         shape = "x".join(map(str, data.input_shape))
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadValue(
-            f"{wish.model} does not take inputs of shape {shape}, as {wish.data} gives them: {error}.",
-            hint="Give another with --input, like --input 3x64x64.",
+            f"{wish.model} does not take inputs of shape {shape}, as {wish.data} gives them: {reason.rstrip('.')}.",
+            hint="Give data that fits with --data; pictures are resized by --input, like --input 3x64x64.",
         ) from error
     finally:
         model.train(was_training)
@@ -145,17 +416,3 @@ def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
             f"{wish.model} has {output.shape[1]} outputs; {wish.data} has {data.num_classes} classes.",
             hint="Build it with more: a factory may take num_classes.",
         )
-
-
-def wish_of(folder: Path, given: Mapping[str, Any]) -> Wish:
-    """What a run was started with; what is given now goes before it (more epochs, say)."""
-    from manyhands.runtime.record import read_config
-
-    known = read_config(folder).get("wish")
-    if not isinstance(known, dict):
-        raise BadValue(
-            f"{folder} was not started by manyhands train: its model cannot be built from a name.",
-            hint="In Python: mh.train(model, data, ..., resume=FOLDER).",
-        )
-    fields = {key: value for key, value in known.items() if key in Wish.__dataclass_fields__}
-    return Wish(**{**fields, **given})

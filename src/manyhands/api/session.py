@@ -15,13 +15,12 @@ from manyhands.api.joining import parse_address
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
-from manyhands.files.documents import cache_folder, load_cluster, read_document, write_document
+from manyhands.files.documents import load_cluster, read_document, write_document
 from manyhands.graph.graph import Graph
-from manyhands.profiler.links import measure_loopback
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator
-from manyhands.runtime.measuring import measure_on
+from manyhands.runtime.measuring import measure_on, probe_links
 
 MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
@@ -38,6 +37,8 @@ class Session:
     is_local: bool
     """Every worker is a process of this machine, started here."""
     threads: int
+    has_links: bool = False
+    """The links are known from a file; else they are measured."""
 
 
 def usable_cores() -> int:
@@ -71,7 +72,7 @@ def open_session(
         if say is not None:
             say(f"Waiting for {', '.join(cluster.names)}. On each: {coordinator.join_command()} --name NAME")
         coordinator.wait_for(cluster.names, limit_seconds)
-        yield Session(coordinator, cluster, False, 0)
+        yield Session(coordinator, cluster, False, 0, has_links=True)
 
 
 def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
@@ -98,7 +99,7 @@ def stored_kernels(graph: Graph, threads: int) -> Mapping[str, Kernel]:
 
 
 def measure(
-    session: Session, graph: Graph, batch_size: int, *, say: Say | None = None, seconds: float = MEASURE_SECONDS
+    session: Session, graph: Graph, batch_size: int, *, say: Say | None = None, seconds: float | None = None
 ) -> tuple[Cluster, Profile]:
     """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused."""
     count = len(session.cluster.devices)
@@ -108,7 +109,7 @@ def measure(
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
         found = measure_on(
-            session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds,
+            session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds or MEASURE_SECONDS,
             kernels=stored_kernels(graph, session.threads),
         )  # fmt: skip
         known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
@@ -119,9 +120,32 @@ def measure(
         msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
         for device in session.cluster.devices
     )
-    link = _loopback() if session.is_local else session.cluster.link
-    cluster = Cluster(session.cluster.name, devices, link, session.cluster.links)
+    cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
+    if not session.has_links and count > 1:
+        cluster = _with_links(session, cluster)
     return cluster, Profile({name: profile for name, (profile, _) in known.items()})
+
+
+def _with_links(session: Session, cluster: Cluster) -> Cluster:
+    """The cluster with ports and delays as the workers find them when all exchange data at once.
+
+    Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not.
+    """
+    found = probe_links(session.coordinator, cluster.names)
+    delay = statistics.median(one.delay_seconds for one in found.values())
+    usual = statistics.median(one.bytes_per_second for one in found.values())
+    copying = statistics.median(one.processor_seconds_per_byte for one in found.values()) * 1e9
+    is_crowded = session.is_local and len(found) * (session.threads + 1) > usable_cores()
+    devices = []
+    for device in cluster.devices:
+        rate = usual if session.is_local else found[device.name].bytes_per_second
+        devices.append(
+            msgspec.structs.replace(
+                device, up_bytes_per_second=rate, down_bytes_per_second=rate,
+                copy_seconds_per_gigabyte=copying if is_crowded else 0.0,
+            )
+        )  # fmt: skip
+    return Cluster(cluster.name, tuple(devices), Link(max(one.bytes_per_second for one in found.values()), delay))
 
 
 _Known = dict[str, tuple[DeviceProfile, float]]
@@ -186,16 +210,3 @@ def _keep(session: Session, graph: Graph, known: _Known) -> None:
             path = _place(session, graph, name)
             save_profile(profile, path)
             write_document(path.with_suffix(".rate.json"), rate)
-
-
-def _loopback() -> Link:
-    """The loopback link, measured once."""
-    path = cache_folder() / "machines" / f"{identify(1).slug}-loopback.json"
-    with contextlib.suppress(ManyhandsError, TypeError, KeyError, ValueError):
-        raw = read_document(path)
-        assert isinstance(raw, dict)
-        return Link(float(raw["bytes_per_second"]), float(raw["delay_seconds"]))
-    link = measure_loopback()
-    with contextlib.suppress(BadFile):
-        write_document(path, msgspec.to_builtins(link))
-    return link

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,34 +16,35 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.api.evaluation import EvaluateResult, evaluate_in
+from manyhands.api.evaluation import captured as captured
 from manyhands.api.public import is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
-from manyhands.data.loader import Prefetcher, example, length
+from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import plan_bytes, runs_here
 from manyhands.executor.optimizers import slots, validate
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, BadPlan, BadValue, ManyhandsError
+from manyhands.facts.errors import BadFile, BadPlan, BadValue, ManyhandsError, NotFinite
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.record import RunRecord, new_folder, one_step, resumed_state
+from manyhands.runtime.record import RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
 from manyhands.runtime.run import Order, Outcome, Run, RunState, snapshot_steps
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 
-EXAMPLE_SAMPLES = 4
 CHECKPOINT_SECONDS = 30.0
+LEAST_CHECKPOINT_SECONDS = 1.0
+"""Short epochs are not worth a checkpoint each."""
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
 
@@ -134,21 +137,21 @@ def train(
     """
     options = _Options(model, data, loss, optimizer, batch_size, epochs, steps, shuffle, batch_norm, seed)
     folder, resumed = _resumed(folder, resume)
-    order = options.order
-    last_step = steps if steps is not None else epochs * order.steps_per_epoch
+    last_step = steps if steps is not None else epochs * options.order.steps_per_epoch
     graph = captured(model, data, loss, granularity=granularity, name=name)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
-        _check_same(resumed, options)
+        _check_same(resumed, options, last_step)
     where = Path(folder) if folder is not None else new_folder("train", graph.name)
-    record = RunRecord(where, steps_done=start.steps_done)
+    record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
         with open_session(cluster, logs=where / "workers", say=say) as session:
             job = _Job(options, graph, session, record, start, last_step, where, say)
-            planned = job.planned(plan, micro_batches)
+            asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
+            planned = job.planned(plan, micro_batches, asked if resumed is not None else None)
             record.decided(
-                {**dict(config or {}), **options.facts, "steps": last_step}, planned.cluster, planned.profile,
+                {**dict(config or {}), **options.facts, "steps": last_step, **asked}, planned.cluster, planned.profile,
                 planned.plan,
             )  # fmt: skip
             if on_planned is not None:
@@ -163,7 +166,8 @@ def train(
             record.event("finished", steps=result.steps)
         return result
     except BaseException as error:
-        record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
+            record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
         if isinstance(error, ManyhandsError):
             _point_to_checkpoint(error, where)
         raise
@@ -173,7 +177,9 @@ def train(
 
 def _point_to_checkpoint(error: ManyhandsError, folder: Path) -> None:
     """An error in the middle of a run says where to go on from."""
-    newest = checkpoint.latest(folder)
+    newest = None
+    with contextlib.suppress(BadFile):
+        newest = checkpoint.latest(folder)
     if newest is not None:
         again = f"Checkpoint: {newest}\nGo on with: manyhands train --resume {folder}"
         error.hint = f"{error.hint}\n{again}".strip()
@@ -221,6 +227,13 @@ class _Options:
             "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
         }  # fmt: skip
 
+    def checkpoint_steps(self, step_seconds: float) -> int:
+        """How many steps lie between two checkpoints: an epoch, within the limits of time."""
+        most = max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
+        least = math.ceil(LEAST_CHECKPOINT_SECONDS / max(step_seconds, 1e-6))
+        epoch = self.order.steps_per_epoch
+        return min(most, epoch * math.ceil(least / epoch))
+
 
 def _resumed(
     folder: str | Path | None, resume: bool | str | Path
@@ -239,36 +252,21 @@ def _resumed(
     return where, checkpoint.load(newest)
 
 
-def _check_same(loaded: checkpoint.Checkpoint, options: _Options) -> None:
-    for key, value in options.facts.items():
+def _check_same(loaded: checkpoint.Checkpoint, options: _Options, last_step: int) -> None:
+    """A run goes on as it was, or not at all."""
+    if loaded.step >= last_step:
+        raise BadValue(
+            f"The run has done {loaded.step} of {last_step} steps: there is nothing to go on with.",
+            hint="Ask for more: --epochs or --steps.",
+        )
+    now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options.facts))  # as it was written
+    for key, value in now.items():
         was = loaded.facts.get(key, value)
         if was != value:
             raise BadValue(
                 f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",
                 hint="Use the same, or start a new run.",
             )
-
-
-def captured(
-    model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
-) -> Graph:
-    """The graph of a model and its loss for this data; floats are taken in the model's own type."""
-    inputs, targets = example(data, EXAMPLE_SAMPLES)
-    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    inputs = _cast(inputs, floats)
-    if loss is None:
-        return capture(model, inputs, granularity=granularity, name=name)
-    return capture(model, inputs, loss=loss, target=_cast(targets, floats), granularity=granularity, name=name)
-
-
-def _cast(value: Any, floats: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(floats) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, floats) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, floats) for item in value)
-    return value
 
 
 @dataclass
@@ -284,12 +282,21 @@ class _Job:
     folder: Path
     say: Say | None
 
-    def planned(self, wanted: Plan | str | Path, micro_batches: int | None) -> Planned:
-        """Measure, plan, predict."""
-        cluster, profile = measure(self.session, self.graph, self.options.batch_size, say=self.say)
+    def planned(
+        self, wanted: Plan | str | Path, micro_batches: int | None, asked_before: Mapping[str, Any] | None
+    ) -> Planned:
+        """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
+        otherwise."""
         network = self.graph.network
         alternatives: dict[str, float] = {}
-        if isinstance(wanted, Plan):
+        known = self._decided(asked_before) if asked_before is not None else None
+        if known is not None:
+            cluster, profile, _ = known
+        else:
+            cluster, profile = measure(self.session, self.graph, self.options.batch_size, say=self.say)
+        if known is not None and is_strategy(str(wanted)):
+            plan = known[2]
+        elif isinstance(wanted, Plan):
             plan = wanted
         elif is_strategy(str(wanted)):
             made = make_plan(
@@ -306,6 +313,9 @@ class _Job:
             raise BadPlan(f"The plan is for batches of {plan.batch_size}; batch_size is {self.options.batch_size}.")
         if not plan.is_training:
             raise BadPlan(f"The plan's order is '{plan.order}', which does not train.", hint="Use order: 1f1b.")
+        if self.options.batch_norm == "local" and plan.batch_norm != "local":
+            hint = "Write batch_norm: local in the plan."
+            raise BadPlan(f"batch_norm is 'local'; the plan's is '{plan.batch_norm}'.", hint=hint)
         runs_here(plan, network)
         schedule = Schedule(plan, network)
         if schedule.is_fixed:
@@ -313,6 +323,17 @@ class _Job:
         prediction = simulate(plan, network, cluster, profile)
         steps = self.last_step - self.start.steps_done
         return Planned(plan, network, cluster, profile, prediction, steps, self.folder, alternatives)
+
+    def _decided(self, asked: Mapping[str, Any]) -> tuple[Cluster, Profile, Plan] | None:
+        """What this run was decided with, if it was asked for in the same way and for the same devices."""
+        try:
+            config = read_config(self.folder)
+            cluster, profile, plan = read_decided(self.folder, self.graph.network)
+        except ManyhandsError:
+            return None
+        is_same = all(config.get(key) == value for key, value in asked.items())
+        names = self.session.cluster.names
+        return (cluster, profile, plan) if is_same and cluster.names == names == tuple(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
         """The fastest plan that the executor can run; tiles are simulated only, so far."""
@@ -326,13 +347,8 @@ class _Job:
 
     def run(self, planned: Planned, on_step: OnStep | None) -> TrainResult:
         options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
-        every = max(1, min(steps_per_epoch, int(CHECKPOINT_SECONDS / max(planned.prediction.seconds, 1e-6))))
+        every = options.checkpoint_steps(planned.prediction.seconds)
         first, last = self.start.steps_done, self.last_step
-        if first >= last:
-            raise BadValue(
-                f"The run has done {first} of {last} steps: there is nothing to go on with.",
-                hint="Ask for more: --epochs or --steps.",
-            )
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         kernels = {name: planned.profile.of(name).kernels for name in planned.plan.devices}
         order = Order(
@@ -358,9 +374,23 @@ class _Job:
 
     def _keep(self, found: RunState) -> None:
         options = self.options
+        self._check_finite(found)
         self.checkpoint = self.record.checkpoint(
             options.model, self.graph, found, options.optimizer, options.seed, options.facts
         )
+
+    def _check_finite(self, found: RunState) -> None:
+        """What no step can go on from is no checkpoint."""
+        if not found.steps_done:
+            return
+        network = self.graph.network
+        for layer in network.layers:
+            for name in network.weights_of(layer.first, layer.last):
+                if network.weights[name].trainable and not bool(torch.isfinite(found.weights[name]).all()):
+                    raise NotFinite(
+                        f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
+                        hint="Lower the learning rate. The last checkpoint is from before it.",
+                    )
 
     def _result(self, planned: Planned, outcome: Outcome) -> TrainResult:
         steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds

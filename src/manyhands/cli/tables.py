@@ -64,9 +64,11 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     unused = [name for name in cluster.names if name not in plan.devices]
     if unused:
         typer.echo(f"Not used: {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}.")
+    rate = result.samples_per_second
+    energy = f", {result.joules_per_sample:.3g} J a sample" if result.joules_per_sample else ""  # where watts are known
     typer.echo(
-        f"Simulated: {format_seconds(result.seconds)} a step, {result.samples_per_second:.3g} samples/s, "
-        f"{format_bytes(result.total_bytes)} between devices, {result.joules_per_sample:.3g} J a sample."
+        f"Simulated: {format_seconds(result.seconds)} a step, {f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} "
+        f"samples/s, {format_bytes(result.total_bytes)} between devices{energy}."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,13 @@ from manyhands.cli.options import Json
 if TYPE_CHECKING:
     from manyhands.api.training import Planned, TrainResult
 
+PLAIN_LINES = 10
+"""How often progress is said where there is no terminal."""
+
 
 def train(
     devices: Annotated[
-        int | None, typer.Option("--devices", "-n", min=1, help="How many workers. Default: 4 on this machine.")
+        int | None, typer.Option("--devices", "-n", help="How many workers. Default: 4 on this machine.")
     ] = None,
     model: Annotated[
         str | None,
@@ -27,60 +30,63 @@ def train(
         typer.Option("--data", "-d", help="digits, a folder of class folders of images, or file.npz. Default: digits."),
     ] = None,
     input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x64x64.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", "-e", min=1, help="Passes over the data.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps, in place of epochs.")] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 10.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps, in place of epochs.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "-b", min=1, help="Samples per step, over all devices.")
+        int | None, typer.Option("--batch-size", "-b", help="Samples per step, over all devices. Default: 64.")
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option("--optimizer", "-o", help="Like Adam:lr=1e-3 or SGD:lr=0.1,momentum=0.9; any of torch.optim."),
+        typer.Option(
+            "--optimizer",
+            "-o",
+            help="Any of torch.optim, like Adam:lr=1e-3. Default: SGD:lr=0.1,momentum=0.9. A learning-rate schedule "
+            "follows: Adam:lr=1e-3,schedule=CosineAnnealingLR,T_max=100.",
+        ),
     ] = None,
     share: Annotated[
-        str | None, typer.Option("--share", "-s", help="How to share the work: auto, single, samples or pipeline.")
+        str | None,
+        typer.Option(
+            "--share",
+            "-s",
+            help="How to share the work: auto (fastest), single, samples or pipeline. Default: samples.",
+        ),
     ] = None,
-    plan: Annotated[str | None, typer.Option("--plan", "-p", help="A plan file, in place of --share.")] = None,
-    micro_batches: Annotated[int | None, typer.Option("--micro-batches", min=1, help="Parts of a batch.")] = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --out), in place of --share.")
+    ] = None,
+    micro_batches: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option("--batch-norm", help="synchronised (exact) or local (per worker, as DDP).")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="For shuffling and dropout.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="For shuffling and dropout. Default: 0.")] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
-    ] = "",
+        str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
+    ] = None,
     listen: Annotated[
-        str, typer.Option("--listen", help="HOST:PORT where other machines' workers join, e.g. 0.0.0.0:7077.")
+        str,
+        typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077."),
     ] = "",
-    token: Annotated[str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know.")] = "",
-    gpus: Annotated[int, typer.Option("--gpus", min=0, help="How many of the local workers each use a GPU.")] = 0,
+    token: Annotated[
+        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
+    ] = "",
+    gpus: Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")] = None,
     resume: Annotated[str, typer.Option("--resume", help="Go on with the run in this folder.")] = "",
     out: Annotated[str, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = "",
     json: Json = False,
 ) -> None:
-    """Train a network on several workers, exactly as one device would."""
+    """Train a network on several workers, exactly as one device would. Without arguments: a demonstration."""
     from manyhands.api import jobs
     from manyhands.cli.show import print_json
-    from manyhands.facts.cluster import Cluster
-    from manyhands.facts.errors import BadValue
 
-    if share and plan:
-        raise BadValue("--share and --plan both say how to share the work.", hint="Give one of them.")
     given = {
         "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
-        "optimizer": optimizer, "plan": plan or share, "micro_batches": micro_batches, "batch_norm": batch_norm,
-        "seed": seed,
+        "optimizer": optimizer, "micro_batches": micro_batches, "batch_norm": batch_norm, "seed": seed,
+        "devices": devices, "cluster": cluster, "gpus": gpus,
     }  # fmt: skip
-    given = {key: value for key, value in given.items() if value is not None}
-    wish = jobs.wish_of(Path(resume), given) if resume else jobs.Wish(**given)  # type: ignore[arg-type]
-    is_demo = not given and devices is None and not cluster and not listen and not resume
-    show = _Show(quiet=json, is_demo=is_demo)
-    with contextlib.ExitStack() as stack:
-        machines: Any = cluster or None
-        if listen:
-            machines = stack.enter_context(jobs.workers(listen, devices or 1, token, show.say))
-        elif not cluster:
-            machines = Cluster.local(devices or jobs.DEMO_DEVICES, gpus=gpus)
-        stack.enter_context(show)
+    wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
+    is_demo = wish == jobs.Wish() and not (listen or resume or share)
+    with _Show(quiet=json, is_demo=is_demo) as show, jobs.machines_for(wish, listen, token, show.say) as machines:
         result = jobs.train_job(
             wish, cluster=machines, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
             on_planned=show.planned, on_step=show.step, say=show.say,
@@ -113,36 +119,56 @@ class _Show:
 
     def __init__(self, *, quiet: bool, is_demo: bool) -> None:
         self.quiet, self.is_demo = quiet, is_demo
-        self._bar: Any = None
+        self._live: Any = None
+        """A spinner until the plan is known, then the bar."""
         self._task: Any = None
+        self._steps = self._done = self._batch = 0
+        self._folder = Path()
 
     def __enter__(self) -> _Show:
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._live = Console(stderr=True).status("getting ready")
+            self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop()
+        if kind is KeyboardInterrupt and self._done:
+            self.say(f"Go on with: manyhands train --resume {self._folder}")
 
     def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def say(self, text: str) -> None:
-        typer.echo(text, err=True)
+        """One line on standard error, above whatever moves there."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            typer.echo(text, err=True)
 
     def planned(self, planned: Planned) -> None:
         """The plan as a table, then the bar."""
+        self._folder = planned.folder
         if self.quiet:
             return
-        import sys
-
         from manyhands.cli.tables import print_plan
 
+        had_terminal = self._live is not None
+        self._stop()
         print_plan(planned.plan, planned.network, planned.cluster, planned.prediction)
         if self.is_demo:
             typer.echo(_demo_note(planned))
-        if not sys.stderr.isatty():
-            return
+        typer.echo(f"Run folder: {planned.folder}")
+        sys.stdout.flush()
+        self._steps, self._batch = planned.steps, planned.plan.batch_size
+        if had_terminal:
+            self._start_bar()
+
+    def _start_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -150,25 +176,33 @@ class _Show:
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
         )  # fmt: skip
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._batch = planned.plan.batch_size
-        self._task = self._bar.add_task("training", total=planned.steps, loss="-", rate="")
-        self._bar.start()
+        self._live = Progress(*columns, console=Console(stderr=True))
+        self._task = self._live.add_task("training", total=self._steps, loss="-", rate="")
+        self._live.start()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, loss=f"{loss:.4f}", rate=f"{self._batch / seconds:,.0f} samples/s")
+        self._done += 1
+        if self.quiet:
+            return
+        rate = f"{self._batch / seconds:,.0f} samples/s" if seconds else ""
+        if self._live is not None:
+            self._live.update(self._task, advance=1, loss=_number(loss), rate=rate)
+        elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
+            (self._done - 1) * PLAIN_LINES // self._steps
+        ):
+            self.say(f"step {self._done} of {self._steps}, loss {_number(loss)}, {rate}")
 
     def finished(self, result: TrainResult) -> None:
+        """How it went, beside what was predicted."""
         from manyhands.facts.units import format_seconds
 
-        self._stop()
-        ratio = result.measured_seconds / result.predicted_seconds if result.predicted_seconds else float("inf")
-        typer.echo(f"{result.steps} steps, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
+        first = len(result.losses) - result.steps
+        typer.echo(f"{result.steps} steps, loss {_number(result.losses[first])} -> {_number(result.losses[-1])}")
         if result.test is not None and result.accuracy is not None:
             typer.echo(f"Accuracy on {result.test.samples} held-out samples: {result.accuracy:.1%}")
         elif result.test is not None and result.test.loss is not None:
             typer.echo(f"Loss on {result.test.samples} held-out samples: {result.test.loss:.4f}")
+        ratio = result.measured_seconds / result.predicted_seconds if result.predicted_seconds else float("inf")
         typer.echo(
             f"A step took {format_seconds(result.measured_seconds)} (median), predicted "
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
@@ -177,11 +211,15 @@ class _Show:
         typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; trace.json opens in Perfetto)")
 
 
+def _number(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3e}"
+
+
 def _demo_note(planned: Planned) -> str:
     from manyhands.api.session import usable_cores
 
     count, cores = len(planned.plan.devices), usable_cores()
-    note = f"This demonstration runs on {count} workers so that you see them work"
+    note = f"This demonstration asks for {count} workers so that you see them work together."
     if cores < count:
-        note += f", though this machine has {cores} core(s) and fewer workers would be faster (--share auto decides)"
-    return note + "."
+        note += f"\nThis machine has {cores} core(s): fewer would do better. Try --devices {cores}, or --share auto."
+    return note

@@ -19,17 +19,21 @@ def worker(
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
 ) -> None:
-    """Join a coordinator and work for it."""
+    """Join a coordinator and work for it until it ends (exit code 0) or is lost (11). Ctrl-C leaves."""
     from manyhands.runtime.processes import die_with_parent
 
     if parent:
         die_with_parent(parent)
-    from manyhands.api.joining import parse_address, parse_compute
-    from manyhands.runtime.worker import Joining, Worker
+    from manyhands.api.joining import check_joining, parse_address, parse_compute
 
     host, port = parse_address(join)
-    joining = Joining(host, port, token, name, parse_compute(compute), threads, wait, encrypted, parent)
-    worker = Worker(joining)
+    compute = parse_compute(compute)
+    check_joining(token, name)
+    from manyhands.runtime.worker import Joining, Worker
+
+    worker = Worker(Joining(host, port, token, name, compute, threads, wait, encrypted, parent))
     if not parent:
-        typer.echo(f"Joined {join} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
+        typer.echo(f"Joining {join} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
     worker.run()
+    if not parent:
+        typer.echo(f"The coordinator at {join} has ended the run; {worker.endpoint.name} has left.")

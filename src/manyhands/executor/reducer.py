@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -104,14 +105,21 @@ class Reducer:
         staged = [row.cpu() for row in rows]  # the same memory, unless the gradients lie on another device
         points = chunk_points(reduce, self.network)
         chunks = [windows(staged, points[i], points[i + 1]) for i in range(len(reduce.devices))]
+        sums: dict[int, torch.Tensor] = {}
         for number, hops in enumerate(gradient_rounds(reduce.devices)):
-            self._round(reduce, step, number, hops, chunks)
+            self._round(reduce, step, number, hops, chunks, sums)
         for row, copy in zip(rows, staged):
             if row.data_ptr() != copy.data_ptr():
                 row.copy_(copy)
 
     def _round(
-        self, reduce: Reduce, step: int, number: int, hops: tuple[Hop, ...], chunks: list[list[torch.Tensor]]
+        self,
+        reduce: Reduce,
+        step: int,
+        number: int,
+        hops: tuple[Hop, ...],
+        chunks: list[list[torch.Tensor]],
+        sums: dict[int, torch.Tensor],
     ) -> None:
         own, box = self.endpoint.name, self.endpoint.mailbox
         dtype = next(part.dtype for parts in chunks for part in parts)
@@ -126,18 +134,37 @@ class Reducer:
         for hop in hops:
             if hop.source == own:
                 parts = chunks[hop.chunk]
-                # A sum is sent from a copy: an optimiser may write into gradients before it has left.
-                parts = parts if hop.adds or not parts else [torch.cat(parts)]
+                if not hop.adds and parts:
+                    # A sum is sent from memory of its own: an optimiser may write into gradients before it has left.
+                    sums.setdefault(hop.chunk, _copied(parts))
+                    parts = [sums[hop.chunk]]
                 self.endpoint.send(hop.target, step, topic(reduce, number, hop.chunk), parts)
         for hop, parts in into.items():
             box.receive(hop.source, step, topic(reduce, number, hop.chunk), parts)
+            sums.pop(hop.chunk, None)  # in a ring this device had a part of it
         added = {hop.source: parts[0] for hop, parts in into.items() if hop.adds}
         if added:
             chunk = next(hop.chunk for hop in into if hop.adds)
-            _put(
-                chunks[chunk],
-                _sum([added.get(name, chunks[chunk] if name == own else None) for name in reduce.devices]),
-            )
+            terms = [added.get(name, chunks[chunk] if name == own else None) for name in reduce.devices]
+            sums[chunk] = _sum(terms)
+            _put(chunks[chunk], sums[chunk])
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The tensor's memory for numpy, which adds and copies on one thread.
+
+    torch would start a second set of threads for this one, and the two would fight for the cores that compute.
+    """
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
+
+
+def _copied(parts: list[torch.Tensor]) -> torch.Tensor:
+    row = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+    place, target = 0, _array(row)
+    for part in parts:
+        target[place : place + part.numel()] = _array(part)
+        place += part.numel()
+    return row
 
 
 def _sum(terms: Sequence[torch.Tensor | list[torch.Tensor] | None]) -> torch.Tensor:
@@ -146,19 +173,20 @@ def _sum(terms: Sequence[torch.Tensor | list[torch.Tensor] | None]) -> torch.Ten
     total = next(term for term in given if isinstance(term, torch.Tensor))
     if isinstance(given[0], list):  # a + b is b + a to the last bit
         given[0], given[1] = given[1], given[0]
+    array = _array(total)
     for term in given[1:]:
         if isinstance(term, torch.Tensor):
-            total += term
+            array += _array(term)
         else:
             place = 0
             for part in term:
-                total[place : place + part.numel()] += part
+                array[place : place + part.numel()] += _array(part)
                 place += part.numel()
     return total
 
 
 def _put(parts: list[torch.Tensor], row: torch.Tensor) -> None:
-    place = 0
+    place, array = 0, _array(row)
     for part in parts:
-        part.copy_(row[place : place + part.numel()])
+        _array(part)[:] = array[place : place + part.numel()]
         place += part.numel()

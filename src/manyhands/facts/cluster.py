@@ -75,6 +75,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     watts_transfer: float = 0.0  # added while sending or receiving
     up_bytes_per_second: float = math.inf
     down_bytes_per_second: float = math.inf
+    copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
@@ -84,7 +85,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             raise BadValue(f"'{self.name:.80}' cannot name a device.", hint=NAME_HINT)
         for field in ("gflops", "memory_bytes", "memory_bytes_per_second", "cores"):
             self._check(field, above_zero=True)
-        for field in ("operator_seconds", "watts_active", "watts_idle", "watts_transfer"):
+        for field in ("operator_seconds", "copy_seconds_per_gigabyte", "watts_active", "watts_idle", "watts_transfer"):
             self._check(field, above_zero=False)
         for field in ("up_bytes_per_second", "down_bytes_per_second"):
             self._check(field, above_zero=True, most=math.inf)
@@ -340,6 +341,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "watts_transfer": ("watts_transfer", _watts, float),
     "up": ("up_bytes_per_second", _rate, _write_rate),
     "down": ("down_bytes_per_second", _rate, _write_rate),
+    "copy_time": ("copy_seconds_per_gigabyte", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
     "estimated": ("estimated", _flag, bool),
     "source": ("source", _text, str),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 20_000
 AXIS_LABEL = "seconds (thick: computing; thin: sending above, receiving below)"
-COLOURS = {"forward": "#4C78A8", "backward": "#F58518", "step": "#54A24B",
+COLOURS = {"forward": "#4C78A8", "backward": "#F58518", "copy": "#D6A5C9", "step": "#54A24B",
            "value": "#72B7B2", "gradient": "#E45756", "halo": "#B279A2", "halo-gradient": "#FF9DA6",
            "input": "#9D755D", "weights": "#A6D854", "weight-gradient": "#7A8B2F", "reduce": "#EECA3B",
            "send": "#2F6F73", "receive": "#C4C4C4"}  # fmt: skip

@@ -7,7 +7,7 @@ from functools import cached_property
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
-from manyhands.schedule.actions import Backward, Forward, Reduce
+from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
 from manyhands.schedule.reduction import pair_bytes, rounds_of
@@ -93,6 +93,15 @@ class CostModel:
             if weight.trainable
         )
         return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
+
+    def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
+        """Computing lost to moving an action's bytes in and out of the network, where no other core does it."""
+        each = self.cluster.device(device).copy_seconds_per_gigabyte / 1e9
+        if not each:
+            return 0.0
+        if isinstance(action, Reduce):
+            return each * sum(size for pair, size in self.reduction_bytes(action).items() if device in pair)
+        return each * action.message.bytes
 
     def link(self, source: str, target: str) -> Link:
         return self.cluster.link_between(source, target)

@@ -79,6 +79,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     name: str
+    silence_seconds: float
+    """A side that has said nothing for so long is gone."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -153,6 +155,19 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     memory_bytes_per_second: float
 
 
+class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
+    generation: int
+    devices: tuple[str, ...]
+    peers: dict[str, tuple[str, int]]
+
+
+class Probed(msgspec.Struct, frozen=True, tag="probed"):
+    generation: int
+    delay_seconds: float
+    bytes_per_second: float
+    processor_seconds_per_byte: float
+
+
 class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
     ticket: int
 
@@ -183,7 +198,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
-    | AskClock | Clock | Stop | Diagnosis | Leave | Beat
+    | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()
@@ -198,7 +213,7 @@ def decode(data: bytes) -> Said:
     """A message; one that is none is the other side's fault, said so."""
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Refused(
             f"A control message cannot be read: {error}.", hint="Is the same version of manyhands on both sides?"
         ) from error

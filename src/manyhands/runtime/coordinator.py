@@ -1,6 +1,6 @@
 """The coordinator: one port where workers join, what they say as events in one queue, and an endpoint of its own.
 
-with Coordinator.local(cluster) as coordinator:        # workers are started here
+with Coordinator.local_cluster(cluster) as coordinator:        # workers are started here
 with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker --join HOST:7077 --token T
     coordinator.wait_for(3)
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from manyhands.engine.channel import Channel, Listener
+from manyhands.engine.channel import SEND_LIMIT_SECONDS, Channel, Listener
 from manyhands.engine.security import Security, is_loopback, new_token
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.executor.messages import COORDINATOR
@@ -44,32 +44,48 @@ JOIN_SECONDS = 120.0
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 15.0
 _HELLO_SECONDS = 10.0
+_WELCOME_SECONDS = 2.0
 _CLOCK_TRIES = 5
+_DATA_SILENCE_PART = 2 / 3
+"""Data connections notice silence sooner: whoever waits for a message should not wait for long."""
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A worker is gone: its control connection broke, or it has been silent too long."""
-
-    reason: str
-
-
-Event = tuple[str, Said | Lost]
-"""Which worker, and what it said or what became of it."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Member:
     """A worker that has joined."""
 
     name: str
     channel: Channel
     address: tuple[str, int]
+    device: Device
     facts: Facts
     clock_offset_seconds: float = 0.0
     """Add to the worker's clock to get this process'."""
     heard: float = field(default_factory=time.monotonic)
     is_lost: bool = False
+    reason: str = ""
+    """Why it is lost."""
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.heard
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker is gone: its control connection broke, or it has been silent too long."""
+
+    member: Member
+    """Another of the same name may have joined since."""
+
+    @property
+    def reason(self) -> str:
+        return self.member.reason
+
+
+Event = tuple[str, Said | Lost]
+"""Which worker, and what it said or what became of it."""
 
 
 class Coordinator:
@@ -83,7 +99,11 @@ class Coordinator:
         *,
         on_event: Callable[[str], None] | None = None,
         logs: Path | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
+        if not silence_seconds >= 4 * BEAT_SECONDS:
+            raise BadValue(f"silence_seconds is {silence_seconds:g}; it must be at least {4 * BEAT_SECONDS:g}.")
+        self.silence_seconds = silence_seconds
         self.token = token or new_token()
         self.encrypted = not is_loopback(host)
         self.security = Security(self.token, encrypted=self.encrypted)
@@ -97,9 +117,13 @@ class Coordinator:
         self._change = threading.Condition()
         self._closing = threading.Event()
         self._clocks: dict[tuple[str, int], float] = {}
+        self._guests: dict[Channel, threading.Thread] = {}
+        """Everybody who is connected, joined or not yet, and the thread that listens to him."""
         self.listener = Listener(host, port, self.security)
         try:
-            self.endpoint = TcpEndpoint(COORDINATOR, self.security, host=host)
+            self.endpoint = TcpEndpoint(
+                COORDINATOR, self.security, host=host, silence_seconds=silence_seconds * _DATA_SILENCE_PART
+            )
         except BaseException:
             self.listener.close()
             raise
@@ -113,10 +137,16 @@ class Coordinator:
 
     @classmethod
     def local_cluster(
-        cls, cluster: Cluster, *, threads: int, logs: Path | None = None, limit_seconds: float = JOIN_SECONDS
+        cls,
+        cluster: Cluster,
+        *,
+        threads: int = 1,
+        logs: Path | None = None,
+        limit_seconds: float = JOIN_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> Coordinator:
         """A coordinator with one process on this machine for each device of the cluster, all joined."""
-        coordinator = cls(logs=logs)
+        coordinator = cls(logs=logs, silence_seconds=silence_seconds)
         try:
             coordinator.wanted = set(cluster.names)
             names = {device.name: device.compute for device in cluster.devices}
@@ -142,16 +172,32 @@ class Coordinator:
         if self._closing.is_set():
             return
         self._closing.set()
-        for member in self.members.values():
-            with contextlib.suppress(ManyhandsError):
-                member.channel.send(encode(Leave()), 1.0)
-        self.local.stop()
+        try:
+            for member in self._alive():
+                with contextlib.suppress(ManyhandsError):
+                    member.channel.send(encode(Leave()), 1.0)
+        finally:
+            try:
+                self.local.stop()
+            finally:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        """No thread and no descriptor is left."""
         self.listener.close()
-        for member in self.members.values():
-            member.channel.close()
         self.endpoint.close()
-        for thread in self._threads:
-            thread.join(2)
+        self._threads[0].join(2)  # nobody is let in from now on
+        with self._change:
+            guests = dict(self._guests)
+        for channel in guests:
+            channel.close()
+        for thread in (*guests.values(), *self._threads):
+            if thread is not threading.current_thread():
+                thread.join(2)
+
+    def _alive(self) -> list[Member]:
+        with self._change:
+            return [member for member in self.members.values() if not member.is_lost]
 
     # Joining
 
@@ -162,7 +208,7 @@ class Coordinator:
         end = time.monotonic() + limit_seconds
         with self._change:
             while True:
-                alive = [member.name for member in self.members.values() if not member.is_lost]
+                alive = [member.name for member in self._alive()]
                 missing = [name for name in wanted if name not in alive]
                 if not missing and len(alive) >= count:
                     return
@@ -182,59 +228,91 @@ class Coordinator:
 
     def join_command(self) -> str:
         host, port = self.address
-        shown = "HOST" if host in ("0.0.0.0", "::") else host
+        shown = "HOST" if host in _EVERY_ADDRESS else host
         return f"manyhands worker --join {shown}:{port} --token {self.token}"
 
     def _accept(self) -> None:
         while not self._closing.is_set():
             channel = self.listener.accept(0.2)
-            if channel is not None:
-                threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
+            if channel is None:
+                continue
+            thread = threading.Thread(target=self._greet, args=(channel,), name="coordinator guest", daemon=True)
+            with self._change:
+                self._guests[channel] = thread
+            thread.start()
 
     def _greet(self, channel: Channel) -> None:
+        """One guest's thread: whatever he says or does harms nobody else."""
         try:
-            data = channel.receive(_HELLO_SECONDS)
-            hello = decode_hello(data) if data is not None else None
-            if hello is None:
-                channel.close()
-                return
-            refusal = self._refusal(hello)
-            if refusal is not None:
-                self.on_event(f"refused {hello.name:.64} from {channel.peer_host}: {refusal.reason}")
-                channel.send(encode(refusal))
-                channel.receive(2.0)  # let it read before the connection goes
-                channel.close()
-                return
-            member = Member(hello.name, channel, (hello.host, hello.port), hello.facts)
-            channel.send(encode(Welcome(hello.name)))
-            with self._change:
-                self.members[hello.name] = member
-                self._change.notify_all()
-            self.on_event(f"{hello.name} joined from {channel.peer_host}")
-            self._listen(member)
-        except ManyhandsError:
+            member = self._admit(channel)
+            if member is not None:
+                self._listen(member)
+        except Exception as error:
+            said = error.message if isinstance(error, ManyhandsError) else repr(error)
+            self.on_event(f"a guest from {channel.peer_host} was turned away: {said:.300}")
+        finally:
             channel.close()
+            with self._change:
+                self._guests.pop(channel, None)
 
-    def _refusal(self, hello: Hello) -> Refusal | None:
+    def _admit(self, channel: Channel) -> Member | None:
+        """A worker says who it is, and is taken in or told why not."""
+        data = channel.receive(_HELLO_SECONDS)
+        if data is None:
+            return None
+        try:
+            hello = decode(data)
+        except ManyhandsError as error:
+            self._refuse(channel, "somebody", Refusal(error.message, error.hint))
+            return None
+        if not isinstance(hello, Hello):
+            self._refuse(channel, "somebody", Refusal("A worker says first who it is.", "Start it anew."))
+            return None
+        with self._change:  # of two with one name the second is refused
+            found = self._judge(hello, channel)
+            if isinstance(found, Member):
+                channel.send(encode(Welcome(hello.name, self.silence_seconds)), _WELCOME_SECONDS)
+                self.members[hello.name] = found
+                self._change.notify_all()
+        if isinstance(found, Refusal):
+            self._refuse(channel, hello.name, found)
+            return None
+        self.on_event(f"{hello.name} joined from {channel.peer_host}")
+        return found
+
+    def _refuse(self, channel: Channel, name: str, refusal: Refusal) -> None:
+        self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")
+        channel.send(encode(refusal), _WELCOME_SECONDS)
+        with contextlib.suppress(ManyhandsError):
+            channel.receive(2.0)  # let it read before the connection goes
+
+    def _judge(self, hello: Hello, channel: Channel) -> Member | Refusal:
         if hello.protocol != PROTOCOL or hello.version != __version__:
             return Refusal(
                 f"{hello.name:.64} runs manyhands {hello.version:.20}; the coordinator runs {__version__}.",
                 f"On that device: pip install manyhands=={__version__}",
             )
-        with self._change:
-            known = self.members.get(hello.name)
-            if known is not None and not known.is_lost:
-                return Refusal(
-                    f"A worker called {hello.name:.64} has joined already, from {known.channel.peer_host}.",
-                    "Give each its own: manyhands worker --name NAME ...",
-                )
-        if hello.name == COORDINATOR or (self.wanted is not None and hello.name not in self.wanted):
-            names = ", ".join(sorted(self.wanted or ()))
+        known = self.members.get(hello.name)
+        if known is not None and not known.is_lost:
+            return Refusal(
+                f"A worker called {hello.name:.64} has joined already, from {known.channel.peer_host}.",
+                "Give each its own: manyhands worker --name NAME ...",
+            )
+        if self.wanted is not None and hello.name not in self.wanted:
+            names = ", ".join(sorted(self.wanted))
             return Refusal(
                 f"This run has no device called {hello.name:.64}; it has {names:.400}.",
                 "Join under one of these: manyhands worker --name NAME ...",
             )
-        return None
+        if hello.name == COORDINATOR:
+            return Refusal(
+                f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ..."
+            )
+        try:
+            device = _device(hello)
+        except BadValue as error:
+            return Refusal(error.message, error.hint)
+        return Member(hello.name, channel, (hello.host, hello.port), device, hello.facts)
 
     def _listen(self, member: Member) -> None:
         """What one worker says goes into the queue; silence and a broken connection too."""
@@ -243,8 +321,8 @@ class Coordinator:
             while not self._closing.is_set():
                 data = member.channel.receive(BEAT_SECONDS)
                 if data is None:
-                    if time.monotonic() - member.heard > SILENCE_SECONDS:
-                        reason = f"it has said nothing for {SILENCE_SECONDS:g} s"
+                    if member.silent_seconds > self.silence_seconds:
+                        reason = silence(member.silent_seconds)
                         break
                     continue
                 member.heard = time.monotonic()
@@ -254,28 +332,45 @@ class Coordinator:
                 elif not isinstance(message, Beat):
                     self.events.put((member.name, message))
         except ManyhandsError as error:
-            reason = error.message
+            reason = error.message.rstrip(".")
+        except Exception as error:
+            reason = f"what it says cannot be understood: {error!r:.200}"
         with self._change:
-            member.is_lost = True
+            member.is_lost, member.reason = True, reason
             self._change.notify_all()
+        self.endpoint.lose(member.name)  # nobody goes on waiting for its data
         if not self._closing.is_set():
+            self.events.put((member.name, Lost(member)))
             self.on_event(f"{member.name} lost: {reason}")
-            self.events.put((member.name, Lost(reason)))
 
     def _beat(self) -> None:
         """Workers end when nobody has spoken to them for long."""
-        while not self._closing.wait(BEAT_SECONDS * 4):
-            for member in list(self.members.values()):
-                if not member.is_lost:
-                    with contextlib.suppress(ManyhandsError):
-                        member.channel.send(encode(Beat()), 2.0)
+        while not self._closing.wait(BEAT_SECONDS * 2):
+            for member in self._alive():
+                with contextlib.suppress(ManyhandsError):
+                    member.channel.send(encode(Beat()), 2.0)
 
     # Talking to members
 
-    def say(self, name: str, message: Said) -> None:
+    def muster(self, names: Iterable[str]) -> dict[str, Member]:
+        """The members a job is about to use. What was said before it began is forgotten."""
+        while self.next_event(0.0) is not None:
+            pass
+        found: dict[str, Member] = {}
+        for name in names:
+            member = self.members.get(name)
+            if member is None:
+                raise WorkerLost(f"Worker {name} has not joined.", hint=f"{self.join_command()} --name {name}")
+            if member.is_lost:
+                how = self.local.ending(name, 1.0) or member.reason
+                raise WorkerLost(f"Worker {name} was lost before this began: {how}.", hint="Start it again.")
+            found[name] = member
+        return found
+
+    def say(self, name: str, message: Said, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         """A lost worker is not an error here: its loss is in the events."""
         with contextlib.suppress(WorkerLost, TimedOut):
-            self.members[name].channel.send(encode(message))
+            self.members[name].channel.send(encode(message), limit_seconds)
 
     def next_event(self, limit_seconds: float) -> Event | None:
         try:
@@ -287,10 +382,13 @@ class Coordinator:
         """Data connections to these workers."""
         self.endpoint.connect({name: self.members[name].address for name in names}, limit_seconds)
 
-    def addresses(self, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-        """Where the data endpoints of these workers and of the coordinator are."""
+    def addresses(self, names: Iterable[str], reader: str) -> dict[str, tuple[str, int]]:
+        """Where the data endpoints of these workers and of the coordinator are, as `reader` can reach them."""
         found = {name: self.members[name].address for name in names}
-        return {**found, COORDINATOR: self.endpoint.address}
+        host, port = self.endpoint.address
+        if host in _EVERY_ADDRESS:  # the one under which this worker has found us
+            host = self.members[reader].channel.local_host
+        return {**found, COORDINATOR: (host, port)}
 
     def set_clocks(self, names: Iterable[str]) -> None:
         """How far each worker's clock is from this one: the middle of the quickest of a few round trips."""
@@ -301,9 +399,13 @@ class Coordinator:
                 self._clocks.pop((name, ticket), None)
                 self.say(name, AskClock(ticket))
                 while (name, ticket) not in self._clocks and time.monotonic() - start < 2.0:
+                    if self.members[name].is_lost:
+                        return  # it is in the events
                     time.sleep(0.0002)
                 end = time.monotonic()
-                if (name, ticket) in self._clocks and end - start < best:
+                if (name, ticket) not in self._clocks:
+                    break
+                if end - start < best:
                     best = end - start
                     self.members[name].clock_offset_seconds = (start + end) / 2 - self._clocks[(name, ticket)]
 
@@ -313,19 +415,20 @@ class Coordinator:
 
     def cluster(self, name: str = "joined") -> Cluster:
         """The joined workers as a cluster, with what they said of themselves; speeds are to be measured."""
-        if not self.members:
+        devices = tuple(member.device for member in self._alive())
+        if not devices:
             raise BadValue("No worker has joined.", hint=f"On each device: {self.join_command()}")
-        devices = tuple(
-            Device(
-                name=member.name, kind="local", gflops=10.0, memory_bytes=member.facts.memory_bytes,
-                cores=member.facts.cores, compute=member.facts.compute, source="Said by the worker itself.",
-            )
-            for member in self.members.values()
-            if not member.is_lost
-        )  # fmt: skip
         return Cluster.local(1).with_devices(name, devices)
 
 
-def decode_hello(data: bytes) -> Hello | None:
-    message = decode(data)
-    return message if isinstance(message, Hello) else None
+def silence(seconds: float) -> str:
+    return f"it has said nothing for {seconds:.1f} s: it hangs, was stopped, or its network is down"
+
+
+def _device(hello: Hello) -> Device:
+    """A worker as a device of a cluster; what cannot be one is refused."""
+    facts = hello.facts
+    return Device(
+        name=hello.name, kind="local", gflops=10.0, memory_bytes=facts.memory_bytes, cores=facts.cores,
+        compute=facts.compute, source="Said by the worker itself.",
+    )  # fmt: skip

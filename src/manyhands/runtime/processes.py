@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from typing import IO
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
+DIE_VARIABLE = "MANYHANDS_DIE_WITH_PARENT"
+"""Set to 1 for a child that the kernel may kill with its parent: it takes the thread that started it for the parent."""
 _LEAVE_SECONDS = 3.0
+_ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 2000
 
@@ -42,8 +46,10 @@ class LocalWorkers:
                 "--compute", compute, "--threads", str(threads), "--parent", str(os.getpid()),
             ]  # fmt: skip
             words += ["--encrypted"] if encrypted else ["--plain"]
+            lasting = threading.current_thread() is threading.main_thread()
             environment = {
-                **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)
+                **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+                DIE_VARIABLE: str(int(lasting)),
             }  # fmt: skip
             with self._output(name) as output:
                 self.processes[name] = subprocess.Popen(
@@ -84,22 +90,32 @@ class LocalWorkers:
 
     def stop(self) -> None:
         """All end: those that were told to leave by themselves, then those that are asked, then those that are made."""
-        end = time.monotonic() + _LEAVE_SECONDS
-        for ask in (None, signal.SIGTERM, signal.SIGKILL):
-            for process in self.processes.values():
-                if ask is not None and process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(ask)
-            for process in self.processes.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.05, end - time.monotonic()))
-            end = time.monotonic() + 1.0
-        self.processes.clear()
+        try:
+            self._wait(_LEAVE_SECONDS)
+            self._signal(signal.SIGTERM)
+            self._wait(_ASKED_SECONDS)
+        finally:  # whatever interrupts this
+            self._signal(signal.SIGKILL)
+            self._wait(_ASKED_SECONDS)
+            self.processes.clear()
+
+    def _wait(self, limit_seconds: float) -> None:
+        end = time.monotonic() + limit_seconds
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; where it cannot, the control connection tells."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get(DIE_VARIABLE) == "1":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that took effect
         os._exit(0)

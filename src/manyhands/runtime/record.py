@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,12 @@ from torch import nn
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.facts.cluster import Cluster
+from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadFile
+from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
-from manyhands.facts.profile import Profile
+from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.files.documents import read_document, write_document, write_text_atomic
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
@@ -39,14 +42,20 @@ KEPT_CHECKPOINTS = 3
 class RunRecord:
     """Writes a run's folder."""
 
-    def __init__(self, folder: Path, *, steps_done: int = 0) -> None:
+    def __init__(self, folder: Path, *, steps_done: int | None = None) -> None:
+        """`steps_done`: of the run that goes on in this folder; None: a new one begins, in a folder without another."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadFile(f"{folder}: cannot be made: {error.strerror or error}.") from error
-        if steps_done:
+        if steps_done is not None:
             self._forget_after(steps_done)
+        elif self._rows() or checkpoint.latest(folder) is not None:
+            raise BadFile(
+                f"{folder}: holds another run already.",
+                hint="Give another folder, or go on with that run: resume=True, or manyhands train --resume FOLDER.",
+            )
         self._events = LineFile(folder / "events.jsonl")
         self._metrics = Metrics(folder / "metrics.csv", COLUMNS)
 
@@ -88,7 +97,9 @@ class RunRecord:
     def checkpoint(
         self, module: nn.Module, graph: Graph, found: RunState, optimizer: Optimizer, seed: int, facts: dict[str, Any]
     ) -> Path:
-        """A checkpoint of the whole network, whoever held its parts."""
+        """A checkpoint of the whole network, whoever held its parts; the steps that led to it are on disk first."""
+        with open(self.folder / "metrics.csv", "rb") as file:
+            os.fsync(file.fileno())
         saved = checkpoint.save(
             self.folder,
             checkpoint.Checkpoint(
@@ -153,6 +164,15 @@ def one_step(spans: Sequence[MeasuredSpan], step: int) -> list[MeasuredSpan]:
     own = [span for span in spans if span.step == step]
     start = min((span.start for span in own), default=0.0)
     return [msgspec.structs.replace(span, start=span.start - start, end=span.end - start) for span in own]
+
+
+def read_decided(folder: Path, network: Network) -> tuple[Cluster, Profile, Plan]:
+    """What a run decided with and upon, as it stands in its folder."""
+    profiles = decode(read_document(folder / "profile.json"), dict[str, DeviceProfile], str(folder / "profile.json"))
+    for profile in profiles.values():
+        profile.check_matches(network)
+    cluster = Cluster.from_dict(read_document(folder / "cluster.yaml"))
+    return cluster, Profile(profiles), Plan.from_dict(read_document(folder / "plan.yaml"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

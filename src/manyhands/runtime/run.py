@@ -6,25 +6,30 @@ waits without watching: every event of every worker passes through `_follow`, an
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
+from manyhands.facts.errors import BadData, BadValue, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss import has_ignored, ignored_class
+from manyhands.graph.tape import bind_inputs
 from manyhands.runtime import state
+from manyhands.runtime.attempt import Attempt
+from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
     Diagnosis,
     Done,
@@ -39,14 +44,18 @@ from manyhands.runtime.control import (
     State,
     Stop,
 )
-from manyhands.runtime.coordinator import Coordinator, Lost
+from manyhands.runtime.coordinator import Coordinator, Lost, Member
 from manyhands.schedule.policy import Schedule
 
 STEPS_FED_AHEAD = 3
 WAIT_LIMIT_SECONDS = 600.0
 PREPARE_SECONDS = 120.0
-_CULPRIT_SECONDS = 3.0
-"""How long, after somebody missed a peer, to wait for news of who was lost."""
+CONNECT_SECONDS = 30.0
+MOST_SNAPSHOTS_BEHIND = 2
+"""With more than these not yet saved no further step is fed: they take memory on the workers."""
+_STOP_SECONDS = 2.0
+_DIAGNOSIS_SECONDS = 5.0
+_SAVE_SECONDS = 120.0
 
 Batch = tuple[int, Any, Any]
 Batches = Iterator[Batch]
@@ -113,6 +122,7 @@ class Run:
         self.on_result = on_result
         self.schedule = Schedule(order.plan, order.graph.network)
         self.names = order.plan.devices
+        self.members: dict[str, Member] = {}
         self.generation = coordinator.new_generation()
         self.feeder = Feeder(order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training)
         self.outcome = Outcome()
@@ -120,26 +130,42 @@ class Run:
         self._done_step = dict.fromkeys(self.names, self.first - 1)
         self._parts: dict[int, dict[str, float]] = defaultdict(dict)
         self._reported: dict[int, int] = defaultdict(int)
+        self._fed: dict[int, Any] = {}
+        """Inputs of the steps under way."""
         self._ended_at = 0.0
+        self._has_begun = False
+        self._verdict: BaseException | None = None
+        """The error that explains why the run ended; others are looked into."""
+        self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
         self._gathering = _Gathering(self)
 
     # Preparing
 
     def prepare(self) -> None:
         """Everybody builds its part and connects to the others."""
+        self.members = self.coordinator.muster(self.names)
+        try:
+            self._prepare()
+        except BaseException as error:
+            self._end(error)
+
+    def _prepare(self) -> None:
         self.coordinator.endpoint.mailbox.open(self.generation, self._expected(), self.first)
-        peers = self.coordinator.addresses(self.names)
         document = to_document(self.order.graph)
         for name in self.names:
+            peers = self.coordinator.addresses(self.names, name)
             self.coordinator.say(name, Prepare(self.generation, self._job(name, document), peers))
-        self.coordinator.connect(self.names)
+        connecting = Attempt(lambda: self.coordinator.connect(self.names, CONNECT_SECONDS), "coordinator connect")
         ready: set[str] = set()
 
         def hear(name: str, message: Said) -> None:
             if isinstance(message, Ready):
                 ready.add(name)
 
-        self._follow(lambda: len(ready) == len(self.names), hear, "to get ready", PREPARE_SECONDS)
+        def is_ready() -> bool:
+            return connecting.is_over() and len(ready) == len(self.names)
+
+        self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS)
         self.coordinator.set_clocks(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:
@@ -186,10 +212,19 @@ class Run:
             self._loop(batches)
             self._finish()
         except BaseException as error:
-            self._stop(error)
-            raise
+            self._end(error)
         self._stop()
         return self.outcome
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Stop everybody, and raise what explains the error best."""
+        try:
+            found = self._explained(error)
+        finally:
+            self._stop(error)
+        if found is error:
+            raise error
+        raise found from error
 
     def _start(self) -> None:
         keepers = {stage.devices[0] for stage in self.order.plan.stages}
@@ -199,25 +234,43 @@ class Run:
             snapshots = self.order.snapshots if name in keepers else ()
             self.coordinator.say(name, Start(self.generation, self.first, self.order.last_step, snapshots))
         self._ended_at = time.monotonic()
+        self._has_begun = True
 
     def _loop(self, batches: Batches) -> None:
         fed = self.first
-        while (done := min(self._done_step.values()) + 1) < self.order.last_step:
-            while fed < min(self.order.last_step, done + STEPS_FED_AHEAD):
-                step, inputs, targets = next(batches)
-                assert step == fed, "batches come in order"
-                self.feeder.send(step, inputs, targets)
-                fed += 1
-            before = done
 
-            def moved(before: int = before) -> bool:
-                return min(self._done_step.values()) + 1 > before
+        def may_feed() -> bool:
+            limit = min(self.order.last_step, self._steps_done() + STEPS_FED_AHEAD)
+            return fed < limit and not self._gathering.is_behind(fed)
+
+        while (done := self._steps_done()) < self.order.last_step:
+            while may_feed():
+                self._feed(fed, batches)
+                fed += 1
+
+            def moved(done: int = done) -> bool:
+                return self._steps_done() > done or may_feed()
 
             self._follow(moved, self._hear, f"to end step {done}", self.order.wait_limit_seconds + 30)
             if self.on_result is not None:
-                for step in range(before, min(self._done_step.values()) + 1):
+                for step in range(done, self._steps_done()):
                     self.on_result(step, self.feeder.gather(step))
                     self.coordinator.endpoint.mailbox.begin_step(step + 1)
+
+    def _steps_done(self) -> int:
+        return min(self._done_step.values()) + 1
+
+    def _feed(self, fed: int, batches: Batches) -> None:
+        step, inputs, targets = next(batches)
+        assert step == fed, "batches come in order"
+        if self._looks_for_ignored and has_ignored(self.order.graph, targets):
+            raise BadData(
+                f"The targets of step {step} hold the class {ignored_class(self.order.graph)}, which the loss leaves "
+                f"out: its mean is over the others, and the parts of a batch differ in how many they have.",
+                hint='Train with plan="single" and one micro-batch.',
+            )
+        self._fed[step] = inputs
+        self.feeder.send(step, inputs, targets)
 
     def _finish(self) -> None:
         def ended() -> bool:
@@ -244,6 +297,7 @@ class Run:
         if self._reported[message.step] < len(self.names):
             return
         del self._reported[message.step]
+        self._fed.pop(message.step, None)
         parts = self._parts.pop(message.step, {})
         loss = sum(parts[name] for name in self.names if name in parts) if parts else None
         now = time.monotonic()
@@ -252,6 +306,7 @@ class Run:
         if loss is not None:
             self.outcome.losses.append(loss)
         self.on_step(message.step, loss, seconds)
+        self._gathering.ended(message.step)
 
     def _follow(
         self, is_done: Callable[[], bool], hear: Callable[[str, Said], None], what: str, limit_seconds: float
@@ -263,52 +318,74 @@ class Run:
             self._gathering.check()
             if event is None:
                 if time.monotonic() - heard > limit_seconds:
-                    waiting = ", ".join(n for n in self.names if not self.coordinator.members[n].is_lost)
-                    raise TimedOut(f"Waited {limit_seconds:g} s for {waiting} {what}.")
+                    waiting = ", ".join(self.names)
+                    raise TimedOut(f"Waited {limit_seconds:g} s for {waiting} {what}; nobody said anything.")
                 continue
             name, message = event
-            if name not in self.names:
+            if name not in self.members:
                 continue
-            heard = time.monotonic()
             if isinstance(message, Lost):
-                raise self._lost(name, message.reason)
+                if message.member is self.members[name]:
+                    raise self._lost(name, message.reason)
+                continue
             if getattr(message, "generation", self.generation) != self.generation:
                 continue
+            heard = time.monotonic()
             if isinstance(message, Failed):
                 raise self._failed(name, message)
             hear(name, message)
 
     # When something goes wrong
 
-    def _lost(self, name: str, reason: str) -> WorkerLost:
-        ending = self.coordinator.local.ending(name, 1.0)
+    def _explained(self, error: BaseException) -> BaseException:
+        """The cause of an error that is only a witness' account."""
+        if error is self._verdict or not is_witness(error):
+            return error
+        return self._culprit() or error
+
+    def _culprit(self) -> ManyhandsError | None:
+        found = culprit(self.coordinator, self.members, self.generation)
+        if found is None:
+            return None
+        name, what = found
+        return self._lost(name, what) if isinstance(what, str) else self._failed(name, what)
+
+    def _lost(self, name: str, reason: str) -> ManyhandsError:
         step = self._done_step[name] + 1
-        return WorkerLost(f"Worker {name} was lost at step {step}: {ending or reason}.")
+        if not self._has_begun:
+            when = "while it got ready"
+        elif step < self.order.last_step:
+            when = f"at step {step}"
+        else:
+            when = f"after its last step, {step - 1}, before everything was gathered"
+        self._verdict = found = lost(self.coordinator, name, when, reason)
+        return found
 
     def _failed(self, name: str, message: Failed) -> ManyhandsError:
         """The error a worker met. Who misses a peer is a witness: the lost one is the cause, if news of it comes."""
-        if message.kind in ("WorkerLost", "TimedOut"):
-            end = time.monotonic() + _CULPRIT_SECONDS
-            while (left := end - time.monotonic()) > 0:
-                event = self.coordinator.next_event(left)
-                if event is None:
-                    break
-                if isinstance(event[1], Lost) and event[0] in self.names:
-                    return self._lost(event[0], event[1].reason)
-                if isinstance(event[1], Failed) and event[1].kind not in ("WorkerLost", "TimedOut"):
-                    return self._failed(event[0], event[1])
+        if is_witness(message) and (cause := self._culprit()) is not None:
+            return cause
         prefix = "" if message.kind == "NotFinite" else f"Worker {name}: "
         found = error_named(message.kind, prefix + message.message, message.hint)
         if isinstance(found, NotFinite) and len(self.order.plan.stages) > 1:
-            found = self._traced_back(found, message.step)
+            found = self._in_data(found, message.step) or self._traced_back(found, message.step)
+        self._verdict = found
         return found
+
+    def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
+        """Stages behind the first do not see the data: this side does."""
+        for name, tensor in bind_inputs(self.order.graph, self._fed[step]).items() if step in self._fed else ():
+            if not bool(torch.isfinite(tensor).all()):
+                where = f"the input '{name}': the data holds a number that is none"
+                return NotFinite(f"{_head(error)}; it began in {where}.", hint=error.hint)
+        return None
 
     def _traced_back(self, error: NotFinite, step: int) -> NotFinite:
         """In a pipeline the loss is computed at the end: ask every stage where the numbers went wrong first."""
         for name in self.names:
             self.coordinator.say(name, Stop(self.generation, diagnose_step=step))
         found: dict[str, str] = {}
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + _DIAGNOSIS_SECONDS
         while len(found) < len(self.names) and (left := end - time.monotonic()) > 0:
             event = self.coordinator.next_event(left)
             if event is None or isinstance(event[1], Lost):
@@ -319,12 +396,11 @@ class Run:
         named = sorted((layer for layer in found.values() if layer in layers), key=layers.index)
         if not named:
             return error
-        head = error.message.split("; it began in")[0]
-        return NotFinite(f"{head}; it began in layer {named[0]}.", hint=error.hint)
+        return NotFinite(f"{_head(error)}; it began in layer {named[0]}.", hint=error.hint)
 
     def _stop(self, error: BaseException | None = None) -> None:
         for name in self.names:
-            self.coordinator.say(name, Stop(self.generation))
+            self.coordinator.say(name, Stop(self.generation), _STOP_SECONDS)
         self.coordinator.endpoint.mailbox.interrupt(
             error if isinstance(error, ManyhandsError) else WorkerLost("The run has ended.")
         )
@@ -332,23 +408,30 @@ class Run:
 
 
 class _Gathering:
-    """Snapshots from every stage, put together off the main path."""
+    """Snapshots from every stage, put together off the main path and handed on in order.
+
+    One is handed on once the steps before it have been reported, so that no record of them is missing if all ends then.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.latest: RunState | None = None
         self._parts: dict[int, dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._ended = run.first - 1
         self._saved = 0
+        self._is_closed = False
         self._error: BaseException | None = None
 
     def take(self, name: str, message: State) -> None:
         """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
+        if message.step not in self.run.order.snapshots:
+            raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
         listed = message.tensors
         self.run.coordinator.endpoint.mailbox.expect(name, f"state {message.step}", state.byte_count(listed))
         thread = threading.Thread(target=self._receive, args=(name, message), name="gathering", daemon=True)
-        self._threads.append(thread)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
     def _receive(self, name: str, message: State) -> None:
@@ -359,17 +442,25 @@ class _Gathering:
             box.post(name, first, topic, list(tensors.values()))
             self.run.coordinator.say(name, Send(self.run.generation, message.step))
             box.receive(name, first, topic, list(tensors.values()))
-            with self._lock:
+            with self._change:
                 parts = self._parts[message.step]
                 parts[self.run._stage_of(name)] = (tensors, message.scalars)
                 if len(parts) < len(self.run.order.plan.stages):
                     return
                 found = self._joined(message.step)
-                self.run.on_snapshot(found)
+                self._change.wait_for(lambda: self._is_closed or self._is_next(message.step))
+                if self._is_closed:
+                    return
+            self.run.on_snapshot(found)
+            with self._change:
                 self.latest = found
                 self._saved += 1
+                self._change.notify_all()
         except BaseException as error:
             self._error = error
+
+    def _is_next(self, step: int) -> bool:
+        return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
 
     def _joined(self, step: int) -> RunState:
         found = RunState({}, steps_done=step)
@@ -379,6 +470,17 @@ class _Gathering:
             found.scalars |= scalars
         return found
 
+    def ended(self, step: int) -> None:
+        """A step is over, and reported."""
+        with self._change:
+            self._ended = step
+            self._change.notify_all()
+
+    def is_behind(self, fed: int) -> bool:
+        """Whether so many snapshots of steps that were fed are not saved yet that workers should wait."""
+        due = bisect.bisect_right(self.run.order.snapshots, fed)
+        return due - self._saved > MOST_SNAPSHOTS_BEHIND
+
     def is_complete(self) -> bool:
         return self._saved == len(self.run.order.snapshots)
 
@@ -387,8 +489,20 @@ class _Gathering:
             raise self._error
 
     def close(self) -> None:
+        """One that is being saved is waited for."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(_SAVE_SECONDS)
+
+
+def _shares_batches(plan: Plan) -> bool:
+    return plan.is_training and (plan.micro_batches > 1 or len(plan.stages[-1].devices) > 1)
+
+
+def _head(error: NotFinite) -> str:
+    return error.message.split("; it began in")[0]
 
 
 def _moved(span: MeasuredSpan, offset: float) -> MeasuredSpan:

@@ -36,7 +36,8 @@ from manyhands.graph.weights import Weights
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second, identify
-from manyhands.runtime import state
+from manyhands.runtime import probing, state
+from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
     PROTOCOL,
     AskClock,
@@ -52,6 +53,8 @@ from manyhands.runtime.control import (
     Measure,
     Measured,
     Prepare,
+    Probed,
+    ProbeLinks,
     Progress,
     Ready,
     Refusal,
@@ -67,8 +70,6 @@ from manyhands.runtime.control import (
 from manyhands.schedule.policy import Schedule
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 15.0
-"""A coordinator that says nothing for so long is gone; it beats too."""
 GRACE_SECONDS = 10.0
 """How long the main thread may go on in one torch call after the coordinator has gone."""
 CONNECT_SECONDS = 30.0
@@ -111,16 +112,18 @@ class Worker:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu" and not torch.cuda.is_available():
             raise Refused(f"--compute {joining.compute} was asked for; torch sees no such device here.")
-        encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
-        security = Security(joining.token, encrypted=encrypted)
-        self.channel: Channel = connect(joining.host, joining.port, security, joining.limit_seconds)
+        self.channel, security = _reach(joining)
         name = joining.name or socket.gethostname()
         self.endpoint = TcpEndpoint(name, security, host=self.channel.local_host)
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
+        self.probing: ProbeLinks | None = None
         self.stopped = -1
         """The last generation that was stopped."""
+        self.leaving = False
         self.gone: ManyhandsError | None = None
+        self.silence_seconds = 0.0
+        """A coordinator that says nothing for so long is gone; it beats too."""
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -129,7 +132,7 @@ class Worker:
             threading.Thread(target=self._listen, name="control", daemon=True).start()
             while not isinstance(command := self.commands.get(), Leave):
                 self._obey(command)
-            if self.gone is not None:
+            if self.gone is not None and not self.leaving:
                 raise self.gone
         finally:
             self._drop()
@@ -155,6 +158,8 @@ class Worker:
             raise Refused(answer.reason, hint=answer.hint)
         if not isinstance(answer, Welcome):
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
+        self.silence_seconds = answer.silence_seconds
+        self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
 
     def _listen(self) -> None:
         """The control thread: passes commands on, stops at once what must stop, and beats."""
@@ -166,8 +171,8 @@ class Worker:
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
                 if data is None:
-                    if time.monotonic() - heard > SILENCE_SECONDS:
-                        raise WorkerLost(f"The coordinator has said nothing for {SILENCE_SECONDS:g} s.")
+                    if time.monotonic() - heard > self.silence_seconds:
+                        raise WorkerLost(f"The coordinator has said nothing for {self.silence_seconds:g} s.")
                     continue
                 heard = time.monotonic()
                 self._hear(decode(data))
@@ -188,6 +193,7 @@ class Worker:
         else:
             if isinstance(message, (Stop, Leave)):
                 self.stopped = getattr(message, "generation", self.stopped)
+                self.leaving = isinstance(message, Leave)
                 self.endpoint.mailbox.interrupt(_Stopped("stopped by the coordinator"))
             self.commands.put(message)
 
@@ -195,13 +201,19 @@ class Worker:
 
     def _obey(self, command: Said) -> None:
         generation = getattr(command, "generation", -1)
+        if not isinstance(command, Stop) and generation <= self.stopped:
+            return
         try:
             if isinstance(command, Prepare):
                 self._prepare(command)
+            elif isinstance(command, Start) and self.probing is not None:
+                self._probe(self.probing)
             elif isinstance(command, Start):
                 self._train(command)
             elif isinstance(command, Measure):
                 self._measure(command)
+            elif isinstance(command, ProbeLinks):
+                self._prepare_probe(command)
             elif isinstance(command, Stop):
                 if command.diagnose_step >= 0 and self.prepared is not None:
                     self._say(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
@@ -221,6 +233,7 @@ class Worker:
             self._say(Failed(generation, kind, message, hint, step))
 
     def _drop(self) -> None:
+        self.probing = None
         if self.prepared is not None:
             self.endpoint.mailbox.interrupt(_Stopped("the run has ended"))
             self.prepared.executor.close()
@@ -258,8 +271,15 @@ class Worker:
         expected[(COORDINATOR, "state")] = state.byte_count(job.state)
         self.endpoint.mailbox.open(command.generation, expected, job.steps_done)
         self.prepared = _Prepared(command.generation, job, executor)
-        self.endpoint.connect(command.peers, CONNECT_SECONDS)
+        self._connect(command)
         self._say(Ready(command.generation))
+
+    def _connect(self, command: Prepare | ProbeLinks) -> None:
+        """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
+        attempt = Attempt(lambda: self.endpoint.connect(command.peers, CONNECT_SECONDS), "connect")
+        while not attempt.is_over(0.1):
+            if self.leaving or self.gone is not None or self.stopped >= command.generation:
+                raise _Stopped("stopped by the coordinator")
 
     def _train(self, command: Start) -> None:
         prepared = self.prepared
@@ -311,9 +331,39 @@ class Worker:
         )
         self._say(Measured(command.generation, profile, copy_bytes_per_second()))
 
+    def _prepare_probe(self, command: ProbeLinks) -> None:
+        """Connect to those who take part; it begins when everybody is ready."""
+        self._drop()
+        self.endpoint.mailbox.open(command.generation, probing.expected(command.devices, self.endpoint.name))
+        self._connect(command)
+        self.probing = command
+        self._say(Ready(command.generation))
+
+    def _probe(self, command: ProbeLinks) -> None:
+        self.probing = None
+        found = probing.run(self.endpoint, command.devices).of(len(command.devices))
+        self._say(Probed(command.generation, *found))
+
 
 class _Stopped(ManyhandsError):
     """The coordinator said stop: nothing to report."""
+
+
+def _reach(joining: Joining) -> tuple[Channel, Security]:
+    """The coordinator, over an encrypted connection; on this very machine over whichever kind it has."""
+    if joining.encrypted is not None:
+        kinds = [joining.encrypted]
+    else:
+        kinds = [False, True] if is_loopback(joining.host) else [True]
+    refusal: Refused | None = None
+    for encrypted in kinds:
+        security = Security(joining.token, encrypted=encrypted)
+        try:
+            return connect(joining.host, joining.port, security, joining.limit_seconds), security
+        except Refused as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 def _graph(document: dict[str, Any], network: Any) -> Graph:

@@ -10,7 +10,7 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.plan import EVERYWHERE, BySamples
 from manyhands.schedule.actions import Part
 from manyhands.schedule.geometry import StageGeometry
-from manyhands.schedule.work import Lowering
+from manyhands.schedule.work import Lowering, entering_input
 
 
 def fed_inputs(lowering: Lowering) -> dict[str, tuple[Part, ...]]:
@@ -24,10 +24,8 @@ def fed_inputs(lowering: Lowering) -> dict[str, tuple[Part, ...]]:
             found.setdefault(home, []).append(Part(tensor, whole))
             continue
         for geometry in lowering.geometries:
-            reads = any(tensor in op.inputs for op in network.ops[geometry.first : geometry.last])
-            passed_on = tensor in network.outputs and geometry.last == len(network.ops)
-            if reads or passed_on:
-                layout = geometry.entering(tensor) if reads else geometry.owned(tensor)
+            layout = entering_input(geometry, tensor)
+            if layout is not None:
                 for device in geometry.devices:
                     found.setdefault(device, []).extend(Part(tensor, box) for box in layout.boxes(device))
     return {device: tuple(parts) for device, parts in found.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from manyhands.facts.boxes import Box
+from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, Codec, Plan
@@ -66,6 +66,16 @@ def _numbered(action: Action, micro_batch: int) -> Action:
     if isinstance(action, Reduce) and action.what == "statistics":
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
+
+
+def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
+    """What a stage's devices need of a graph input: to read it, or to hand it to the loss as it is."""
+    network = geometry.network
+    if any(tensor in op.inputs for op in network.ops[geometry.first : geometry.last]):
+        return geometry.entering(tensor)
+    if tensor in network.outputs and geometry.last == len(network.ops):
+        return geometry.owned(tensor)
+    return None
 
 
 class Lowering:
@@ -145,12 +155,13 @@ class Lowering:
                 continue
             whole = Box.whole(self.network.tensors[tensor].shape_for(self.plan.micro_batch_size))
             for geometry in self.geometries:
-                if not any(tensor in op.inputs for op in self.network.ops[geometry.first : geometry.last]):
+                layout = entering_input(geometry, tensor)
+                if layout is None:
                     continue
                 found = [
                     Move(home, device, box.intersect(whole))
                     for device in geometry.devices
-                    for box in geometry.entering(tensor).boxes(device)
+                    for box in layout.boxes(device)
                 ]
                 for (source, target), message in self._packed({tensor: tuple(found)}, "input", None).items():
                     self.work[source].before.append(Send(target, message))

@@ -178,18 +178,19 @@ class _Run:
         """Start an action. True if the processor is busy with it."""
         if isinstance(action, Send):
             self._send(device.name, action)
-            return False
-        if isinstance(action, (Receive, Reduce)):
-            return False
         geometry = device.work.geometry
-        assert geometry is not None
-        if isinstance(action, (Forward, Backward)):
+        if isinstance(action, (Send, Receive, Reduce)):
+            seconds = self.costs.copy_seconds(device.name, action)
+        elif isinstance(action, (Forward, Backward)):
+            assert geometry is not None
             seconds = self.costs.compute_seconds(geometry, device.name, action)
         else:
+            assert geometry is not None
             seconds = self.costs.step_seconds(geometry, device.name, self.plan.optimizer_slots)
         device.result.busy_seconds += seconds
-        if self.keep_spans and len(self.spans) < MOST_SPANS:
-            kind = type(action).__name__.lower()
+        is_computing = isinstance(action, (Forward, Backward, Step))
+        if self.keep_spans and len(self.spans) < MOST_SPANS and (seconds or is_computing):
+            kind = type(action).__name__.lower() if is_computing else "copy"
             self.spans.append(Span(device.name, "compute", self.now, self.now + seconds, kind, action))
         if seconds == 0.0:
             return False

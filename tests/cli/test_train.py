@@ -1,0 +1,176 @@
+"""`manyhands train` as a user types it: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import yaml
+from command_processes import MARK, PROGRAM, Command, leftovers
+
+QUICK = ("--devices", "2", "--steps", "5")
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command has ended, and every process it started."""
+    mark = uuid.uuid4().hex
+    result = subprocess.run(
+        [PROGRAM, "train", *words], capture_output=True, text=True, timeout=150, cwd=cwd, check=False,
+        env={**os.environ, MARK: mark},
+    )  # fmt: skip
+    assert leftovers(mark) == []
+    assert "Traceback" not in result.stderr, result.stderr
+    return result
+
+
+def run_json(*words: str, cwd: Path) -> Any:
+    result = run(*words, "--json", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a user's own data, module and plans, and one finished run."""
+    folder = tmp_path_factory.mktemp("train")
+    drawn = numpy.random.default_rng(0)
+    x = drawn.normal(size=(200, 8)).astype(numpy.float32)
+    y = (x.sum(1) > 0).astype(numpy.int64)
+    numpy.savez(folder / "good.npz", x=x, y=y)
+    numpy.savez(folder / "short.npz", x=x[:10], y=y[:10])
+    numpy.savez(folder / "keys.npz", pictures=x, labels=y)
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "def mlp(num_classes):\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, num_classes))\n"
+    )
+    (folder / "broken" / "a").mkdir(parents=True)
+    (folder / "broken" / "b").mkdir()
+    for name in ("a/1.png", "b/1.png"):
+        (folder / "broken" / name).write_text("no picture")
+    (folder / "flat").mkdir()
+    (folder / "flat" / "1.png").write_text("no picture")
+    (folder / "file").write_text("")
+    (folder / "typo.yaml").write_text("devices: [{kind: pi4, cout: 2}]\nlink: {rate: 1 Gbit/s, delay: 1 ms}\n")
+    stage: dict[str, Any] = {"layers": [0, 6], "devices": ["local-1", "local-2"]}
+    shares = {"two": {"by": "samples", "samples": [20, 12]}, "tiles": {"by": "tiles", "rows": [1, 1]}}
+    for name, share in shares.items():
+        plan = {"network": "tiny", "batch_size": 32, "stages": [{**stage, "share": share}]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(plan))
+    first = run_json("--model", "mine:mlp", "--data", "good.npz", *QUICK, "--out", "done", cwd=folder)
+    assert len(first["losses"]) == 5
+    return folder
+
+
+@pytest.mark.slow
+def test_without_arguments_digits_are_learnt_on_four_workers(tmp_path: Path) -> None:
+    command = run(cwd=tmp_path)
+    assert command.returncode == 0, command.stderr
+    for part in ("local-4", "16 of 64 samples", "demonstration asks for 4 workers", "times the prediction", "runs/"):
+        assert part in command.stdout
+    accuracy = float(command.stdout.partition("held-out samples: ")[2].partition("%")[0])
+    assert accuracy >= 95
+    assert "step 220 of 220" in command.stderr
+
+
+def test_json_is_one_document_and_the_run_folder_is_whole(tmp_path: Path) -> None:
+    result = run_json(*QUICK, "--share", "pipeline", "--optimizer", "Adam:lr=1e-3", "--seed", "3", cwd=tmp_path)
+    keys = {"accuracy", "losses", "plan", "folder", "throughput", "predicted_seconds", "measured_seconds"}
+    assert keys <= set(result)
+    assert len(result["losses"]) == result["steps"] == 5
+    assert len(result["plan"]["stages"]) == 2
+    assert result["measured_seconds"] > 0
+    names = {path.name for path in (tmp_path / result["folder"]).iterdir()}
+    assert {"config.yaml", "cluster.yaml", "plan.yaml", "events.jsonl", "metrics.csv", "trace.json"} <= names
+    assert {"loss.png", "timeline.png", "utilisation.png", "checkpoints"} <= names
+
+
+def test_a_plan_file_decides_and_a_run_goes_on(place: Path) -> None:
+    result = run("--plan", "two.yaml", "--steps", "2", "--out", "planned", cwd=place)
+    assert result.returncode == 0, result.stderr
+    assert "20 of 32 samples" in result.stdout
+    assert "step 2 of 2" in result.stderr
+    more = run_json("--resume", "planned", "--steps", "4", cwd=place)
+    assert more["steps"] == 2
+    assert len(more["losses"]) == 4
+    assert more["plan"]["stages"][0]["share"]["samples"] == [20, 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--model", "tinny"], 3, "Did you mean tiny"),
+        (["--data", "digit"], 3, "Did you mean digits"),
+        (["--optimizer", "SDG:lr=1"], 3, "Did you mean SGD"),
+        (["--optimizer", "SGD:lr=1,schedule=CosinLR"], 3, "Did you mean Cos"),
+        (["--share", "sample"], 3, "Did you mean samples"),
+        (["--share", "tiles"], 10, "not yet executed"),
+        (["--share", "samples", "--plan", "two.yaml"], 10, "--plan two.yaml both"),
+        (["--epochs", "1", "--steps", "1"], 10, "--steps 1 both"),
+        (["--devices", "0"], 10, "--devices is 0; it must be at least 1"),
+        (["--devices", "4", "--batch-size", "2"], 10, "4 devices cannot share a batch of 2"),
+        (["--devices", "2", "--gpus", "3"], 10, "--devices 3"),
+        (["--devices", "2", "--cluster", "local:3"], 10, "beside --cluster local:3"),
+        (["--model", "mine:mlp"], 10, "1x16x16"),
+        (["--model", "mine:mlp", "--data", "short.npz"], 13, "a batch has 64"),
+        (["--model", "mine:mlp", "--data", "keys.npz"], 13, "numpy.savez"),
+        (["--data", "broken"], 13, "2 of 2 files"),
+        (["--data", "flat"], 13, "one sub-folder per class"),
+        (["--cluster", "typo.yaml"], 3, "Did you mean count"),
+        (["--plan", "two.yaml", "--batch-size", "64"], 5, "batch_size is 32; --batch-size is 64"),
+        (["--plan", "two.yaml", "--model", "din"], 5, "network is tiny; --model is din"),
+        (["--plan", "two.yaml", "--devices", "1"], 5, "--devices 2"),
+        (["--plan", "tiles.yaml"], 5, "not yet executed"),
+        (["--out", "file"], 4, "file is a file"),
+        (["--out", "done"], 4, "--resume done"),
+        (["--out", "other", "--resume", "done"], 10, "--out other"),
+        (["--resume", "nowhere"], 4, "no such run folder"),
+        (["--resume", "flat"], 4, "is no run folder"),
+        (["--resume", "done", "--batch-size", "32"], 10, "--batch-size 64; it is now 32"),
+        (["--listen", "here:port"], 10, "HOST:PORT"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(words: list[str], code: int, said: str, place: Path) -> None:
+    result = run(*words, cwd=place)
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert not (place / "runs").exists()
+    assert not (place / "other").exists()
+
+
+def test_gpus_that_are_not_there(place: Path) -> None:
+    result = run("--gpus", "99", "--devices", "99", "--batch-size", "99", cwd=place)
+    assert result.returncode == 10
+    assert "--gpus is 99" in result.stderr
+
+
+def test_a_loss_that_is_no_number(place: Path) -> None:
+    result = run(*QUICK, "--optimizer", "SGD:lr=1e9", "--out", "nan", cwd=place)
+    assert result.returncode == 14
+    assert "learning rate" in result.stderr
+
+
+def test_interrupted_in_the_middle_nobody_is_left(place: Path) -> None:
+    command = Command(place, ("train", "--devices", "2", "--epochs", "200", "--out", "stopped"))
+    command.wait_for("step 440 of 4400")
+    command.interrupt()
+    assert command.ended() == 130, command.text
+    assert "Stopped." in command.text
+    assert "manyhands train --resume stopped" in command.text
+    assert "Traceback" not in command.text
+    assert leftovers(command.mark) == []
+
+
+def test_killed_in_the_middle_nobody_is_left(place: Path) -> None:
+    command = Command(place, ("train", "--devices", "2", "--epochs", "200", "--out", "killed"))
+    command.wait_for("Run folder")
+    command.kill()
+    command.ended()
+    assert leftovers(command.mark, 15.0) == []

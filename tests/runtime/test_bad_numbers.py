@@ -1,0 +1,116 @@
+"""Numbers that stop being numbers, and data that cannot be trained on, in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from manyhands.api import training
+from manyhands.executor import checkpoint
+from manyhands.facts.errors import BadData, NotFinite
+from manyhands.facts.optimizer import Optimizer
+from manyhands.runtime.coordinator import Coordinator
+from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Coordinator]:
+    with workers(2) as coordinator:
+        yield coordinator
+
+
+def squares() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), nn.Sequential(Square(), nn.Linear(8, 8)), nn.Linear(8, CLASSES)
+    ).double()
+
+
+def spoilt(first: int, number: float) -> Pictures:
+    """One sample, and no earlier one, holds a number that becomes none."""
+    return Pictures(change=lambda i, x, y: (torch.full_like(x, number) if i == first else x, y))
+
+
+@pytest.mark.parametrize("is_piped", [False, True], ids=["samples", "pipeline"])
+@pytest.mark.parametrize(
+    ("number", "said"), [(1e200, "layer 0.1"), (float("nan"), "the input ")], ids=["overflow", "nan"]
+)
+def test_a_loss_that_is_none_ends_the_run(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_piped: bool, number: float, said: str
+) -> None:
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    plan = in_line(names(cluster)) if is_piped else shared(names(cluster), 5, 7)
+    data = spoilt(3 * BATCH + 1, number)
+    with pytest.raises(NotFinite) as found:
+        train(cluster, plan, tmp_path, model=squares(), data=data, steps=6, shuffle=False)
+    assert "at step 3" in found.value.message
+    assert f"it began in {said}" in found.value.message
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert str(newest) in found.value.hint
+    loaded = checkpoint.load(newest)
+    assert 1 <= loaded.step <= 3
+    assert all(bool(torch.isfinite(t).all()) for t in loaded.model.values())
+
+
+def test_weights_that_overflow_are_no_checkpoint(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the step was still a number; its update is not."""
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    with pytest.raises(NotFinite) as found:
+        train(
+            cluster, shared(names(cluster), 5, 7), tmp_path, model=squares(), steps=50,
+            optimizer=Optimizer("SGD", lr=1e30),
+        )  # fmt: skip
+    assert "step" in found.value.message
+    assert "layer" in found.value.message
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert all(bool(torch.isfinite(t).all()) for t in checkpoint.load(newest).model.values())
+
+
+def test_a_sample_that_cannot_be_loaded(cluster: Coordinator, tmp_path: Path) -> None:
+    def change(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if index == 30:
+            raise OSError("the disk is gone")
+        return x, y
+
+    with pytest.raises(BadData, match="Sample 30 cannot be loaded: OSError: the disk is gone") as found:
+        train(cluster, shared(names(cluster), 5, 7), tmp_path, data=Pictures(change=change))
+    assert "Checkpoint: " in found.value.hint
+
+
+def test_samples_of_another_shape(cluster: Coordinator, tmp_path: Path) -> None:
+    data = Pictures(change=lambda i, x, y: (x[:, :4] if i == 30 else x, y))
+    with pytest.raises(BadData, match=r"sample 30 has the shape \(1, 4, 8\)"):
+        train(cluster, shared(names(cluster), 5, 7), tmp_path / "one", data=data, shuffle=False)
+    data = Pictures(change=lambda i, x, y: (x[:, :4] if i >= 24 else x, y))
+    with pytest.raises(BadData, match=r"\(12, 1, 4, 8\); the network was captured with \(12, 1, 8, 8\)"):
+        train(cluster, shared(names(cluster), 5, 7), tmp_path / "all", data=data, shuffle=False)
+
+
+def test_ignored_targets_are_not_shared(cluster: Coordinator, tmp_path: Path) -> None:
+    """The mean is over the others: shares would have to know of each other."""
+    data = Pictures(change=lambda i, x, y: (x, torch.tensor(-100) if i == 30 else y))
+    for number, plan in enumerate([shared(names(cluster), 5, 7), in_line(names(cluster))]):
+        with pytest.raises(BadData, match="targets of step 2 hold the class -100") as found:
+            train(cluster, plan, tmp_path / str(number), data=data, shuffle=False)
+        assert 'plan="single"' in found.value.hint
+    ran = train(cluster, "single", tmp_path / "single", data=data, model=network(dropout=0.0), shuffle=False)
+    model = network(dropout=0.0)
+    stepper = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(stepper, 4, 0.7)
+    for step in range(6):
+        rows = [data[i] for i in range(step * BATCH, (step + 1) * BATCH)]
+        stepper.zero_grad()
+        loss = functional.cross_entropy(model(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows]))
+        loss.backward()
+        stepper.step()
+        schedule.step()
+        assert ran.result.losses[step] == pytest.approx(loss.item(), rel=1e-10)

@@ -1,0 +1,162 @@
+"""Local workers are processes of their own, and none is left: not after success, errors, Ctrl-C, nor a sudden death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import manyhands as mh
+from manyhands.api import session
+from manyhands.facts.errors import BadData
+from manyhands.runtime import coordinator as coordinator_module
+from manyhands.runtime.coordinator import Coordinator
+from real_runs import Pictures, kill, marked, shared, train
+
+DEVICES = ("local-1", "local-2")
+GONE_SECONDS = 5.0
+
+
+def wait_until(is_so: Callable[[], bool], limit_seconds: float = GONE_SECONDS) -> bool:
+    end = time.monotonic() + limit_seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_so()
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the environment of every process started here."""
+    text = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("MANYHANDS_MARK", text)
+    monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
+    return text
+
+
+def counted() -> tuple[int, int, int]:
+    """Children, threads, descriptors."""
+    own = psutil.Process()
+    return len(own.children(recursive=True)), threading.active_count(), own.num_fds()
+
+
+def test_nothing_is_left(mark: str, tmp_path: Path) -> None:
+    """After success, after an error, and after Ctrl-C, each with workers of its own."""
+    plan, seen = shared(DEVICES, 5, 7), []
+
+    def interrupt(step: int, loss: float, seconds: float) -> None:
+        seen.append(len(marked(mark)))
+        if step == 2:
+            raise KeyboardInterrupt
+
+    train(mh.Cluster.local(2), plan, tmp_path / "first", steps=2).assert_as_planned()  # loads what is loaded once
+    before = counted()
+    with pytest.raises(KeyboardInterrupt):
+        train(mh.Cluster.local(2), plan, tmp_path / "interrupted", steps=100, on_step=interrupt)
+    assert wait_until(lambda: counted() == before), (counted(), before)
+    assert seen[0] == 2, "workers are marked"
+    assert not marked(mark)
+    spoilt = Pictures(change=lambda index, x, y: (x, y) if index < 40 else (x[:, :1], y))
+    with pytest.raises(BadData):
+        train(mh.Cluster.local(2), plan, tmp_path / "failed", data=spoilt, shuffle=False)
+    assert wait_until(lambda: counted() == before), (counted(), before)
+    assert not marked(mark)
+
+
+def test_a_frozen_worker_is_ended_too(mark: str) -> None:
+    with Coordinator.local_cluster(mh.Cluster.local(1)) as coordinator:
+        assert len(marked(mark)) == 1
+        kill(coordinator, "local-1", signal.SIGSTOP)
+        start = time.monotonic()
+    assert time.monotonic() - start < 8
+    assert not marked(mark)
+
+
+def test_closing_may_be_interrupted(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C while workers are waited for: they are killed at once."""
+    coordinator = Coordinator.local_cluster(mh.Cluster.local(1))
+    kill(coordinator, "local-1", signal.SIGSTOP)
+    wait = coordinator.local._wait
+    waits: list[float] = []
+
+    def interrupted(limit_seconds: float) -> None:
+        waits.append(limit_seconds)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        wait(limit_seconds)
+
+    monkeypatch.setattr(coordinator.local, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.close()
+    assert not marked(mark)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("coordinator")]
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import manyhands as mh
+from manyhands.api import session
+session.MEASURE_SECONDS = 0.1
+from real_runs import shared, train
+def at_step(step, loss, seconds):
+    print("step", step, flush=True)
+    time.sleep(0.02)
+train(mh.Cluster.local(2), shared(("local-1", "local-2"), 5, 7), Path({folder!r}), steps=2000, on_step=at_step)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_workers_end_with_the_process_that_started_them(mark: str, tmp_path: Path, number: signal.Signals) -> None:
+    code = SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("step"), process.stderr and process.stderr.read()
+        assert len(marked(mark)) == 3
+        frozen = next(one for one in marked(mark) if one.pid != process.pid)
+        if number is signal.SIGKILL:
+            frozen.suspend()  # one that could not end by itself
+        process.send_signal(number)
+        process.communicate(timeout=20)
+        assert wait_until(lambda: not marked(mark)), marked(mark)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_workers_started_by_a_thread_outlive_it(mark: str) -> None:
+    """The kernel takes the thread for the parent; they belong to the process."""
+    found: list[Coordinator] = []
+    thread = threading.Thread(target=lambda: found.append(Coordinator.local_cluster(mh.Cluster.local(1))))
+    thread.start()
+    thread.join()
+    try:
+        time.sleep(0.3)
+        assert len(marked(mark)) == 1
+        assert not found[0].members["local-1"].is_lost
+    finally:
+        found[0].close()
+    assert not marked(mark)
+
+
+def test_a_coordinator_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counted()
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError("no more descriptors")
+
+    monkeypatch.setattr(coordinator_module, "TcpEndpoint", failing)
+    with pytest.raises(OSError, match="no more"):
+        Coordinator()
+    assert wait_until(lambda: counted() == before), (counted(), before)

@@ -1,0 +1,222 @@
+"""Who may join, and what becomes of those who may not: they learn why, and the coordinator lives on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from manyhands.engine.channel import Channel, connect
+from manyhands.engine.security import Security, new_token
+from manyhands.facts.errors import AddressTaken, BadValue, Refused, WorkerLost
+from manyhands.facts.version import __version__
+from manyhands.runtime import worker
+from manyhands.runtime.control import PROTOCOL, Beat, Facts, Hello, Leave, Refusal, Said, Welcome, decode, encode
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.worker import Joining, Worker
+
+OPEN: list[Channel] = []
+"""One that nobody holds is closed."""
+HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 4, 4, 10**9, "2.6"))
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with Coordinator(silence_seconds=2.0) as found:
+        yield found
+    OPEN.clear()
+
+
+def dial(coordinator: Coordinator) -> Channel:
+    return connect(*coordinator.address, coordinator.security, 5.0)
+
+
+def greet(coordinator: Coordinator, hello: Hello) -> tuple[Channel, Said]:
+    channel = dial(coordinator)
+    OPEN.append(channel)
+    channel.send(encode(hello))
+    data = channel.receive(5.0)
+    assert data is not None
+    return channel, decode(data)
+
+
+def named(name: str) -> Hello:
+    return msgspec.structs.replace(HELLO, name=name)
+
+
+def assert_alive(coordinator: Coordinator) -> None:
+    channel, answer = greet(coordinator, named("one-more"))
+    assert isinstance(answer, Welcome)
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (msgspec.structs.replace(HELLO, version="0.0.1"), f"runs manyhands 0.0.1; the coordinator runs {__version__}"),
+        (msgspec.structs.replace(HELLO, protocol=99), "runs manyhands"),
+        (named("taken"), "has joined already"),
+        (named("stranger"), "has no device called stranger; it has one-more, pi-1, taken"),
+        (named("coordinator"), "has no device called coordinator"),
+    ],
+    ids=["version", "protocol", "taken", "unknown", "coordinator"],
+)
+def test_refused(coordinator: Coordinator, hello: Hello, reason: str) -> None:
+    coordinator.wanted = {"pi-1", "taken", "one-more"}
+    greet(coordinator, named("taken"))
+    _, answer = greet(coordinator, hello)
+    assert isinstance(answer, Refusal)
+    assert reason in answer.reason
+    assert answer.hint
+    assert set(coordinator.members) == {"taken"}
+    assert_alive(coordinator)
+
+
+@pytest.mark.parametrize("name", ["", "../../etc", "a\nb", "x" * 500, "coordinator"])
+def test_a_name_that_is_none(coordinator: Coordinator, name: str) -> None:
+    _, answer = greet(coordinator, named(name))
+    assert isinstance(answer, Refusal)
+    assert not coordinator.members
+    assert_alive(coordinator)
+
+
+def test_absurd_facts(coordinator: Coordinator) -> None:
+    facts = msgspec.structs.replace(HELLO.facts, memory_bytes=-1)
+    _, answer = greet(coordinator, msgspec.structs.replace(HELLO, facts=facts))
+    assert isinstance(answer, Refusal)
+    assert "memory_bytes is -1" in answer.reason
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"garbage", b"[" * 100_000, b'{"type":"beat"}', b"\xff\xfe", b'{"type":"hello"}']
+)
+def test_garbage_in_place_of_a_hello(coordinator: Coordinator, garbage: bytes) -> None:
+    channel = dial(coordinator)
+    channel.send(garbage)
+    data = channel.receive(5.0)
+    assert data is not None
+    assert isinstance(decode(data), Refusal)
+    assert not coordinator.members
+    assert_alive(coordinator)
+
+
+def test_garbage_from_a_member_is_its_end(coordinator: Coordinator) -> None:
+    channel, answer = greet(coordinator, HELLO)
+    assert isinstance(answer, Welcome)
+    coordinator.wait_for(["pi-1"], 2)
+    channel.send(b'{"type": "done", "generation": "seven"}')
+    with pytest.raises(WorkerLost):  # it is told by the end of its connection
+        while True:
+            channel.receive(5.0)
+    event = coordinator.next_event(2.0)
+    assert event is not None
+    assert event[0] == "pi-1"
+    assert "control message cannot be read" in coordinator.members["pi-1"].reason
+    with pytest.raises(WorkerLost, match="pi-1 was lost before this began: A control message cannot be read"):
+        coordinator.muster(["pi-1"])
+    greet(coordinator, HELLO)
+    assert not coordinator.members["pi-1"].is_lost
+    assert coordinator.muster(["pi-1"]).keys() == {"pi-1"}
+
+
+def test_silence_is_the_end(coordinator: Coordinator) -> None:
+    channel, _ = greet(coordinator, HELLO)
+    start = time.monotonic()
+    with pytest.raises(WorkerLost):
+        while True:
+            data = channel.receive(5.0)
+            assert data is not None
+            assert isinstance(decode(data), Beat)
+    assert 1.5 < time.monotonic() - start < 6
+    assert "has said nothing for" in coordinator.members["pi-1"].reason
+
+
+def test_one_who_never_says_hello_does_not_hold_up_the_end(coordinator: Coordinator) -> None:
+    OPEN.append(dial(coordinator))
+    start = time.monotonic()
+    coordinator.close()
+    assert time.monotonic() - start < 3
+
+
+def test_wrong_token(coordinator: Coordinator) -> None:
+    with pytest.raises(Refused, match="the token is not the one it asks for"):
+        Worker(Joining(*coordinator.address, new_token(), "pi-1", limit_seconds=5.0))
+    assert_alive(coordinator)
+
+
+def test_a_worker_is_told_why(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "__version__", "0.0.1")
+    with pytest.raises(Refused, match=r"runs manyhands 0\.0\.1") as found:
+        Worker(Joining(*coordinator.address, coordinator.token, "pi-1")).run()
+    assert "pip install" in found.value.hint
+
+
+def test_a_worker_finds_out_whether_its_own_machine_encrypts() -> None:
+    """A coordinator for all the world, joined from its own machine."""
+    with Coordinator("0.0.0.0") as coordinator:
+        assert coordinator.encrypted
+        one = Worker(Joining("127.0.0.1", coordinator.address[1], coordinator.token, "pi-1"))
+        thread = threading.Thread(target=one.run, daemon=True)
+        thread.start()
+        coordinator.wait_for(["pi-1"], 10)
+        assert coordinator.addresses(["pi-1"], "pi-1")["coordinator"][0] == "127.0.0.1"
+        assert coordinator.cluster().names == ("pi-1",)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_worker_that_leaves_when_told_ends_well(coordinator: Coordinator) -> None:
+    """The connection that goes right after is no loss."""
+    one = Worker(Joining(*coordinator.address, coordinator.token, "pi-1"))
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            one.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    coordinator.wait_for(["pi-1"], 10)
+    channel = coordinator.members["pi-1"].channel
+    channel.send(encode(Leave()))
+    channel.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not errors
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(AddressTaken, match="in use"):
+        Coordinator(port=taken.getsockname()[1])
+
+
+def test_impatience_has_a_limit() -> None:
+    with pytest.raises(BadValue, match=r"silence_seconds is 0\.1"):
+        Coordinator(silence_seconds=0.1)
+
+
+def test_nobody_joined(coordinator: Coordinator) -> None:
+    with pytest.raises(BadValue, match="No worker has joined"):
+        coordinator.cluster()
+    with pytest.raises(WorkerLost, match="pi-9 has not joined"):
+        coordinator.muster(["pi-9"])
+
+
+def test_of_two_with_one_name_one_joins(coordinator: Coordinator) -> None:
+    answers: list[Said] = []
+
+    def join() -> None:
+        answers.append(greet(coordinator, HELLO)[1])
+
+    threads = [threading.Thread(target=join) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(answer, Welcome) for answer in answers) == 1

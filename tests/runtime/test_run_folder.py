@@ -1,0 +1,195 @@
+"""The run folder: complete, valid at any moment, and enough to go on from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from torch.nn import functional
+
+import manyhands as mh
+from manyhands.api import training
+from manyhands.api.training import Planned
+from manyhands.executor import checkpoint
+from manyhands.facts.errors import BadFile, BadPlan, BadValue
+from manyhands.facts.optimizer import Optimizer
+from manyhands.files.documents import read_document
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.record import RunRecord
+from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, piped, shared, train, workers
+
+FILES = {"config.yaml", "cluster.yaml", "profile.json", "plan.yaml", "events.jsonl", "metrics.csv", "devices.json"}
+PICTURES = {"loss.png", "timeline.png", "utilisation.png"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Coordinator]:
+    with workers(3) as coordinator:
+        yield coordinator
+
+
+def read_all(folder: Path) -> set[str]:
+    """Read every file to its end, as somebody may at any moment; which there are."""
+    found = set()
+    for path in list(folder.rglob("*")):
+        if path.is_dir() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        try:
+            content = path.read_bytes()
+            _check(path, content)
+        except FileNotFoundError:
+            assert "step-" in str(path), path  # an old checkpoint went meanwhile
+            continue
+        found.add(path.name)
+    return found
+
+
+def _check(path: Path, content: bytes) -> None:
+    if path.suffix == ".yaml":
+        assert isinstance(yaml.safe_load(content), dict), path
+    elif path.suffix == ".json":
+        json.loads(content)
+    elif path.suffix == ".jsonl":
+        assert content == b"" or content.endswith(b"\n")
+        assert all("event" in json.loads(line) for line in content.splitlines())
+    elif path.suffix == ".csv":
+        if content:  # the first line is written a moment after the file is made
+            assert content.endswith(b"\n")
+            rows = list(csv.DictReader(content.decode().splitlines()))
+            assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    elif path.suffix == ".png":
+        with Image.open(path) as picture:
+            picture.verify()
+    elif path.suffix == ".safetensors":
+        load_file(path)
+
+
+def test_every_file_is_valid_at_any_moment(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    folder, problems, is_over = tmp_path / "run", [], threading.Event()
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        while not is_over.is_set():
+            try:
+                if folder.exists():
+                    read_all(folder)
+                    looks += 1
+            except Exception as error:
+                problems.append(repr(error))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        ran = train(
+            cluster, piped(names(cluster)), folder, steps=30, test=Pictures(20), on_step=lambda *_: time.sleep(0.01)
+        )
+    finally:
+        is_over.set()
+        thread.join()
+    assert not problems, problems[:3]
+    assert looks > 10
+    assert read_all(folder) >= FILES | PICTURES | {"trace.json", checkpoint.MODEL_FILE}
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [events[0], *events[-2:]] == ["started", "evaluated", "finished"]
+    assert len(list((folder / "checkpoints").iterdir())) == 3
+    fresh = network()
+    fresh.load_state_dict(load_file(ran.result.checkpoint / checkpoint.MODEL_FILE))
+    assert_same(fresh.state_dict(), ran.state)
+    assert ran.result.accuracy is not None
+    assert ran.result.throughput > 0
+    assert mh.read_plan(folder / "plan.yaml", ran.planned.network) == ran.result.plan
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Optimizer("Adam", lr=1e-3, betas=(0.8, 0.9))], ids=lambda one: one.name)
+def test_resuming_gives_the_same_bits(cluster: Coordinator, tmp_path: Path, optimizer: Optimizer) -> None:
+    """With shuffling, dropout, momenta and a learning-rate schedule."""
+    plan = piped(names(cluster))
+    whole = train(cluster, plan, tmp_path / "whole", steps=14, optimizer=optimizer)
+    first = train(cluster, plan, tmp_path / "parts", steps=5, optimizer=optimizer)
+    assert len(first.result.losses) == 5
+    second = train(cluster, plan, tmp_path / "parts", steps=14, optimizer=optimizer, resume=True)
+    assert_same(second.state, whole.state)
+    assert second.result.losses == whole.result.losses
+    second.assert_as_planned()
+    assert second.result.steps == 9
+
+
+def test_a_run_keeps_its_plan(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured again it might get another one, and round otherwise."""
+    before: list[Planned] = []
+    train(cluster, "samples", tmp_path, steps=2, on_planned=before.append)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(training, "measure", never)
+    ran = train(cluster, "samples", tmp_path, steps=4, resume=tmp_path)
+    assert ran.result.plan == before[0].plan
+    with pytest.raises(AssertionError, match="measured again"):
+        train(cluster, "pipeline", tmp_path, steps=6, resume=True)
+
+
+def test_what_a_run_cannot_go_on_with(cluster: Coordinator, tmp_path: Path) -> None:
+    plan, folder = shared(names(cluster), 3, 1, 8), tmp_path / "run"
+    train(cluster, plan, folder, steps=2)
+    with pytest.raises(BadFile, match="holds another run already"):
+        train(cluster, plan, folder, steps=2)
+    for changed in ({"seed": 6}, {"optimizer": ADAM}, {"shuffle": False}, {"data": Pictures(5 * BATCH)}):
+        with pytest.raises(BadValue, match="would not go on as it was"):
+            train(cluster, plan, folder, steps=4, resume=True, **changed)  # type: ignore[arg-type]
+    with pytest.raises(BadValue, match="2 of 2 steps: there is nothing to go on with"):
+        train(cluster, plan, folder, steps=2, resume=True)
+    with pytest.raises(BadFile, match="no such run folder"):
+        train(cluster, plan, folder, steps=2, resume=tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadFile, match="no complete checkpoint"):
+        train(cluster, plan, tmp_path / "empty", resume=True)
+    with pytest.raises(BadValue, match="needs the folder"):
+        mh.train(network(), Pictures(), loss=functional.cross_entropy, optimizer=SGD, batch_size=BATCH, resume=True)
+    with pytest.raises(BadPlan, match="batch_norm is 'local'; the plan's is 'synchronised'"):
+        train(cluster, plan, tmp_path / "norm", steps=2, batch_norm="local")
+
+
+def test_steps_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    for step in range(5):
+        record.step(step, 0, 0.5 + step, 0.1, 12)
+    record.close()
+    for done in (3, 0):  # 0: it ended before its first checkpoint of a step
+        again = RunRecord(tmp_path, steps_done=done)
+        assert again.losses() == [0.5 + step for step in range(done)]
+        again.close()
+
+
+def test_epochs_and_seconds_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = training._Options(
+        network(), Pictures(), functional.cross_entropy, SGD, BATCH, 1, None, True, "synchronised", 0
+    )
+    assert options.order.steps_per_epoch == 6
+    assert options.checkpoint_steps(100.0) == 1
+    assert options.checkpoint_steps(10.0) == 3
+    assert options.checkpoint_steps(0.5) == 6
+    assert options.checkpoint_steps(0.1) == 12  # short epochs: at least a second apart
+    assert options.checkpoint_steps(0.0) > 1000
+
+
+def test_what_was_decided_can_be_read_by_people(cluster: Coordinator, tmp_path: Path) -> None:
+    train(cluster, shared(names(cluster), 3, 1, 8), tmp_path, steps=2)
+    config = read_document(tmp_path / "config.yaml")
+    assert isinstance(config, dict)
+    assert config["batch_size"] == BATCH
+    assert config["plan"] == "given"
+    assert config["optimizer"]["name"] == "SGD"
