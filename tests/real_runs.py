@@ -1,4 +1,4 @@
-"""Runs over real worker processes: small networks and data, sessions that tests share, and what a run must have done."""
+"""Runs over real worker processes: small networks and data, sessions that tests share, what a run must have done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.api import session
+from manyhands.api import session, training
 from manyhands.api.training import Planned, TrainResult
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.optimizer import Optimizer
@@ -96,9 +96,11 @@ def in_line(devices: tuple[str, ...]) -> Plan:
 
 
 @contextlib.contextmanager
-def workers(count: int, **options: Any) -> Iterator[Coordinator]:
-    """Local workers for many runs, which measure little."""
+def workers(count: int, *, pictures: bool = False, **options: Any) -> Iterator[Coordinator]:
+    """Local workers for many runs, which measure little and draw nothing unless asked to."""
     patch = pytest.MonkeyPatch()
+    if not pictures:
+        patch.setattr(training._Job, "write_pictures", lambda *_: None)
     patch.setattr(session, "MEASURE_SECONDS", 0.1)
     try:
         with Coordinator.local_cluster(mh.Cluster.local(count), threads=1, **options) as coordinator:

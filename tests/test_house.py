@@ -47,7 +47,7 @@ def test_ci_runs_the_readme_command() -> None:
     readme = (ROOT / "README.md").read_text()
     commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
     assert len(commands) == 2
-    assert "manyhands simulate" in commands[0]
+    assert "manyhands train" in commands[0]
     assert "pytest" in commands[1]
     assert "grep -m1 'pytest' README.md" in (ROOT / ".ci" / "run").read_text()
     assert next(line for line in readme.splitlines() if "pytest" in line) == commands[1]

@@ -45,9 +45,9 @@ def test_strategies_by_name(cluster: Coordinator, tmp_path: Path, strategy: str)
 
 def test_local_workers_a_cluster_file_and_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.api.session.MEASURE_SECONDS", 0.1)
-    write_document(
-        tmp_path / "home.yaml", {"devices": [{"name": "left", "kind": "local"}, {"name": "right", "kind": "local"}]}
-    )
+    facts = {"kind": "local", "gflops": 10, "memory": "1 GB"}
+    devices = [{"name": name, **facts} for name in ("left", "right")]
+    write_document(tmp_path / "home.yaml", {"devices": devices, "link": {"rate": "1 GB/s", "delay": "50 us"}})
     write_document(tmp_path / "plan.yaml", shared(("left", "right"), 4, 8).to_dict())
     said: list[str] = []
     ran = train(

@@ -90,7 +90,7 @@ def test_shares_equal_a_plain_pytorch_loop(cluster: Coordinator, tmp_path: Path,
         stepper.step()
         if schedule is not None:
             schedule.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert_close(ran.state, model.state_dict())
     assert ran.result.losses == pytest.approx(losses, rel=1e-10)
 

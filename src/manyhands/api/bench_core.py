@@ -133,7 +133,7 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
         plan = _even(setting, graph, session.cluster.names)
         for rival in rivals.values():
             rival.run(3)
-        cluster, profile = measure(session, graph, setting.samples, say=say)
+        cluster, profile = measure(session, graph, setting.samples, say=say, refresh=True)
         predicted = simulate(plan, graph.network, cluster, profile, keep_spans=False).seconds
         ours: list[float] = []
         theirs: dict[int, list[float]] = {mb: [] for mb in BUCKETS_MB}

@@ -208,6 +208,7 @@ def evaluate(
 ) -> EvaluateResult:
     """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
     graph = captured(model, data, loss, granularity=granularity, name=name)
+    network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers
     size = min(batch_size, length(data))
     with open_session(cluster, say=say) as session:
         machines, profile = measure(session, graph, size, say=say)
@@ -215,8 +216,8 @@ def evaluate(
             chosen = plan
         elif is_strategy(str(plan)):
             chosen = make_plan(
-                graph.network, machines, batch_size=size, strategy=str(plan), profile=profile, optimizer_slots=0
+                network, machines, batch_size=size, strategy=str(plan), profile=profile, optimizer_slots=0
             ).plan
         else:
-            chosen = read_plan(plan_file(str(plan)), graph.network, machines)
-        return evaluate_in(session, graph, resolve(chosen, graph.network, machines), graph.state, data, loss, profile)
+            chosen = read_plan(plan_file(str(plan)), network, machines)
+        return evaluate_in(session, graph, resolve(chosen, network, machines), graph.state, data, loss, profile)

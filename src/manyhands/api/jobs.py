@@ -19,7 +19,7 @@ from manyhands.api.joining import join_command, parse_address
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, unknown
+from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, UnknownName, unknown
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, ByTiles, Plan
 from manyhands.files.documents import load_cluster, read_document
@@ -179,13 +179,12 @@ def _check_out(folder: Path) -> None:
 
 def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
     """What a run was started with; how long and on which devices may be said anew."""
-    from manyhands.runtime.record import read_config
-
     if not folder.is_dir():
         raise BadFile(f"{folder}: there is no such run folder.", hint="List them: ls runs")
     if not (folder / "config.yaml").exists():
         raise BadFile(f"{folder}: is no run folder: it has no config.yaml.", hint="List them: ls runs")
-    known = read_config(folder).get("wish")
+    config = read_document(folder / "config.yaml")
+    known = config.get("wish") if isinstance(config, dict) else None
     if not isinstance(known, dict):
         raise BadValue(
             f"{folder} was not started by manyhands train: its model cannot be built from a name.",
@@ -363,12 +362,15 @@ def train_job(
     say: Say | None = None,
 ) -> TrainResult:
     """Train by names."""
-    from manyhands.api.training import train
-
     optimizer = parse_optimizer(wish.optimizer)
+    if wish.model not in ZOO and ":" not in wish.model:
+        error = unknown("model", wish.model, ZOO)
+        raise UnknownName(error.message, hint=f"{error.hint} Or write module:factory.".strip())
     data = load_data(wish)
     model = build_model(wish.model, data)
     _check_classes(model, wish, data)
+    from manyhands.api.training import train
+
     return train(
         model, data.train, loss=loss_of(wish.model, data), optimizer=optimizer, batch_size=wish.batch_size,
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,

@@ -99,22 +99,22 @@ def stored_kernels(graph: Graph, threads: int) -> Mapping[str, Kernel]:
 
 
 def measure(
-    session: Session, graph: Graph, batch_size: int, *, say: Say | None = None, seconds: float | None = None
+    session: Session,
+    graph: Graph,
+    batch_size: int,
+    *,
+    say: Say | None = None,
+    seconds: float | None = None,
+    refresh: bool = False,
 ) -> tuple[Cluster, Profile]:
     """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused."""
     count = len(session.cluster.devices)
-    ladder = tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count), batch_size}))
-    known = _load(session, graph, ladder)
+    shares = tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
+    known = None if refresh else _load(session, graph, shares)
     if known is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
-        found = measure_on(
-            session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds or MEASURE_SECONDS,
-            kernels=stored_kernels(graph, session.threads),
-        )  # fmt: skip
-        known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
-        if session.is_local:
-            known = _alike(session.cluster, known)
+        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS)
         _keep(session, graph, known)
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
@@ -149,6 +149,37 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
 
 
 _Known = dict[str, tuple[DeviceProfile, float]]
+
+
+def _measured(session: Session, graph: Graph, shares: tuple[int, ...], batch_size: int, seconds: float) -> _Known:
+    """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
+    kernels = stored_kernels(graph, session.threads)
+    crowded = session.is_local and len(session.cluster.devices) > 1
+    ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
+    found = measure_on(
+        session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels
+    )
+    known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
+    if not crowded:
+        return known
+    known = _alike(session.cluster, known)
+    if batch_size > shares[-1]:
+        for compute in {device.compute.partition(":")[0] for device in session.cluster.devices}:
+            names = [d.name for d in session.cluster.devices if d.compute.partition(":")[0] == compute]
+            alone = measure_on(
+                session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels
+            )[names[0]].profile
+            known |= {name: (_joined(known[name][0], alone), known[name][1]) for name in names}
+    return known
+
+
+def _joined(shares: DeviceProfile, alone: DeviceProfile) -> DeviceProfile:
+    """One profile whose ladder goes from the shares up to the whole batch."""
+    layers = tuple(
+        LayerTiming(one.layer, (*one.ladder, *(timing for timing in other.ladder)))
+        for one, other in zip(shares.layers, alone.layers, strict=True)
+    )
+    return msgspec.structs.replace(shares, layers=layers, peak_bytes=shares.peak_bytes | alone.peak_bytes)
 
 
 def _alike(cluster: Cluster, known: _Known) -> _Known:
@@ -186,7 +217,7 @@ def _place(session: Session, graph: Graph, name: str) -> Path:
     return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}.json")
 
 
-def _load(session: Session, graph: Graph, ladder: tuple[int, ...]) -> _Known | None:
+def _load(session: Session, graph: Graph, shares: tuple[int, ...]) -> _Known | None:
     found: _Known = {}
     for name in session.cluster.names:
         path = _place(session, graph, name)
@@ -196,7 +227,7 @@ def _load(session: Session, graph: Graph, ladder: tuple[int, ...]) -> _Known | N
         except ManyhandsError:
             return None
         sizes = {timing.samples for timing in profile.layers[0].ladder}
-        if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(ladder[:2]):
+        if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(shares):
             return None
         if not isinstance(raw, float) or profile.kernels != dict(stored_kernels(graph, session.threads)):
             return None

@@ -372,6 +372,10 @@ class Coordinator:
         with contextlib.suppress(WorkerLost, TimedOut):
             self.members[name].channel.send(encode(message), limit_seconds)
 
+    def wake(self) -> None:
+        """Whoever waits for an event looks around now."""
+        self.events.put((COORDINATOR, Beat()))
+
     def next_event(self, limit_seconds: float) -> Event | None:
         try:
             return self.events.get(timeout=max(0.0, limit_seconds))

@@ -458,6 +458,8 @@ class _Gathering:
                 self._change.notify_all()
         except BaseException as error:
             self._error = error
+        finally:
+            self.run.coordinator.wake()
 
     def _is_next(self, step: int) -> bool:
         return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step

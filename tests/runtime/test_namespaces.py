@@ -1,0 +1,148 @@
+"""Coordinator and workers on different hosts, as far as the kernel can tell: network namespaces joined by a bridge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+from manyhands.api import session
+from manyhands.facts.errors import WorkerLost
+from manyhands.runtime.coordinator import Coordinator
+from real_runs import Pictures, assert_close, marked, network, shared, train
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` command here"),
+]
+
+WORKERS = ("alpha", "zulu")
+"""One before and one after 'coordinator': of two names the smaller one connects."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Hosts:
+    """A bridge of this host and a namespace for each worker."""
+
+    tag: str
+    subnet: str
+    address: str
+
+    def namespace(self, name: str) -> str:
+        return f"mh-{self.tag}-{name}"
+
+    def link(self, name: str) -> str:
+        return f"mh{self.tag}{name[0]}"
+
+    def up(self) -> None:
+        bridge = self.link("bridge")
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", f"{self.address}/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for number, name in enumerate(WORKERS, start=2):
+            space = self.namespace(name)
+            ip("netns", "add", space)
+            ip("link", "add", self.link(name), "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", self.link(name), "master", bridge, "up")
+            ip("-n", space, "address", "add", f"{self.subnet}.{number}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+
+    def down(self) -> None:
+        for name in (*WORKERS, "bridge"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("link", "delete", self.link(name))
+            if name != "bridge":
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    ip("netns", "delete", self.namespace(name))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    number = os.getpid() % 250
+    found = Hosts(f"{os.getpid() % 10**6}", f"10.213.{number}", f"10.213.{number}.1")
+    try:
+        try:
+            found.up()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"namespaces cannot be made here: {error.stderr}")
+        yield found
+    finally:
+        found.down()
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    """A coordinator on all addresses of this host, and workers by the command a person types."""
+    patch, mark = pytest.MonkeyPatch(), f"namespaces-{os.getpid()}"
+    patch.setattr(session, "MEASURE_SECONDS", 0.1)
+    processes = []
+    logs = tmp_path_factory.mktemp("logs")
+    try:
+        with Coordinator("0.0.0.0") as coordinator:
+            for name in WORKERS:
+                words = [
+                    "ip", "netns", "exec", hosts.namespace(name), sys.executable, "-m", "manyhands", "worker",
+                    "--join", f"{hosts.address}:{coordinator.address[1]}", "--token", coordinator.token,
+                    "--name", name, "--threads", "1",
+                ]  # fmt: skip
+                with open(logs / f"{name}.log", "wb") as log:
+                    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MANYHANDS_MARK": mark}
+                    processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
+            coordinator.wait_for(WORKERS, 60)
+            yield coordinator
+        for name, process in zip(WORKERS, processes):
+            process.wait(20)
+            if name == "alpha":
+                assert process.returncode == 0, (logs / "alpha.log").read_text()
+        assert not marked(mark)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        patch.undo()
+
+
+def test_training_between_hosts_is_exact_and_encrypted(cluster: Coordinator, hosts: Hosts, tmp_path: Path) -> None:
+    assert cluster.encrypted
+    assert {member.address[0] for member in cluster.members.values()} == {f"{hosts.subnet}.2", f"{hosts.subnet}.3"}
+    ran = train(cluster, shared(WORKERS, 5, 7), tmp_path / "hosts", steps=20)
+    ran.assert_as_planned()
+    one = train(cluster, "single", tmp_path / "single", steps=20)
+    assert_close(ran.state, one.state)
+    found = mh.evaluate(network(), Pictures(20), batch_size=12, cluster=cluster)
+    assert found.accuracy is not None
+
+
+def test_a_link_that_goes_down_ends_the_run(cluster: Coordinator, hosts: Hosts, tmp_path: Path) -> None:
+    fired: list[float] = []
+
+    def at_step(step: int, loss: float, seconds: float) -> None:
+        if step == 3:
+            ip("-n", hosts.namespace("zulu"), "link", "set", "eth0", "down")
+            fired.append(time.monotonic())
+
+    with pytest.raises(WorkerLost) as found:
+        train(cluster, shared(WORKERS, 5, 7), tmp_path, steps=5000, on_step=at_step)
+    assert fired, "the fault did not fire"
+    assert time.monotonic() - fired[0] < 18
+    assert "Worker zulu was lost at step " in found.value.message
+    assert "Checkpoint: " in found.value.hint
+    start = time.monotonic()
+    with contextlib.suppress(WorkerLost):
+        cluster.muster(["zulu"])
+    assert time.monotonic() - start < 2
