@@ -49,7 +49,7 @@ def counted() -> tuple[int, int, int]:
 
 
 def test_nothing_is_left(mark: str, tmp_path: Path) -> None:
-    """After success, after an error, and after Ctrl-C, each with workers of its own."""
+    """After success and after Ctrl-C, each with workers of its own."""
     plan, seen = shared(("local-1",), 12), []
 
     def interrupt(step: int, loss: float, seconds: float) -> None:
@@ -64,6 +64,13 @@ def test_nothing_is_left(mark: str, tmp_path: Path) -> None:
     assert wait_until(lambda: counted() == before), (counted(), before)
     assert seen[0] == 1, "workers are marked"
     assert not marked(mark)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_an_error(mark: str, tmp_path: Path) -> None:
+    plan = shared(("local-1",), 12)
+    train(mh.Cluster.local(1), plan, tmp_path / "first", steps=2)
+    before = counted()
     spoilt = Pictures(change=lambda index, x, y: (x, y) if index < 40 else (x[:, :1], y))
     with pytest.raises(BadData):
         train(mh.Cluster.local(1), plan, tmp_path / "failed", data=spoilt, shuffle=False)

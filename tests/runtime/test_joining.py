@@ -79,6 +79,7 @@ def assert_alive(coordinator: Coordinator) -> None:
 def test_refused(coordinator: Coordinator, hello: Hello, reason: str) -> None:
     coordinator.wanted = {"pi-1", "taken", "one-more"}
     greet(coordinator, named("taken"))
+    coordinator.wait_for(["taken"], 2)
     _, answer = greet(coordinator, hello)
     assert isinstance(answer, Refusal)
     assert reason in answer.reason
@@ -128,7 +129,7 @@ def test_garbage_from_a_member_is_its_end(coordinator: Coordinator) -> None:
     with pytest.raises(WorkerLost, match="pi-1 was lost before this began: A control message cannot be read"):
         coordinator.muster(["pi-1"])
     greet(coordinator, HELLO)
-    assert not coordinator.members["pi-1"].is_lost
+    coordinator.wait_for(["pi-1"], 2)
     assert coordinator.muster(["pi-1"]).keys() == {"pi-1"}
 
 
@@ -194,6 +195,7 @@ def test_a_worker_that_leaves_when_told_ends_well(coordinator: Coordinator) -> N
     thread.join(5)
     assert not thread.is_alive()
     assert not errors
+    assert one._ended.is_set(), "else it would end this process in a while"
 
 
 def test_port_in_use() -> None:

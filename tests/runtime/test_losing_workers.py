@@ -138,6 +138,7 @@ def test_death_at_other_moments(
     assert "killed by SIGKILL" in error.message
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_lost_before_is_named(cluster: Coordinator, tmp_path: Path) -> None:
     devices = names(cluster)
     plan = shared(devices, 3, 1, 8)

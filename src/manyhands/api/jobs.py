@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -325,12 +324,8 @@ def build_model(name: str, data: DataSets) -> nn.Module:
         return registry.build(name, num_classes=data.num_classes) if data.num_classes else registry.build(name)
     wanted = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
     taken: Mapping[str, Any] = {}
-    if name in ZOO or ":" in name:
-        if os.getcwd() not in sys.path and "" not in sys.path:  # a user's own module lies beside the data
-            sys.path.insert(0, os.getcwd())
-        factory: Any = registry._load(ZOO[name].factory if name in ZOO else name)
-        with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
-            taken = inspect.signature(factory).parameters
+    with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
+        taken = inspect.signature(registry.factory(name)).parameters
     return registry.build(name, **{key: value for key, value in wanted.items() if value and key in taken})
 
 

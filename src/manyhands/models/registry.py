@@ -105,20 +105,25 @@ ZOO: dict[str, ModelEntry] = {entry.name: entry for entry in _ENTRIES}
 
 def build(name_or_path: str, **kwargs: Any) -> nn.Module:
     """A new model with random weights: a zoo name, `module:factory`, `torchvision:NAME` or `timm:NAME`."""
+    return _call(name_or_path, factory(name_or_path), kwargs)
+
+
+def factory(name_or_path: str) -> Callable[..., Any]:
+    """What builds a model of that name."""
     if name_or_path in ZOO:
-        return _call(name_or_path, _load(ZOO[name_or_path].factory), kwargs)
+        return _load(ZOO[name_or_path].factory)
     library, colon, name = name_or_path.partition(":")
     if not colon or not library or not name:
         error = unknown("model", name_or_path, ZOO)
         how = "Or write module:factory, torchvision:NAME or timm:NAME."
         raise UnknownName(error.message, hint=f"{error.hint} {how}".strip())
     if library in ("torchvision", "timm"):
-        return _call(name_or_path, _library_factory(library, name), kwargs)
-    if os.getcwd() not in sys.path and "" not in sys.path:
+        return _library_factory(library, name)
+    if os.getcwd() not in sys.path and "" not in sys.path:  # a user's own module lies in the current folder
         sys.path.insert(0, os.getcwd())
     # Files written since the folder was last listed would otherwise go unseen.
     importlib.invalidate_caches()
-    return _call(name_or_path, _load(name_or_path), kwargs)
+    return _load(name_or_path)
 
 
 def _load(path: str) -> Callable[..., Any]:

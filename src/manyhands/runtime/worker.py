@@ -121,6 +121,7 @@ class Worker:
         self.stopped = -1
         """The last generation that was stopped."""
         self.leaving = False
+        self._ended = threading.Event()
         self.gone: ManyhandsError | None = None
         self.silence_seconds = 0.0
         """A coordinator that says nothing for so long is gone; it beats too."""
@@ -138,6 +139,7 @@ class Worker:
             self._drop()
             self.endpoint.close()
             self.channel.close()
+            self._ended.set()
 
     # Talking
 
@@ -180,8 +182,8 @@ class Worker:
             self.gone = error if isinstance(error, ManyhandsError) else WorkerLost(f"Control ended: {error!r}")
             self.endpoint.mailbox.interrupt(self.gone)
             self.commands.put(Leave())
-            time.sleep(GRACE_SECONDS)
-            os._exit(WorkerLost.exit_code)  # the main thread is stuck in a call that nothing interrupts
+            if not self._ended.wait(GRACE_SECONDS):
+                os._exit(WorkerLost.exit_code)  # the main thread is stuck in a call that nothing interrupts
 
     def _hear(self, message: Said) -> None:
         if isinstance(message, Beat):
