@@ -15,6 +15,8 @@ from manyhands.facts.errors import BadData
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import Pictures, assert_same, in_line, names, network, workers
 
+pytestmark = pytest.mark.xdist_group("evaluation")  # its workers are started once
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Coordinator]:

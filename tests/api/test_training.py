@@ -19,6 +19,8 @@ from manyhands.files.documents import write_document
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import ADAM, BATCH, SGD, Pictures, assert_close, names, network, shared, train, workers
 
+pytestmark = pytest.mark.xdist_group("training")  # its workers are started once
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Coordinator]:

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from command_processes import MARK, PROGRAM, Command, leftovers
 
+pytestmark = pytest.mark.xdist_group("train")  # its workers are started once
+
 QUICK = ("--devices", "2", "--batch-size", "32", "--steps", "3")  # measured once for all tests
 
 

@@ -17,6 +17,8 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
 
+pytestmark = pytest.mark.xdist_group("bad_numbers")  # its workers are started once
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Coordinator]:

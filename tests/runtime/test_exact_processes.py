@@ -32,6 +32,8 @@ from real_runs import (
     workers,
 )
 
+pytestmark = pytest.mark.xdist_group("exact_processes")  # its workers are started once
+
 STEPS = 20
 
 

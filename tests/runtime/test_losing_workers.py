@@ -21,6 +21,8 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
 from real_runs import assert_same, kill, names, network, piped, restart, shared, train, workers
 
+pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once
+
 SILENCE_SECONDS = 6.0
 
 

@@ -27,6 +27,8 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
 from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, piped, shared, train, workers
 
+pytestmark = pytest.mark.xdist_group("run_folder")  # its workers are started once
+
 FILES = {"config.yaml", "cluster.yaml", "profile.json", "plan.yaml", "events.jsonl", "metrics.csv", "devices.json"}
 PICTURES = {"loss.png", "timeline.png", "utilisation.png"}
 
