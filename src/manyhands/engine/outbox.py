@@ -62,6 +62,41 @@ class Outbox:
             return True
         return self._is_encrypted and self._wire.has_unsent
 
+    def send_now(self, start: Header, views: list[memoryview]) -> bool:
+        """Write a message of one frame straight to an idle link. False where it must queue, and nothing was done.
+
+        Most messages are small and find the link idle: they pass without any of the bookkeeping below.
+        """
+        if self._is_encrypted or start.length != start.bytes or self.is_blocked or self.has_work:
+            return False
+        if not self.writing.acquire(blocking=False):
+            return False
+        try:
+            if self.has_work:
+                return False
+            head = encode(start)
+            frame = [memoryview(head), *views]
+            self.frames += 1
+            written = self._wire.write(frame)
+            if written < len(head) + start.bytes:
+                self._frame = frame
+                self._cut(written)
+                self.is_blocked = True
+            return True
+        finally:
+            self.writing.release()
+
+    def _cut(self, count: int) -> int:
+        """Drop what has left from the frame under way; how many of its pieces that were."""
+        frame, place = self._frame, 0
+        while place < len(frame) and count >= len(frame[place]):
+            count -= len(frame[place])
+            place += 1
+        del frame[:place]
+        if frame and count:
+            frame[0] = frame[0][count:]
+        return place
+
     def pump(self, most_bytes: int) -> bool:
         """Write what the link takes, up to about `most_bytes`. Whether anything is left for the engine's thread.
 
@@ -87,17 +122,11 @@ class Outbox:
                 return 0
             frame = self._frame = message.next_frame()
             self.frames += 1
-        count = written = self._wire.write(frame)
+        written = self._wire.write(frame)
         if not self._is_encrypted and written == sum(map(len, frame)):
             frame.clear()
             return written
-        place = 0
-        while place < len(frame) and count >= len(frame[place]):
-            count -= len(frame[place])
-            place += 1
-        del frame[:place]
-        if frame and count:
-            frame[0] = frame[0][count:]
+        place = self._cut(written)
         # A plain link that took a part is full; an encrypted one takes parts while it has room.
         self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._is_encrypted and place < MOST_BUFFERS)
         return written

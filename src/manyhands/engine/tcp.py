@@ -13,7 +13,6 @@ wait for each other.
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
 from manyhands.engine.outbox import Outbox, Outgoing
+from manyhands.engine.poller import READ, WRITE, Poller
 from manyhands.engine.security import Security
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
@@ -50,7 +50,7 @@ class Connection:
         self.outbox, self.inbox = Outbox(wire), Inbox(peer, wire, mailbox)
         self.heard_at = time.monotonic()
         self.frames_at_last_beat = 0
-        self.events = selectors.EVENT_READ
+        self.events = READ
         self.is_registered = False
 
 
@@ -80,11 +80,11 @@ class TcpEndpoint:
         """What whoever holds the wheel is to do next: only he touches the selector and closes wires."""
         self._buffered: set[Connection] = set()
         self._writers: set[Connection] = set()
-        self._selector = selectors.DefaultSelector()
+        self._poller: Poller[Connection | None] = Poller()
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
-        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._poller.register(self._alarm, READ, None)
         self._looked_at = self._beaten_at = time.monotonic()
         self._wheel = Wheel(f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2)
         self.mailbox.helper = self._wheel
@@ -124,9 +124,14 @@ class TcpEndpoint:
         start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, CHUNK_BYTES))
         with self._lock:
             self.sent_bytes[to] += size
-        connection.outbox.put(Outgoing(start, views), urgent=urgent)
+        outbox = connection.outbox
         try:
-            if connection.outbox.pump(CHUNK_BYTES):
+            if outbox.send_now(start, views):
+                is_left = outbox.has_work and outbox.pump(CHUNK_BYTES)  # somebody may have added to it meanwhile
+            else:
+                outbox.put(Outgoing(start, views), urgent=urgent)
+                is_left = outbox.pump(CHUNK_BYTES)
+            if is_left:
                 self._ask(partial(self._go_on_writing, connection))
         except Broken as error:
             self._lose(connection, str(error))
@@ -208,18 +213,18 @@ class TcpEndpoint:
 
     def _turn(self, limit_seconds: float) -> None:
         """Look at the sockets once and serve those that are ready."""
-        events = self._selector.select(0.0 if self._buffered or self._asked else limit_seconds)
+        ready = self._poller.poll(0.0 if self._buffered or self._asked else limit_seconds)
         now = time.monotonic()
         if now - self._looked_at > self.silence_seconds / 2:
             self._pardon(now)
         self._looked_at = now
-        for key, mask in events:
-            if key.data is None:
+        for connection, mask in ready:
+            if connection is None:
                 self._alarm.recv(4096)
             else:
-                self._serve(key.data, mask, now)
-        for connection in list(self._buffered):
-            self._serve(connection, selectors.EVENT_READ, now)
+                self._serve(connection, mask, now)
+        for connection in list(self._buffered) if self._buffered else ():
+            self._serve(connection, READ, now)
         while self._asked:
             self._asked.popleft()()
         if now - self._beaten_at >= self.beat_seconds:
@@ -233,14 +238,14 @@ class TcpEndpoint:
 
     def _serve(self, connection: Connection, mask: int, now: float) -> None:
         try:
-            if mask & selectors.EVENT_READ:
+            if mask & READ:
                 if connection.inbox.read(_AT_ONCE_BYTES):
                     connection.heard_at = now
                 if connection.wire.has_unread:
                     self._buffered.add(connection)
                 else:
                     self._buffered.discard(connection)
-            if mask & selectors.EVENT_WRITE:
+            if mask & WRITE:
                 connection.outbox.is_blocked = False
                 self._go_on_writing(connection)
         except Broken as error:
@@ -254,24 +259,24 @@ class TcpEndpoint:
         except Broken as error:
             self._lose(connection, str(error))
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_left else 0)
+        events = READ | (WRITE if is_left else 0)
         if connection.is_registered and events != connection.events:
-            self._selector.modify(connection.wire.socket, events, connection)
+            self._poller.modify(connection.wire.socket, events, connection)
             connection.events = events
             (self._writers.add if is_left else self._writers.discard)(connection)
 
     def _register(self, connection: Connection) -> None:
         if self._connections.get(connection.peer) is not connection:
             return
-        self._selector.register(connection.wire.socket, connection.events, connection)
+        self._poller.register(connection.wire.socket, connection.events, connection)
         connection.is_registered = True
-        self._serve(connection, selectors.EVENT_READ, time.monotonic())  # what came with the handshake
+        self._serve(connection, READ, time.monotonic())  # what came with the handshake
         self._go_on_writing(connection)
 
     def _discard(self, connection: Connection) -> None:
         if connection.is_registered:
             connection.is_registered = False
-            self._selector.unregister(connection.wire.socket)
+            self._poller.unregister(connection.wire.socket)
         self._buffered.discard(connection)
         self._writers.discard(connection)
         with connection.outbox.writing:
@@ -300,6 +305,6 @@ class TcpEndpoint:
         self._close_own_descriptors()
 
     def _close_own_descriptors(self) -> None:
-        self._selector.close()
+        self._poller.close()
         self._alarm.close()
         self._bell.close()
