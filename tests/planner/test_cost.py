@@ -13,7 +13,7 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 from manyhands.planner.cost import CostModel
-from manyhands.schedule.actions import Backward, Forward, Reduce
+from manyhands.schedule.actions import Backward, Forward, Message, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 
 NETWORK = chain(4, operators_per_layer=3)
@@ -138,3 +138,16 @@ def test_hand_made_sizes() -> None:
     """What the other numbers stand on."""
     assert MAP_BYTES == 4 * 4 * 8 * 6
     assert NETWORK.cut_bytes(2, samples=3) == 3 * MAP_BYTES
+
+
+def test_moving_bytes_takes_computing_where_cores_are_short() -> None:
+    names = ["a", "b", "c"]
+    made = cluster(names, Link(1e6, 0.001), copy_seconds_per_gigabyte=2e6)
+    costs = CostModel(NETWORK, made, PROFILE)
+    reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
+    moved = sum(size for pair, size in costs.reduction_bytes(reduce).items() if "b" in pair)
+    assert costs.copy_seconds("b", reduce) == pytest.approx(moved * 2e-3)
+    message = Message("value", 0, (), 500)
+    assert costs.copy_seconds("a", Send("b", message)) == costs.copy_seconds("b", Receive("a", message)) == 1.0
+    free = CostModel(NETWORK, cluster(names, Link(1e6, 0.001)), PROFILE)
+    assert free.copy_seconds("a", reduce) == 0.0

@@ -378,3 +378,15 @@ def test_a_thousand_devices() -> None:
     assert len(result.devices) == 990
     assert math.isfinite(result.seconds)
     assert result.devices["d10-0"].most_micro_batches_held == 1
+
+
+def test_moving_bytes_holds_computing_up() -> None:
+    """Every byte sent or received costs its device 1 ms here: 1600 bytes each way in all, beside free links."""
+    network = chain(4)
+    stages = (Stage((0, 4), ("d0", "d1"), BySamples((1, 1))),)
+    plan = Plan("chain", 2, stages)
+    profile = even_profile(network, ["d0", "d1"], F, B)
+    free = simulate(plan, network, cluster(["d0", "d1"]), profile)
+    held = simulate(plan, network, cluster(["d0", "d1"], copy_seconds_per_gigabyte=1e6), profile)
+    moved = 2 * 4 * WEIGHT_BYTES  # half there and half back, in and out
+    assert held.seconds - free.seconds == exactly(moved * 1e-3)

@@ -33,8 +33,10 @@ def _training(model: str, shape: tuple[int, ...], samples: int) -> tuple[Any, An
     import torch
 
     from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+    from manyhands.runtime.processes import keep_memory
 
     torch.set_num_threads(1)
+    keep_memory()  # what our workers do; the baseline is tuned alike
     torch.manual_seed(0)
     module = build(model)
     batch = example_batch(model, samples, input_shape=shape)

@@ -27,7 +27,8 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.loss import ignored_class
 from manyhands.graph.tape import outputs_of
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.run import Order, Run, RunState
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.run import Run
 
 EXAMPLE_SAMPLES = 4
 

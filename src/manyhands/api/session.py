@@ -14,6 +14,7 @@ import msgspec
 from manyhands.api.joining import parse_address
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import load_cluster, read_document, write_document
 from manyhands.graph.graph import Graph
@@ -103,6 +104,7 @@ def measure(
     graph: Graph,
     batch_size: int,
     *,
+    optimizer: Optimizer | None = None,
     say: Say | None = None,
     seconds: float | None = None,
     refresh: bool = False,
@@ -110,12 +112,12 @@ def measure(
     """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused."""
     count = len(session.cluster.devices)
     shares = tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    known = None if refresh else _load(session, graph, shares)
+    known = None if refresh else _load(session, graph, shares, optimizer)
     if known is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
-        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS)
-        _keep(session, graph, known)
+        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer)
+        _keep(session, graph, known, optimizer)
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
         for device in session.cluster.devices
@@ -129,20 +131,23 @@ def measure(
 def _with_links(session: Session, cluster: Cluster) -> Cluster:
     """The cluster with ports and delays as the workers find them when all exchange data at once.
 
-    Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not.
+    Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not:
+    that is measured too.
     """
     found = probe_links(session.coordinator, cluster.names)
     delay = statistics.median(one.delay_seconds for one in found.values())
     usual = statistics.median(one.bytes_per_second for one in found.values())
-    copying = statistics.median(one.processor_seconds_per_byte for one in found.values()) * 1e9
-    is_crowded = session.is_local and len(found) * (session.threads + 1) > usable_cores()
+    copying = statistics.median(one.lost_seconds_per_byte for one in found.values()) * 1e9
     devices = []
     for device in cluster.devices:
-        rate = usual if session.is_local else found[device.name].bytes_per_second
+        own = found[device.name]
+        rate, lost = own.bytes_per_second, own.lost_seconds_per_byte * 1e9
+        if session.is_local:  # equal hardware: a difference is noise
+            rate, lost = usual, copying
         devices.append(
             msgspec.structs.replace(
                 device, up_bytes_per_second=rate, down_bytes_per_second=rate,
-                copy_seconds_per_gigabyte=copying if is_crowded else 0.0,
+                copy_seconds_per_gigabyte=lost,
             )
         )  # fmt: skip
     return Cluster(cluster.name, tuple(devices), Link(max(one.bytes_per_second for one in found.values()), delay))
@@ -151,14 +156,22 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
 _Known = dict[str, tuple[DeviceProfile, float]]
 
 
-def _measured(session: Session, graph: Graph, shares: tuple[int, ...], batch_size: int, seconds: float) -> _Known:
+def _measured(
+    session: Session,
+    graph: Graph,
+    shares: tuple[int, ...],
+    batch_size: int,
+    seconds: float,
+    optimizer: Optimizer | None,
+) -> _Known:
     """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
     kernels = stored_kernels(graph, session.threads)
     crowded = session.is_local and len(session.cluster.devices) > 1
     ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
     found = measure_on(
-        session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels
-    )
+        session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels,
+        optimizer=optimizer,
+    )  # fmt: skip
     known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
     if not crowded:
         return known
@@ -167,8 +180,9 @@ def _measured(session: Session, graph: Graph, shares: tuple[int, ...], batch_siz
         for compute in {device.compute.partition(":")[0] for device in session.cluster.devices}:
             names = [d.name for d in session.cluster.devices if d.compute.partition(":")[0] == compute]
             alone = measure_on(
-                session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels
-            )[names[0]].profile
+                session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels,
+                optimizer=optimizer,
+            )[names[0]].profile  # fmt: skip
             known |= {name: (_joined(known[name][0], alone), known[name][1]) for name in names}
     return known
 
@@ -217,13 +231,17 @@ def _place(session: Session, graph: Graph, name: str) -> Path:
     return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}.json")
 
 
-def _load(session: Session, graph: Graph, shares: tuple[int, ...]) -> _Known | None:
+def _rate_path(path: Path, optimizer: Optimizer | None) -> Path:
+    return path.with_suffix(f".{optimizer.name if optimizer is not None else 'copy'}.json")
+
+
+def _load(session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None) -> _Known | None:
     found: _Known = {}
     for name in session.cluster.names:
         path = _place(session, graph, name)
         try:
             profile = load_profile(path, graph.network)
-            raw = read_document(path.with_suffix(".rate.json"))
+            raw = read_document(_rate_path(path, optimizer))
         except ManyhandsError:
             return None
         sizes = {timing.samples for timing in profile.layers[0].ladder}
@@ -235,9 +253,9 @@ def _load(session: Session, graph: Graph, shares: tuple[int, ...]) -> _Known | N
     return found
 
 
-def _keep(session: Session, graph: Graph, known: _Known) -> None:
+def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None) -> None:
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
         for name, (profile, rate) in known.items():
             path = _place(session, graph, name)
             save_profile(profile, path)
-            write_document(path.with_suffix(".rate.json"), rate)
+            write_document(_rate_path(path, optimizer), rate)

@@ -36,8 +36,9 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
-from manyhands.runtime.run import Order, Outcome, Run, RunState, snapshot_steps
+from manyhands.runtime.run import Outcome, Run
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
@@ -293,7 +294,9 @@ class _Job:
         if known is not None:
             cluster, profile, _ = known
         else:
-            cluster, profile = measure(self.session, self.graph, self.options.batch_size, say=self.say)
+            cluster, profile = measure(
+                self.session, self.graph, self.options.batch_size, optimizer=self.options.optimizer, say=self.say
+            )
         if known is not None and is_strategy(str(wanted)):
             plan = known[2]
         elif isinstance(wanted, Plan):

@@ -147,12 +147,15 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     seconds: float
     kernels: dict[str, Kernel] | None
     """None: the fastest are to be found first."""
+    optimizer: dict[str, Any] | None
+    """Whose step is timed too."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
     generation: int
     profile: DeviceProfile
     memory_bytes_per_second: float
+    """As the optimiser's step finds it, or else a copy."""
 
 
 class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
@@ -165,7 +168,7 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
     generation: int
     delay_seconds: float
     bytes_per_second: float
-    processor_seconds_per_byte: float
+    lost_seconds_per_byte: float
 
 
 class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from manyhands.facts.errors import TimedOut, error_named
+from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
@@ -26,14 +27,16 @@ def measure_on(
     ladder: tuple[int, ...],
     seconds: float,
     kernels: Mapping[str, Kernel] | None,
+    optimizer: Optimizer | None = None,
 ) -> dict[str, Measured]:
     """Device -> what it measured, in about `seconds`."""
     generation = coordinator.new_generation()
     document = to_document(graph)
     given = dict(kernels) if kernels is not None else None
+    stepping = optimizer.to_dict() if optimizer is not None else None
     wanted = list(coordinator.muster(names))
     for name in wanted:
-        coordinator.say(name, Measure(generation, document, graph.network, ladder, seconds, given))
+        coordinator.say(name, Measure(generation, document, graph.network, ladder, seconds, given, stepping))
     what = f"measure {graph.name}"
     return _answers(coordinator, generation, wanted, Measured, what, seconds + LIMIT_SECONDS)
 

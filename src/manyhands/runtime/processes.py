@@ -26,6 +26,7 @@ DIE_VARIABLE = "MANYHANDS_DIE_WITH_PARENT"
 _LEAVE_SECONDS = 3.0
 _ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _TAIL_BYTES = 2000
 
 
@@ -110,6 +111,18 @@ class LocalWorkers:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed for the next step: asking the kernel for it again costs a page fault per 4 KB."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for option, value in (
+            (_M_MMAP_THRESHOLD, 32 * 2**20),
+            (_M_TRIM_THRESHOLD, 2**31 - 1),
+            (_M_TOP_PAD, 16 * 2**20),
+        ):
+            library.mallopt(option, value)
 
 
 def die_with_parent(parent: int) -> None:

@@ -33,7 +33,7 @@ from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.files.documents import read_document, write_document, write_text_atomic
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
-from manyhands.runtime.run import RunState
+from manyhands.runtime.order import RunState
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second")
 KEPT_CHECKPOINTS = 3

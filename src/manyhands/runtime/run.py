@@ -6,11 +6,9 @@ waits without watching: every event of every worker passes through `_follow`, an
 
 from __future__ import annotations
 
-import bisect
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,12 +17,9 @@ import torch
 
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.errors import BadData, BadValue, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
-from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
 from manyhands.facts.plan import Plan
-from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
-from manyhands.graph.graph import Graph
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
 from manyhands.runtime import state
@@ -39,53 +34,23 @@ from manyhands.runtime.control import (
     Progress,
     Ready,
     Said,
-    Send,
     Start,
     State,
     Stop,
 )
 from manyhands.runtime.coordinator import Coordinator, Lost, Member
+from manyhands.runtime.gathering import Gathering
+from manyhands.runtime.order import Order, RunState
 from manyhands.schedule.policy import Schedule
 
 STEPS_FED_AHEAD = 3
-WAIT_LIMIT_SECONDS = 600.0
 PREPARE_SECONDS = 120.0
 CONNECT_SECONDS = 30.0
-MOST_SNAPSHOTS_BEHIND = 2
-"""With more than these not yet saved no further step is fed: they take memory on the workers."""
 _STOP_SECONDS = 2.0
 _DIAGNOSIS_SECONDS = 5.0
-_SAVE_SECONDS = 120.0
 
 Batch = tuple[int, Any, Any]
 Batches = Iterator[Batch]
-
-
-@dataclass
-class RunState:
-    """What a run starts from or has come to: weights and buffers by name, the optimiser's state, steps done."""
-
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-    steps_done: int = 0
-
-
-@dataclass
-class Order:
-    """What is to be run."""
-
-    graph: Graph
-    plan: Plan
-    start: RunState
-    last_step: int
-    optimizer: Optimizer | None = None
-    seed: int = 0
-    kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
-    """Device -> operator -> kernel."""
-    snapshots: tuple[int, ...] = ()
-    trace_steps: range = range(0)
-    wait_limit_seconds: float = WAIT_LIMIT_SECONDS
 
 
 @dataclass
@@ -137,7 +102,7 @@ class Run:
         self._verdict: BaseException | None = None
         """The error that explains why the run ended; others are looked into."""
         self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
-        self._gathering = _Gathering(self)
+        self._gathering = Gathering(self)
 
     # Preparing
 
@@ -171,7 +136,7 @@ class Run:
     def _expected(self) -> dict[tuple[str, str], int]:
         return {} if self.order.plan.is_training else self.feeder.expected_results()
 
-    def _stage_of(self, name: str) -> int:
+    def stage_of(self, name: str) -> int:
         return self.schedule.lowering.work[name].stage
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
@@ -189,7 +154,7 @@ class Run:
         return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
 
     def _job(self, name: str, document: dict[str, Any]) -> Job:
-        order, stage = self.order, self._stage_of(name)
+        order, stage = self.order, self.stage_of(name)
         kernels = dict(order.kernels.get(name, {}))
         alike = stage < 0 or all(
             dict(order.kernels.get(other, {})) == kernels for other in order.plan.stages[stage].devices
@@ -407,98 +372,6 @@ class Run:
         self._gathering.close()
 
 
-class _Gathering:
-    """Snapshots from every stage, put together off the main path and handed on in order.
-
-    One is handed on once the steps before it have been reported, so that no record of them is missing if all ends then.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.latest: RunState | None = None
-        self._parts: dict[int, dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
-        self._change = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._ended = run.first - 1
-        self._saved = 0
-        self._is_closed = False
-        self._error: BaseException | None = None
-
-    def take(self, name: str, message: State) -> None:
-        """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
-        if message.step not in self.run.order.snapshots:
-            raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
-        listed = message.tensors
-        self.run.coordinator.endpoint.mailbox.expect(name, f"state {message.step}", state.byte_count(listed))
-        thread = threading.Thread(target=self._receive, args=(name, message), name="gathering", daemon=True)
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        thread.start()
-
-    def _receive(self, name: str, message: State) -> None:
-        try:
-            tensors = state.empty(message.tensors)
-            box, topic = self.run.coordinator.endpoint.mailbox, f"state {message.step}"
-            first = self.run.first
-            box.post(name, first, topic, list(tensors.values()))
-            self.run.coordinator.say(name, Send(self.run.generation, message.step))
-            box.receive(name, first, topic, list(tensors.values()))
-            with self._change:
-                parts = self._parts[message.step]
-                parts[self.run._stage_of(name)] = (tensors, message.scalars)
-                if len(parts) < len(self.run.order.plan.stages):
-                    return
-                found = self._joined(message.step)
-                self._change.wait_for(lambda: self._is_closed or self._is_next(message.step))
-                if self._is_closed:
-                    return
-            self.run.on_snapshot(found)
-            with self._change:
-                self.latest = found
-                self._saved += 1
-                self._change.notify_all()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.run.coordinator.wake()
-
-    def _is_next(self, step: int) -> bool:
-        return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
-
-    def _joined(self, step: int) -> RunState:
-        found = RunState({}, steps_done=step)
-        for _, (tensors, scalars) in sorted(self._parts.pop(step).items()):
-            found.weights |= state.of(state.WEIGHT, tensors)
-            found.optimizer |= state.of(state.OPTIMIZER, tensors)
-            found.scalars |= scalars
-        return found
-
-    def ended(self, step: int) -> None:
-        """A step is over, and reported."""
-        with self._change:
-            self._ended = step
-            self._change.notify_all()
-
-    def is_behind(self, fed: int) -> bool:
-        """Whether so many snapshots of steps that were fed are not saved yet that workers should wait."""
-        due = bisect.bisect_right(self.run.order.snapshots, fed)
-        return due - self._saved > MOST_SNAPSHOTS_BEHIND
-
-    def is_complete(self) -> bool:
-        return self._saved == len(self.run.order.snapshots)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """One that is being saved is waited for."""
-        with self._change:
-            self._is_closed = True
-            self._change.notify_all()
-        for thread in self._threads:
-            thread.join(_SAVE_SECONDS)
-
-
 def _shares_batches(plan: Plan) -> bool:
     return plan.is_training and (plan.micro_batches > 1 or len(plan.stages[-1].devices) > 1)
 
@@ -509,9 +382,3 @@ def _head(error: NotFinite) -> str:
 
 def _moved(span: MeasuredSpan, offset: float) -> MeasuredSpan:
     return msgspec.structs.replace(span, start=span.start + offset, end=span.end + offset)
-
-
-def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
-    """Steps done at which state is kept: every so many, and at the end."""
-    found = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
-    return tuple(sorted(step for step in found if step > first))

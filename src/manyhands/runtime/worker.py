@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from manyhands.engine.security import Security, is_loopback
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.optimizers import build
+from manyhands.executor.optimizers import build, step_bytes_per_second
 from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
@@ -36,6 +37,7 @@ from manyhands.graph.weights import Weights
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second, identify
+from manyhands.profiler.whole import scaled_to_steps
 from manyhands.runtime import probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
@@ -67,6 +69,7 @@ from manyhands.runtime.control import (
     decode,
     encode,
 )
+from manyhands.runtime.processes import keep_memory
 from manyhands.schedule.policy import Schedule
 
 BEAT_SECONDS = 0.5
@@ -108,6 +111,7 @@ class Worker:
     def __init__(self, joining: Joining) -> None:
         self.joining = joining
         sys.setswitchinterval(SWITCH_SECONDS)
+        keep_memory()
         if joining.threads:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu" and not torch.cuda.is_available():
@@ -331,7 +335,11 @@ class Worker:
         profile = measure_network(
             graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name
         )
-        self._say(Measured(command.generation, profile, copy_bytes_per_second()))
+        if command.optimizer is not None:
+            optimizer = Optimizer.from_dict(command.optimizer)
+            profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights))
+        rate = step_bytes_per_second(graph, command.optimizer) or copy_bytes_per_second()
+        self._say(Measured(command.generation, profile, rate))
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to those who take part; it begins when everybody is ready."""
@@ -366,6 +374,16 @@ def _reach(joining: Joining) -> tuple[Channel, Security]:
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
+    stepper = build(optimizer, weights.trainable())
+
+    def update() -> None:
+        stepper.step()
+        stepper.zero()
+
+    return update
 
 
 def _graph(document: dict[str, Any], network: Any) -> Graph:

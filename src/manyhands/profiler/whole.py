@@ -1,0 +1,70 @@
+"""Layer times brought into line with whole training steps.
+
+Layers are timed one by one, with weights that an optimiser never touches in between. In training every step finds the
+weights written anew, and workers on one machine are all busy all the time. So whole steps are timed too, for a while,
+and every layer is scaled by what they took over what the layers promised.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls, store_weights
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+from manyhands.profiler.steps import random_inputs
+
+SECONDS = 1.0
+LEAST_STEPS = 4
+_BOUNDS = (0.5, 3.0)
+"""A factor beyond these is an accident, not a machine."""
+
+Update = Callable[[], None]
+
+
+def scaled_to_steps(
+    graph: Graph,
+    profile: DeviceProfile,
+    samples: int,
+    make_update: Callable[[Weights], Update],
+    *,
+    seconds: float = SECONDS,
+) -> DeviceProfile:
+    """The profile with every layer scaled to forward and backward passes of whole steps on `samples` samples.
+
+    `make_update` gives what happens to the weights between two steps.
+    """
+    weights = Weights.copied(graph)
+    store_weights(graph, weights, profile.kernels)
+    piece = Piece(graph, weights, kernels=kernel_calls(graph, profile.kernels))
+    inputs, update = random_inputs(graph, samples), make_update(weights)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < LEAST_STEPS or time.perf_counter() < end:
+        start = time.perf_counter()
+        made = piece(inputs, Context(samples=samples))
+        roots = [made[name] for name in graph.outputs if made[name].requires_grad]
+        torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+        taken.append(time.perf_counter() - start)
+        update()
+    promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
+    factor = min(max(statistics.median(taken[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
+    return _scaled(profile, factor)
+
+
+def _scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:
+    layers = tuple(
+        LayerTiming(
+            layer.layer,
+            tuple(Timing(t.samples, t.forward_seconds * factor, t.backward_seconds * factor) for t in layer.ladder),
+        )
+        for layer in profile.layers
+    )
+    return msgspec.structs.replace(profile, layers=layers)

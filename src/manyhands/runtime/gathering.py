@@ -1,0 +1,114 @@
+"""Snapshots from every stage, put together off the main path."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manyhands.facts.errors import BadValue
+from manyhands.runtime import state
+from manyhands.runtime.control import Send, State
+from manyhands.runtime.order import RunState
+
+if TYPE_CHECKING:
+    from manyhands.runtime.run import Run
+
+MOST_SNAPSHOTS_BEHIND = 2
+"""With more than these not yet saved no further step is fed: they take memory on the workers."""
+_SAVE_SECONDS = 120.0
+
+
+class Gathering:
+    """Snapshots from every stage, put together off the main path and handed on in order.
+
+    One is handed on once the steps before it have been reported, so that no record of them is missing if all ends then.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.latest: RunState | None = None
+        self._parts: dict[int, dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
+        self._change = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._ended = run.first - 1
+        self._saved = 0
+        self._is_closed = False
+        self._error: BaseException | None = None
+
+    def take(self, name: str, message: State) -> None:
+        """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
+        if message.step not in self.run.order.snapshots:
+            raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
+        listed = message.tensors
+        self.run.coordinator.endpoint.mailbox.expect(name, f"state {message.step}", state.byte_count(listed))
+        thread = threading.Thread(target=self._receive, args=(name, message), name="gathering", daemon=True)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+
+    def _receive(self, name: str, message: State) -> None:
+        try:
+            tensors = state.empty(message.tensors)
+            box, topic = self.run.coordinator.endpoint.mailbox, f"state {message.step}"
+            first = self.run.first
+            box.post(name, first, topic, list(tensors.values()))
+            self.run.coordinator.say(name, Send(self.run.generation, message.step))
+            box.receive(name, first, topic, list(tensors.values()))
+            with self._change:
+                parts = self._parts[message.step]
+                parts[self.run.stage_of(name)] = (tensors, message.scalars)
+                if len(parts) < len(self.run.order.plan.stages):
+                    return
+                found = self._joined(message.step)
+                self._change.wait_for(lambda: self._is_closed or self._is_next(message.step))
+                if self._is_closed:
+                    return
+            self.run.on_snapshot(found)
+            with self._change:
+                self.latest = found
+                self._saved += 1
+                self._change.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.run.coordinator.wake()
+
+    def _is_next(self, step: int) -> bool:
+        return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
+
+    def _joined(self, step: int) -> RunState:
+        found = RunState({}, steps_done=step)
+        for _, (tensors, scalars) in sorted(self._parts.pop(step).items()):
+            found.weights |= state.of(state.WEIGHT, tensors)
+            found.optimizer |= state.of(state.OPTIMIZER, tensors)
+            found.scalars |= scalars
+        return found
+
+    def ended(self, step: int) -> None:
+        """A step is over, and reported."""
+        with self._change:
+            self._ended = step
+            self._change.notify_all()
+
+    def is_behind(self, fed: int) -> bool:
+        """Whether so many snapshots of steps that were fed are not saved yet that workers should wait."""
+        due = bisect.bisect_right(self.run.order.snapshots, fed)
+        return due - self._saved > MOST_SNAPSHOTS_BEHIND
+
+    def is_complete(self) -> bool:
+        return self._saved == len(self.run.order.snapshots)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """One that is being saved is waited for."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join(_SAVE_SECONDS)

@@ -1,0 +1,49 @@
+"""What is to be run, and what a run starts from or has come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph
+
+WAIT_LIMIT_SECONDS = 600.0
+
+
+@dataclass
+class RunState:
+    """What a run starts from or has come to: weights and buffers by name, the optimiser's state, steps done."""
+
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    steps_done: int = 0
+
+
+@dataclass
+class Order:
+    """What is to be run."""
+
+    graph: Graph
+    plan: Plan
+    start: RunState
+    last_step: int
+    optimizer: Optimizer | None = None
+    seed: int = 0
+    kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
+    """Device -> operator -> kernel."""
+    snapshots: tuple[int, ...] = ()
+    trace_steps: range = range(0)
+    wait_limit_seconds: float = WAIT_LIMIT_SECONDS
+
+
+def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
+    """Steps done at which state is kept: every so many, and at the end."""
+    found = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
+    return tuple(sorted(step for step in found if step > first))
