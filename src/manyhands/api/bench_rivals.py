@@ -5,6 +5,7 @@ A rival reads lines 'N' from its standard input, runs N steps, and answers with 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -103,8 +104,11 @@ class Rival:
 
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
+            try:
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
+            except OSError as error:
+                raise ManyhandsError(f"A rival ended (exit code {process.poll()}) before it was to run.") from error
         output = self.processes[0].stdout
         assert output is not None
         with selectors.DefaultSelector() as selector:
@@ -124,4 +128,5 @@ class Rival:
             process.wait(10)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):
+                        pipe.close()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.api.evaluation import EvaluateResult, evaluate_in
+from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
 from manyhands.api.public import is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
@@ -27,7 +27,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import plan_bytes, runs_here
 from manyhands.executor.optimizers import slots, validate
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, BadPlan, BadValue, ManyhandsError, NotFinite
+from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, NotFinite
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
@@ -36,7 +36,7 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
 from manyhands.runtime.record import RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
 from manyhands.runtime.run import Outcome, Run
 from manyhands.schedule.checker import check
@@ -120,6 +120,7 @@ def train(
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: Say | None = None,
+    limit_seconds: float = WAIT_LIMIT_SECONDS,
 ) -> TrainResult:
     """Train `model` on `data`, a map-style data set of (input, target), over a cluster, exactly as one device would.
 
@@ -129,10 +130,12 @@ def train(
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
     plan        a Plan, a plan file, or a strategy: "auto", "single", "samples", "pipeline"; only "auto" leaves
                 devices out
-    batch_norm  "synchronised" (statistics of the whole batch) or "local" (per replica, as DDP; of the buffers, which
-                then differ, the first replica's are kept)
+    batch_norm  "synchronised" (statistics over all devices; of each micro-batch where there are several) or "local"
+                (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
     test        held-out data: evaluated by the same workers afterwards
+    limit_seconds
+                how long anybody waits for a message, or for a step, of which nothing comes
 
     The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
     """
@@ -148,7 +151,7 @@ def train(
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
         with open_session(cluster, logs=where / "workers", say=say) as session:
-            job = _Job(options, graph, session, record, start, last_step, where, say)
+            job = _Job(options, graph, session, record, start, last_step, where, say, test, limit_seconds)
             asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
             planned = job.planned(plan, micro_batches, asked if resumed is not None else None)
             record.decided(
@@ -270,6 +273,15 @@ def _check_same(loaded: checkpoint.Checkpoint, options: _Options, last_step: int
             )
 
 
+def _cuts_statistics(plan: Plan, network: Network) -> bool:
+    return plan.micro_batches > 1 and any(op.statistics for op in network.ops)
+
+
+def _was_finite(tensor: torch.Tensor) -> bool:
+    """A constant such as a mask may hold infinities from the beginning."""
+    return bool(torch.isfinite(tensor).all())
+
+
 @dataclass
 class _Job:
     """One call of `train`, with its workers at hand."""
@@ -282,6 +294,8 @@ class _Job:
     last_step: int
     folder: Path
     say: Say | None
+    test: Dataset[Any] | None
+    limit_seconds: float
 
     def planned(
         self, wanted: Plan | str | Path, micro_batches: int | None, asked_before: Mapping[str, Any] | None
@@ -320,6 +334,17 @@ class _Job:
             hint = "Write batch_norm: local in the plan."
             raise BadPlan(f"batch_norm is 'local'; the plan's is '{plan.batch_norm}'.", hint=hint)
         runs_here(plan, network)
+        if self.test is not None:  # what would go wrong after training is found before it
+            runs_here(resolve(inference_plan(plan), network), network)
+            if not length(self.test):
+                raise BadData("The held-out data set is empty.", hint="Leave test out.")
+        if _cuts_statistics(plan, network):
+            note = (
+                f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
+            )
+            self.record.event("note", text=note)
+            if self.say is not None:
+                self.say(note)
         schedule = Schedule(plan, network)
         if schedule.is_fixed:
             check(schedule, cluster)
@@ -339,14 +364,20 @@ class _Job:
         return (cluster, profile, plan) if is_same and cluster.names == names == tuple(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
-        """The fastest plan that the executor can run; tiles are simulated only, so far."""
+        """The fastest plan that the executor can run; tiles are simulated only, so far.
+
+        Batch statistics over a part of the batch are others than over all of it: `auto` prefers plans that keep it whole.
+        """
+        runnable: list[Plan] = []
         for plan in (best, *others):
             try:
                 runs_here(plan, self.graph.network)
-                return plan
+                runnable.append(plan)
             except BadPlan as error:
                 refusal = error
-        raise refusal
+        if not runnable:
+            raise refusal
+        return next((plan for plan in runnable if not _cuts_statistics(plan, self.graph.network)), runnable[0])
 
     def run(self, planned: Planned, on_step: OnStep | None) -> TrainResult:
         options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
@@ -357,6 +388,7 @@ class _Job:
         order = Order(
             graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
             seed=options.seed, kernels=kernels, snapshots=snapshot_steps(first, last, every), trace_steps=traced,
+            wait_limit_seconds=self.limit_seconds,
         )  # fmt: skip
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
@@ -389,7 +421,12 @@ class _Job:
         network = self.graph.network
         for layer in network.layers:
             for name in network.weights_of(layer.first, layer.last):
-                if network.weights[name].trainable and not bool(torch.isfinite(found.weights[name]).all()):
+                tensor = found.weights[name]
+                if (
+                    tensor.is_floating_point()
+                    and not bool(torch.isfinite(tensor).all())
+                    and _was_finite(self.graph.state[name])
+                ):
                     raise NotFinite(
                         f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
                         hint="Lower the learning rate. The last checkpoint is from before it.",

@@ -22,6 +22,8 @@ MAGIC = b"mhf1"
 PRELUDE = struct.Struct("<4sI")
 LARGEST_HEADER_BYTES = 4096
 LARGEST_CHUNK_BYTES = 4 * 2**20
+LONGEST_TOPIC = LARGEST_HEADER_BYTES // 4
+"""In letters, of four bytes at most."""
 CHUNK_BYTES = 512 * 1024
 LARGEST_MESSAGE_BYTES = 2**36
 

@@ -247,7 +247,7 @@ class Mailbox:
         key = (source, step, topic)
         message = self._post(key, views)
         with self._lock:
-            self._wait(lambda: message.complete, key)
+            self._wait(lambda: message.complete, key, lambda: message.at_hand)
             self._messages.pop(key, None)
             self._received.add(key)
         if message.early is not None:
@@ -284,8 +284,11 @@ class Mailbox:
         if source in self._lost:
             raise self._lost[source]
 
-    def _wait(self, is_done: Callable[[], bool], key: Key | None) -> None:
-        """With the lock held, until it is done. Waiting means to do the engine's work, or to sleep while others do."""
+    def _wait(self, is_done: Callable[[], bool], key: Key | None, progress: Callable[[], int] = lambda: 0) -> None:
+        """With the lock held, until it is done. Waiting means to do the engine's work, or to sleep while others do.
+
+        The limit is one of inactivity: it starts anew whenever `progress` has moved.
+        """
         if is_done():
             self.check()
             return
@@ -298,10 +301,13 @@ class Mailbox:
         def is_over() -> bool:
             return is_done() or self._interruption is not None or source in self._lost or self.generation != generation
 
-        until = time.monotonic() + self.limit_seconds
+        until, seen = time.monotonic() + self.limit_seconds, progress()
         left, may_help = self.limit_seconds, helper is not None
         try:
             while not is_over():
+                if left <= 0 and progress() != seen:
+                    until, seen = time.monotonic() + self.limit_seconds, progress()
+                    left = self.limit_seconds
                 if left <= 0:
                     raise self._too_late(key)
                 if may_help and helper is not None:

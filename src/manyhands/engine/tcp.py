@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from manyhands.engine.frames import BEAT, CHUNK_BYTES, BadFrame, Header
+from manyhands.engine.frames import BEAT, CHUNK_BYTES, LONGEST_TOPIC, BadFrame, Header
 from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
@@ -31,7 +31,7 @@ from manyhands.engine.poller import READ, WRITE, Poller
 from manyhands.engine.security import Security
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
-from manyhands.facts.errors import TimedOut, WorkerLost
+from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 
 SILENCE_SECONDS = 10.0
 """A connection without a byte for this long is lost. A peer that computes keeps beating, unless it holds the
@@ -121,6 +121,8 @@ class TcpEndpoint:
             )
         views = [view for view in map(as_bytes, parts) if len(view)]
         size = sum(map(len, views))
+        if len(topic) > LONGEST_TOPIC:  # found here, before anything is queued
+            raise BadValue(f"'{topic:.80}...' is a name of {len(topic)} letters; at most {LONGEST_TOPIC} travel.")
         start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, CHUNK_BYTES))
         with self._lock:
             self.sent_bytes[to] += size

@@ -164,7 +164,7 @@ class Executor:
         for action in self.actions:
             if isinstance(action, Receive):
                 key = (action.source, action.message)
-                if key not in state.arrived and box.has_arrived(action.source, self.step, str(action.message)):
+                if key not in state.arrived and box.has_arrived(action.source, self.step, action.message.topic):
                     state.arrived.add(key)
         return seen
 
@@ -322,7 +322,7 @@ class Executor:
         message = action.message
         parts = [self._outgoing(message, part.tensor, part.box) for part in message.parts]
         urgent = message.kind not in ("weights", "weight-gradient")
-        self.endpoint.send(action.to, self.step, str(message), parts, urgent=urgent)
+        self.endpoint.send(action.to, self.step, message.topic, parts, urgent=urgent)
 
     def _outgoing(self, message: Message, tensor: str, box: Box) -> torch.Tensor:
         if message.kind == "weights":
@@ -345,7 +345,7 @@ class Executor:
         of_weights = message.kind in ("weights", "weight-gradient")
         table = self.network.weights if of_weights else self.network.tensors
         tensors = [empty(part.box, table[part.tensor].dtype) for part in message.parts]
-        self.endpoint.mailbox.receive(action.source, self.step, str(message), tensors)
+        self.endpoint.mailbox.receive(action.source, self.step, message.topic, tensors)
         for part, tensor in zip(message.parts, tensors):
             self._incoming(message, part.tensor, part.box, tensor)
 

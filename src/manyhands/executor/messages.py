@@ -62,7 +62,7 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
     found: dict[tuple[str, str], int] = {}
     for action in actions:
         if isinstance(action, Receive):
-            found[(action.source, str(action.message))] = action.message.bytes
+            found[(action.source, action.message.topic)] = action.message.bytes
         elif isinstance(action, Reduce):
             sizes = hop_bytes(action, network)
             for number, hops in enumerate(rounds_of(action)):
@@ -83,6 +83,17 @@ def runs_here(plan: Plan, network: Network) -> None:
             )
         if not plan.is_training and plan.batch_norm == "synchronised" and len(stage.devices) > 1:
             _has_running_statistics(index, stage, network)
+        types = {
+            network.weights[name].dtype
+            for name in network.weights_of(*op_range(stage, network))
+            if network.weights[name].trainable
+        }
+        if len(types) > 1 and len(stage.devices) > 1 and stage.reduce == "allreduce" and plan.is_training:
+            raise BadPlan(
+                f"stages[{index}] trains weights of types {', '.join(sorted(types))} on {len(stage.devices)} devices; "
+                "their gradients are added up in one type.",
+                hint="Use one type, or reduce: gateway.",
+            )
         if stage.codec.bits != 32:
             raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; the executor sends 32 so far.")
 

@@ -72,14 +72,16 @@ class Reducer:
     def wait(self) -> None:
         """Until every bucket handed over is added up. The mailbox limits each wait inside; this adds a little."""
         limit = self.endpoint.mailbox.limit_seconds + 10
-        end = time.monotonic() + limit
         with self._change:
             while self._open and self._error is None:
-                self._change.wait(max(0.0, end - time.monotonic()))
-                if time.monotonic() >= end:
-                    raise TimedOut(f"Gradients were not added up within {limit:g} s.")
+                before = (self._open, self._moved())
+                if not self._change.wait(limit) and (self._open, self._moved()) == before:
+                    raise TimedOut(f"Gradients have not been added up any further for {limit:g} s.")
             if self._error is not None:
                 raise self._error
+
+    def _moved(self) -> int:
+        return sum(self.endpoint.mailbox.received_bytes.values())
 
     def close(self) -> None:
         """End the thread; a reduction under way ends with the mailbox's interruption."""
@@ -136,7 +138,8 @@ class Reducer:
                 parts = chunks[hop.chunk]
                 if not hop.adds and parts:
                     # A sum is sent from memory of its own: an optimiser may write into gradients before it has left.
-                    sums.setdefault(hop.chunk, _copied(parts))
+                    if hop.chunk not in sums:
+                        sums[hop.chunk] = _copied(parts)
                     parts = [sums[hop.chunk]]
                 self.endpoint.send(hop.target, step, topic(reduce, number, hop.chunk), parts)
         for hop, parts in into.items():

@@ -104,6 +104,8 @@ class Op(msgspec.Struct, frozen=True):
     mixes_samples: bool = False
     """True where one sample's output depends on other samples in a way that is not such a statistic."""
     random: bool = False
+    writes: tuple[str, ...] = ()
+    """Buffers it writes in training."""
     module: str = ""
     where: str = ""
 

@@ -238,10 +238,13 @@ def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None
 
 
 def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
+    """Each stage has its own copy of a weight: one that changes must be in one stage."""
     seen: dict[str, int] = {}
+    written = {name for op in network.ops for name in op.writes}
     for index, stage in enumerate(stages):
         for name in network.weights_of(*op_range(stage, network)):
-            if network.weights[name].trainable and seen.setdefault(name, index) != index:
+            changes = network.weights[name].trainable or name in written
+            if changes and seen.setdefault(name, index) != index:
                 raise BadPlan(
                     f"stages[{index}] and stages[{seen[name]}] both use the weight '{name}'.",
                     hint="Put the layers that share a weight into one stage.",
@@ -257,6 +260,27 @@ def _check_micro_batches(plan: Plan, network: Network) -> None:
             f"{mixing.where or mixing.module}) mixes samples: it must see the whole batch.",
             hint="Use micro_batches: 1.",
         )
+    for index, stage in enumerate(plan.stages):
+        _check_statistics(plan, index, stage, network)
+
+
+def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) -> None:
+    """Batch statistics over a single number are none: its variance is zero, and the running one becomes nan."""
+    if not plan.is_training:
+        return
+    least = plan.micro_batch_size
+    if isinstance(stage.share, BySamples) and plan.batch_norm == "local":
+        least = min(stage.share.samples)
+    first, last = op_range(stage, network)
+    for op in network.ops[first:last]:
+        if op.statistics and not isinstance(stage.share, ByTiles):
+            spec = network.tensors[op.inputs[0]]
+            if least * spec.elements // op.statistics <= 1:
+                raise BadPlan(
+                    f"stages[{index}]: the batch norm {op.name} ({op.where or op.module}) would see one value per channel: "
+                    f"{least} sample(s) of {spec.shape}.",
+                    hint="Use fewer micro-batches, a larger batch, or batch_norm: synchronised.",
+                )
 
 
 def _check_loss(plan: Plan, network: Network) -> None:

@@ -16,7 +16,7 @@ from manyhands.facts.network import Network, Op, TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
-from manyhands.graph.graph import Graph, Node, Value, values_of, weights_of
+from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_step
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
@@ -54,6 +54,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 statistics=_statistics(node, specs),
                 mixes_samples=mixes_samples(node, specs, outers),
                 random=node.target in ops.RANDOM,
+                writes=_writes(node),
                 module=node.module,
                 where=node.where,
             )
@@ -101,6 +102,14 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
     if views:
         return 0
     return sum(specs[n].bytes_per_sample for n in values_of(node)) + sum(s.bytes_per_sample for s in node.outputs)
+
+
+def _writes(node: Node) -> tuple[str, ...]:
+    """Buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
+    if node.updates:
+        return (node.updates,)
+    keeps = node.target in ("aten.batch_norm.default", "aten.instance_norm.default") and node.arguments[5]
+    return tuple(a.name for a in node.arguments[3:5] if isinstance(a, Weight)) if keeps else ()
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:

@@ -32,6 +32,8 @@ def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | N
         return True
     if _counts_samples(node):
         return True
+    if node.target == "aten.instance_norm.default" and node.arguments[3] is not None and node.arguments[5]:
+        return True  # its running statistics are means over the samples
     batched = [specs[name] for name in values_of(node) if specs[name].batch_axis is not None]
     if not batched or node.updates:
         return False

@@ -127,7 +127,12 @@ def pipeline(task: Task) -> Plan:
     layers = len(task.network.layers)
     by_memory = sorted(task.cluster.devices, key=lambda device: -device.memory_bytes)
     names = [device.name for device in by_memory][:layers]
-    micro_batches = task.micro_batches or divisor_near(task.batch_size, 4 * len(names))
+    most = task.batch_size
+    if any(op.statistics for op in task.network.ops):  # statistics of one sample are none
+        most = max(1, task.batch_size // 2)
+    micro_batches = task.micro_batches or divisor_near(task.batch_size, min(4 * len(names), most))
+    if not task.micro_batches and micro_batches > most:
+        micro_batches = 1
     size = task.batch_size // micro_batches
     costs = [[sum(task.profile.of(name).layer_seconds(layer, size)) for layer in range(layers)] for name in names]
     ends = balanced_cuts(costs)

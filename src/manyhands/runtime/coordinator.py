@@ -335,10 +335,10 @@ class Coordinator:
             reason = error.message.rstrip(".")
         except Exception as error:
             reason = f"what it says cannot be understood: {error!r:.200}"
+        self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
         with self._change:
             member.is_lost, member.reason = True, reason
             self._change.notify_all()
-        self.endpoint.lose(member.name)  # nobody goes on waiting for its data
         if not self._closing.is_set():
             self.events.put((member.name, Lost(member)))
             self.on_event(f"{member.name} lost: {reason}")
@@ -365,6 +365,13 @@ class Coordinator:
                 how = self.local.ending(name, 1.0) or member.reason
                 raise WorkerLost(f"Worker {name} was lost before this began: {how}.", hint="Start it again.")
             found[name] = member
+        here = [name for name, member in found.items() if is_loopback(member.address[0])]
+        if here and len(here) < len(found):
+            away = next(name for name in found if name not in here)
+            raise BadValue(
+                f"{', '.join(here)} joined by a loopback address, which {away} on another machine cannot reach.",
+                hint="Join by this machine's own address: manyhands worker --join ADDRESS:PORT ...",
+            )
         return found
 
     def say(self, name: str, message: Said, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:

@@ -12,7 +12,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.blame import culprit, is_witness, lost
-from manyhands.runtime.control import Failed, Measure, Measured, Probed, ProbeLinks, Ready, Start
+from manyhands.runtime.control import Failed, Measure, Measured, Probed, ProbeLinks, Ready, Start, Stop
 from manyhands.runtime.coordinator import Coordinator, Lost
 
 LIMIT_SECONDS = 300.0
@@ -59,7 +59,18 @@ T = TypeVar("T", Measured, Probed, Ready)
 def _answers(
     coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], what: str, limit_seconds: float
 ) -> dict[str, T]:
-    """One answer from each; whoever fails or is lost ends the wait."""
+    """One answer from each; whoever fails or is lost ends the wait, and what the others are at."""
+    try:
+        return _collected(coordinator, generation, names, kind, what, limit_seconds)
+    except BaseException:
+        for name in names:
+            coordinator.say(name, Stop(generation), 2.0)
+        raise
+
+
+def _collected(
+    coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], what: str, limit_seconds: float
+) -> dict[str, T]:
     members = {name: coordinator.members[name] for name in names}
     when = f"when it was to {what}"
     found: dict[str, T] = {}

@@ -133,9 +133,10 @@ def resumed_state(graph: Graph, loaded: checkpoint.Checkpoint) -> RunState:
     weights = {}
     for spec in graph.weights:
         given = loaded.model.get(spec.name)
-        if given is not None and tuple(given.shape) != spec.shape:
+        own = (spec.dtype, spec.shape)
+        if given is not None and (str(given.dtype).removeprefix("torch."), tuple(given.shape)) != own:
             raise BadFile(
-                f"The checkpoint's '{spec.name}' has shape {tuple(given.shape)}; the model's has {spec.shape}.",
+                f"The checkpoint's '{spec.name}' is {given.dtype} {tuple(given.shape)}; the model's is {own}.",
                 hint="Resume with the model the run was started with.",
             )
         weights[spec.name] = given if given is not None else graph.state[spec.name]

@@ -11,6 +11,7 @@ step s0                                             the optimiser's update
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Literal
 
@@ -21,6 +22,7 @@ from manyhands.facts.errors import BadSchedule
 
 Kind = Literal["value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient"]
 ReduceKey = tuple[int, str, int, int, int, bool]
+LONGEST_TOPIC = 1000
 KINDS: tuple[str, ...] = ("value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient")
 
 
@@ -44,6 +46,14 @@ class Message(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"m{self.micro_batch} {self.kind} {'+'.join(map(str, self.parts))} {self.bytes}B"
+
+    @property
+    def topic(self) -> str:
+        """Its name on the wire: what it prints as, or where that is long, its beginning and a digest of all of it."""
+        text = str(self)
+        if len(text) <= LONGEST_TOPIC:
+            return text
+        return f"{text[:200]}... {hashlib.sha256(text.encode()).hexdigest()} {self.bytes}B"
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
