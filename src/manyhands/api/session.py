@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ import msgspec
 
 from manyhands.api.joining import parse_address
 from manyhands.facts.cluster import Cluster, Link
-from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import load_cluster, read_document, write_document
@@ -58,6 +59,11 @@ def open_session(
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
         return
+    if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
+        raise BadValue(
+            f"cluster is a {type(cluster).__name__}; it must be a Cluster, a file, or a Coordinator.",
+            hint="Write cluster=mh.Cluster.local(4).",
+        )
     if cluster is None:
         cluster = Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
     elif not isinstance(cluster, Cluster):
@@ -205,7 +211,7 @@ def _alike(cluster: Cluster, known: _Known) -> _Known:
         rate = statistics.median(known[name][1] for name in names)
         common = msgspec.structs.replace(profiles[0], layers=_median(profiles))
         found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
-    return found
+    return {name: found[name] for name in cluster.names}
 
 
 def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
@@ -224,24 +230,25 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
     return tuple(layers)
 
 
-def _place(session: Session, graph: Graph, name: str) -> Path:
+def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | None) -> Path:
     facts = session.coordinator.members[name].facts
     base = profile_path(graph.network, identify(session.threads or None))
     kind = f"{len(session.cluster.devices)}workers" if session.is_local else name
-    return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}.json")
+    stepping = hashlib.sha256(repr(optimizer).encode()).hexdigest()[:8] if optimizer is not None else "still"
+    return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}_{stepping}.json")
 
 
-def _rate_path(path: Path, optimizer: Optimizer | None) -> Path:
-    return path.with_suffix(f".{optimizer.name if optimizer is not None else 'copy'}.json")
+def _rate_path(path: Path) -> Path:
+    return path.with_suffix(".rate.json")
 
 
 def _load(session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None) -> _Known | None:
     found: _Known = {}
     for name in session.cluster.names:
-        path = _place(session, graph, name)
+        path = _place(session, graph, name, optimizer)
         try:
             profile = load_profile(path, graph.network)
-            raw = read_document(_rate_path(path, optimizer))
+            raw = read_document(_rate_path(path))
         except ManyhandsError:
             return None
         sizes = {timing.samples for timing in profile.layers[0].ladder}
@@ -256,6 +263,6 @@ def _load(session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Op
 def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None) -> None:
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
         for name, (profile, rate) in known.items():
-            path = _place(session, graph, name)
+            path = _place(session, graph, name, optimizer)
             save_profile(profile, path)
-            write_document(_rate_path(path, optimizer), rate)
+            write_document(_rate_path(path), rate)

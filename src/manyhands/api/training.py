@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ def train(
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         _check_same(resumed, options, last_step)
+    is_new = folder is None or not Path(folder).exists()
     where = Path(folder) if folder is not None else new_folder("train", graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
     try:
@@ -173,19 +175,22 @@ def train(
         with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
             record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
         if isinstance(error, ManyhandsError):
-            _point_to_checkpoint(error, where)
+            _point_to_checkpoint(error, where, by_name="wish" in (config or {}))
         raise
     finally:
         record.close()
+        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
+            shutil.rmtree(where, ignore_errors=True)
 
 
-def _point_to_checkpoint(error: ManyhandsError, folder: Path) -> None:
+def _point_to_checkpoint(error: ManyhandsError, folder: Path, *, by_name: bool) -> None:
     """An error in the middle of a run says where to go on from."""
     newest = None
     with contextlib.suppress(BadFile):
         newest = checkpoint.latest(folder)
     if newest is not None:
-        again = f"Checkpoint: {newest}\nGo on with: manyhands train --resume {folder}"
+        how = f"manyhands train --resume {folder}" if by_name else f"mh.train(..., resume='{folder}')"
+        again = f"Checkpoint: {newest}\nGo on with: {how}"
         error.hint = f"{error.hint}\n{again}".strip()
 
 
@@ -214,6 +219,8 @@ class _Options:
             )
         if not callable(self.loss):
             raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise BadValue(f"seed is {self.seed!r}; it must be a whole number of at least 0.")
         for field_name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1)):
             value = getattr(self, field_name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -366,7 +373,7 @@ class _Job:
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
         """The fastest plan that the executor can run; tiles are simulated only, so far.
 
-        Batch statistics over a part of the batch are others than over all of it: `auto` prefers plans that keep it whole.
+        Batch statistics over a part of the batch are others than over all of it: plans that keep it whole go first.
         """
         runnable: list[Plan] = []
         for plan in (best, *others):

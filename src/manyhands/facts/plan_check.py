@@ -277,8 +277,8 @@ def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) ->
             spec = network.tensors[op.inputs[0]]
             if least * spec.elements // op.statistics <= 1:
                 raise BadPlan(
-                    f"stages[{index}]: the batch norm {op.name} ({op.where or op.module}) would see one value per channel: "
-                    f"{least} sample(s) of {spec.shape}.",
+                    f"stages[{index}]: the batch norm {op.name} ({op.where or op.module}) would see one value per "
+                    f"channel: {least} sample(s) of {spec.shape}.",
                     hint="Use fewer micro-batches, a larger batch, or batch_norm: synchronised.",
                 )
 

@@ -82,15 +82,21 @@ def proportional(total: int, weights: list[float]) -> list[int]:
 
 
 def samples(task: Task) -> Plan:
-    """Data parallel with shares by speed. A device too slow for one sample in a micro-batch is left out."""
+    """Data parallel with shares by speed: at least one sample of every micro-batch for each device."""
     micro_batches = task.micro_batches or 1
     size = task.batch_size // micro_batches
-    names = list(task.cluster.names)
+    names = task.cluster.names
+    if size < len(names):
+        raise BadPlan(
+            f"A micro-batch of {size} sample(s) cannot be shared by {len(names)} devices: each takes at least one.",
+            hint="Use a larger batch, fewer micro-batches or fewer devices, or let --share auto leave some out.",
+        )
     speeds = [1.0 / task.step_seconds(name, max(1, size // len(names))) for name in names]
     counts = proportional(size, speeds)
-    used = [(name, count) for name, count in zip(names, counts) if count]
-    share = BySamples(tuple(count for _, count in used))
-    stage = Stage((0, len(task.network.layers)), tuple(name for name, _ in used), share)
+    while min(counts) < 1:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(min(counts))] += 1
+    stage = Stage((0, len(task.network.layers)), names, BySamples(tuple(counts)))
     return task.plan([stage], micro_batches)
 
 

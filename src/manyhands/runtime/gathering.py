@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.facts.errors import BadValue
+from manyhands.facts.errors import BadValue, TimedOut
 from manyhands.runtime import state
 from manyhands.runtime.control import Send, State
 from manyhands.runtime.order import RunState
@@ -63,7 +63,9 @@ class Gathering:
                 if len(parts) < len(self.run.order.plan.stages):
                     return
                 found = self._joined(message.step)
-                self._change.wait_for(lambda: self._is_closed or self._is_next(message.step))
+                limit = self.run.order.wait_limit_seconds + 60  # the run itself ends before that
+                if not self._change.wait_for(lambda: self._is_closed or self._is_next(message.step), limit):
+                    raise TimedOut(f"The snapshot after step {message.step} could not be kept for {limit:g} s.")
                 if self._is_closed:
                     return
             self.run.on_snapshot(found)

@@ -7,8 +7,8 @@ Each device sends 2(n-1)/n of the bytes, as in a ring (ASTEROID Eq. 5), but wait
 Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics are small and waited for:
 everybody sends all of its own to everybody, in one round.
 
-Terms are always added in the order of the devices, so that a run repeated gives the same bits; a chunk is added up
-on one device, so that replicas agree.
+Terms are added in a fixed order (of the devices; in a ring, from where each chunk starts), so that a run repeated gives
+the same bits; a chunk is added up on one device, so that replicas agree.
 """
 
 from __future__ import annotations
