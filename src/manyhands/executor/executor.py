@@ -132,6 +132,8 @@ class Executor:
         while (action := self._next(policy, state)) is not None:
             began = time.monotonic()
             self._act(action)
+            if self.torch_device.type == "cuda" and step in self.setting.trace_steps:
+                torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
             self.recorder.took(action, began, time.monotonic())
         self.flights.clear()
         self.recorder.end()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, did_you_me
 from manyhands.facts.optimizer import Optimizer, Option
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
+from manyhands.profiler.steps import now
 
 T = TypeVar("T")
 SEPARATOR = "/"
@@ -186,7 +186,7 @@ def slots(optimizer: Optimizer) -> int:
     return math.ceil(kept / 16)
 
 
-def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None) -> float:
+def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_device: str = "cpu") -> float:
     """How fast an optimiser's step passes over weights, gradients and its own state, (3 + 2 slots) times in all.
 
     Measured on the graph's weights; 0 where there is nothing to measure.
@@ -194,7 +194,8 @@ def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None) -> flo
     if optimizer is None:
         return 0.0
     wanted = Optimizer.from_dict(optimizer)
-    weights = Weights.copied(graph).trainable()
+    device = torch.device(torch_device)
+    weights = Weights.copied(graph, device=device).trainable()
     byte_count = sum(weight.nbytes for weight in weights.values())
     if not byte_count:
         return 0.0
@@ -203,9 +204,9 @@ def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None) -> flo
     stepper = build(wanted, weights)
     seconds = []
     for _ in range(_TIMED_STEPS):
-        start = time.perf_counter()
+        start = now(device)
         stepper.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now(device) - start)
     return byte_count * (3 + 2 * slots(wanted)) / max(statistics.median(seconds[1:]), 1e-9)
 
 

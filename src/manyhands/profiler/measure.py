@@ -24,7 +24,7 @@ from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
-from manyhands.profiler.steps import random_inputs
+from manyhands.profiler.steps import now, random_inputs
 from manyhands.profiler.this_machine import identify
 
 LADDER = (1, 2, 4, 8, 16, 32)
@@ -54,6 +54,7 @@ def measure_network(
     repeats: int = REPEATS,
     kernels: Mapping[str, Kernel] | None = None,
     device: str = "local",
+    torch_device: str = "cpu",
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
     """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
@@ -67,11 +68,13 @@ def measure_network(
     torch.set_num_threads(threads or before)
     try:
         start = time.perf_counter()
+        if kernels is None and torch_device != "cpu":
+            kernels = {}  # what there is to choose from is the CPU's
         if kernels is None:
             say(f"choosing kernels for {graph.name}")
             samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
             kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS).kernels
-        layers = _Layers(graph, kernels)
+        layers = _Layers(graph, kernels, torch.device(torch_device))
         left = seconds - (time.perf_counter() - start)
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         return _profile(graph, passes, peaks, kernels, device, identify().text)
@@ -105,7 +108,7 @@ def _climb(
         else:
             affordable = repeats
         say(f"measuring {samples} samples")
-        inputs = random_inputs(layers.graph, samples)
+        inputs = random_inputs(layers.graph, samples, layers.device)
         peaks[samples] = layers.peak_bytes(inputs, samples)
         began = time.perf_counter()
         passes[samples] = [layers.run(inputs, samples)]
@@ -148,9 +151,9 @@ def _profile(
 class _Layers:
     """A graph's layers as pieces over one set of weights."""
 
-    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel]) -> None:
-        self.graph = graph
-        self.weights = Weights.copied(graph)
+    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: torch.device) -> None:
+        self.graph, self.device = graph, device
+        self.weights = Weights.copied(graph, device=device)
         store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
         self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
@@ -175,28 +178,31 @@ class _Layers:
             for name, tensor in own.items():
                 if name not in inputs and tensor.is_floating_point():
                     tensor.requires_grad_()
-            start = time.perf_counter()
+            start = now(self.device)
             made = piece(own, context)
-            found.forward.append(time.perf_counter() - start)
+            found.forward.append(now(self.device) - start)
             entered.append(own)
             left.append(made)
             values.update({name: tensor.detach() for name, tensor in made.items()})
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
-        found.backward = _backward(entered, left, seeds)
+        found.backward = _backward(entered, left, seeds, self.device)
         return found
 
 
 def _backward(
-    entered: list[dict[str, torch.Tensor]], left: list[dict[str, torch.Tensor]], gradients: dict[str, torch.Tensor]
+    entered: list[dict[str, torch.Tensor]],
+    left: list[dict[str, torch.Tensor]],
+    gradients: dict[str, torch.Tensor],
+    device: torch.device,
 ) -> list[float]:
     """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
     seconds: list[float] = []
     while left:
         own, made = entered.pop(), left.pop()
-        start = time.perf_counter()
+        start = now(device)
         backward_piece(own, made, gradients)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now(device) - start)
         for name in made:
             gradients.pop(name, None)
     return seconds[::-1]

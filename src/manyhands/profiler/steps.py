@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -24,8 +25,15 @@ def random_tensor(spec: TensorSpec, samples: int, seed: int = 0) -> torch.Tensor
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def random_inputs(graph: Graph, samples: int) -> dict[str, torch.Tensor]:
-    return {spec.name: random_tensor(spec, samples, seed) for seed, spec in enumerate(graph.inputs)}
+def random_inputs(graph: Graph, samples: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    return {spec.name: random_tensor(spec, samples, seed).to(device) for seed, spec in enumerate(graph.inputs)}
+
+
+def now(device: torch.device) -> float:
+    """The clock, once a GPU has done what it was given: it computes while Python goes on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def random_state(graph: Graph) -> dict[str, torch.Tensor]:

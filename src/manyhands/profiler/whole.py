@@ -19,7 +19,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.steps import random_inputs
+from manyhands.profiler.steps import now, random_inputs
 
 SECONDS = 1.0
 LEAST_STEPS = 4
@@ -35,24 +35,26 @@ def scaled_to_steps(
     samples: int,
     make_update: Callable[[Weights], Update],
     *,
+    torch_device: str = "cpu",
     seconds: float = SECONDS,
 ) -> DeviceProfile:
     """The profile with every layer scaled to forward and backward passes of whole steps on `samples` samples.
 
     `make_update` gives what happens to the weights between two steps.
     """
-    weights = Weights.copied(graph)
+    device = torch.device(torch_device)
+    weights = Weights.copied(graph, device=device)
     store_weights(graph, weights, profile.kernels)
     piece = Piece(graph, weights, kernels=kernel_calls(graph, profile.kernels))
-    inputs, update = random_inputs(graph, samples), make_update(weights)
+    inputs, update = random_inputs(graph, samples, device), make_update(weights)
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while len(taken) < LEAST_STEPS or time.perf_counter() < end:
-        start = time.perf_counter()
+        start = now(device)
         made = piece(inputs, Context(samples=samples))
         roots = [made[name] for name in graph.outputs if made[name].requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        taken.append(time.perf_counter() - start)
+        taken.append(now(device) - start)
         update()
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
     factor = min(max(statistics.median(taken[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0

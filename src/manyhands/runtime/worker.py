@@ -114,8 +114,8 @@ class Worker:
         keep_memory()
         if joining.threads:
             torch.set_num_threads(joining.threads)
-        if joining.compute != "cpu" and not torch.cuda.is_available():
-            raise Refused(f"--compute {joining.compute} was asked for; torch sees no such device here.")
+        if joining.compute != "cpu":
+            _prepare_gpu(joining.compute)
         self.channel, security = _reach(joining)
         name = joining.name or socket.gethostname()
         self.endpoint = TcpEndpoint(name, security, host=self.channel.local_host)
@@ -333,12 +333,14 @@ class Worker:
         graph = _graph(command.graph, command.network)
         graph.state.update(random_state(graph))
         profile = measure_network(
-            graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name
-        )
+            graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name,
+            torch_device=self.joining.compute,
+        )  # fmt: skip
         if command.optimizer is not None:
             optimizer = Optimizer.from_dict(command.optimizer)
-            profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights))
-        rate = step_bytes_per_second(graph, command.optimizer) or copy_bytes_per_second()
+            profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
+                                      torch_device=self.joining.compute)  # fmt: skip
+        rate = step_bytes_per_second(graph, command.optimizer, self.joining.compute) or copy_bytes_per_second()
         self._say(Measured(command.generation, profile, rate))
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
@@ -374,6 +376,15 @@ def _reach(joining: Joining) -> tuple[Channel, Security]:
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _prepare_gpu(compute: str) -> None:
+    """Refuse one that is not there; compute as the others do: the same bits every time, no numbers cut short."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(compute.partition(":")[2] or 0) >= count:
+        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
