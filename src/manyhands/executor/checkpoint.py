@@ -31,7 +31,8 @@ from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.units import format_bytes
-from manyhands.files.documents import read_document, write_document
+from manyhands.files.documents import read_document, sync_folder, write_document
+from manyhands.graph.store import separate
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FILE = "model.safetensors"
@@ -90,7 +91,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             save_file(state, temporary / name)
             _sync(temporary / name)
         write_document(temporary / STATE_FILE, _document(checkpoint, temporary))
-        _sync_folder(temporary)
+        sync_folder(temporary)
         _put_in_place(temporary, target)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or str(error)
@@ -159,21 +160,13 @@ def _beside(target: Path, suffix: str) -> Path:
 
 def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous tensors in main memory that share nothing, as the format asks; tied weights are written twice."""
-    plain: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
     for name, tensor in state.items():
         if name == "__metadata__" or tensor.is_meta or tensor.layout != torch.strided:
             why = (
                 "has no values" if tensor.is_meta else "is not dense" if name != "__metadata__" else "has a taken name"
             )
             raise BadValue(f"The tensor '{name:.120}' {why}; a checkpoint cannot hold it.")
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
-            own = own.clone()
-        seen.add(storage.data_ptr())
-        plain[name] = own
-    return plain
+    return separate(state)
 
 
 def _document(checkpoint: Checkpoint, written: Path) -> dict[str, Any]:
@@ -204,7 +197,7 @@ def _put_in_place(new: Path, target: Path) -> None:
         if replaces:
             os.rename(aside, target)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     _delete(aside)
 
 
@@ -291,16 +284,6 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _sync(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make names survive a power cut, where the system allows a folder to be opened."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _delete(path: Path) -> None:

@@ -15,7 +15,7 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData
 from manyhands.facts.network import DTYPE_BYTES, TensorSpec
 from manyhands.graph.graph import Graph
-from manyhands.graph.tape import bind_inputs
+from manyhands.graph.tape import bind_inputs, bind_tree
 from manyhands.schedule.feeding import feed_topic, result_topic, samples_of
 from manyhands.schedule.policy import Schedule
 
@@ -61,19 +61,7 @@ class Feeder:
 
     def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
         assert self.graph.loss is not None
-        found: dict[str, torch.Tensor] = {}
-
-        def visit(tree: Any, value: Any) -> None:
-            if isinstance(tree, str):
-                found[tree] = value
-            elif isinstance(tree, dict):
-                for key, item in tree.items():
-                    visit(item, value[key])
-            else:
-                for item, part in zip(tree, value, strict=True):
-                    visit(item, part)
-
-        visit(self.graph.loss.input_tree[0][1], targets)
+        found = bind_tree(self.graph.loss.input_tree[0][1], targets)
         return {name: found[name] for name in target_names(self.graph)}
 
     def _checked(self, found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:

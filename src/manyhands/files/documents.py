@@ -82,7 +82,7 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise BadFile(f"{path}: cannot be written: {error.strerror or error}.") from error
     finally:
@@ -189,8 +189,8 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system allows a folder to be opened."""
+def sync_folder(folder: Path) -> None:
+    """Make names survive a power cut, where the system allows a folder to be opened."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

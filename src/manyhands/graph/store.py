@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -55,12 +56,17 @@ def load(folder: str | Path) -> Graph:
 
 
 def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors that share no memory, as the format asks."""
-    plain: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
     for name, tensor in state.items():
         if tensor.is_meta:
             raise BadGraph(f"Weight '{name}' has no values (it is on the meta device).")
+    return separate(state)
+
+
+def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors in main memory that share none of it, as safetensors asks; tied weights become two."""
+    plain: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
         own = tensor.detach().cpu().contiguous()
         storage = own.untyped_storage()
         if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:

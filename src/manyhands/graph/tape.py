@@ -34,6 +34,11 @@ def bind_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
         given = ([], batch)
     else:
         given = ([batch], {})
+    return bind_tree(positional, given[0]) | bind_tree(keywords, given[1])
+
+
+def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
+    """The tensors of `value` by the names that stand in the same places of `tree`."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(tree: Any, value: Any) -> None:
@@ -46,8 +51,7 @@ def bind_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
             for item, part in zip(tree, value, strict=True):
                 visit(item, part)
 
-    visit(positional, given[0])
-    visit(keywords, given[1])
+    visit(tree, value)
     return found
 
 
