@@ -100,6 +100,23 @@ def test_an_empty_message(box: Mailbox) -> None:
     box.receive("a", 0, "empty", [])
 
 
+def test_taken_without_a_place(box: Mailbox) -> None:
+    """Early, in the middle of its arrival, late, and empty; what is not in the plan is not waited for."""
+    frame(box)
+    assert bytes(box.take("a", 0, "x")) == CONTENT
+    frame(box, 0, 40, step=1)
+    timer = later(lambda: frame(box, 40, 100, step=1))
+    assert bytes(box.take("a", 1, "x")) == CONTENT
+    timer.join()
+    timer = later(lambda: frame(box, step=2))
+    assert bytes(box.take("a", 2, "x")) == CONTENT
+    timer.join()
+    frame(box, 0, 0, topic="empty", size=0)
+    assert not len(box.take("a", 0, "empty"))
+    with pytest.raises(BadValue, match="not in the plan"):
+        box.take("a", 0, "y")
+
+
 REFUSALS = {
     "wrong size": ({"size": 200}, "200 bytes; the plan says 100"),
     "wrong topic": ({"topic": "y"}, "not in the plan"),

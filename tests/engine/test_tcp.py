@@ -53,6 +53,25 @@ def test_sizes(security: Security, count: int, is_posted: bool) -> None:
         a.flush(5)
 
 
+def test_released_memory_may_change(security: Security) -> None:
+    """Far more than a link holds: most of it has not left when the sender changes it, and nothing gets stuck."""
+    count = 64 * CHUNK_BYTES + 5
+    topics = [f"x{number}" for number in range(3)]
+    with joined(security, dict.fromkeys(topics, count)) as (a, b):
+        contents = [random_bytes(count) for _ in topics]
+        kept = [content.clone() for content in contents]
+        with b.mailbox.writing:  # b reads nothing as long as this is held
+            for topic, content in zip(topics, contents):
+                a.send("b", 0, topic, [content])
+            assert a._connections["b"].outbox.has_work, "all has left: nothing to release"
+            a.release()
+            a.release()
+            for content in contents:
+                content.zero_()
+        for topic, content in zip(topics, kept):
+            assert torch.equal(torch.frombuffer(b.mailbox.take("a", 0, topic), dtype=torch.uint8), content)
+
+
 def test_many_parts_to_many_destinations(security: Security) -> None:
     """More pieces of memory than one system call takes, on both sides."""
     parts = [random_bytes(1 + 37 * number % 5000) for number in range(300)]

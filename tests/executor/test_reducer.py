@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -37,6 +38,7 @@ def reduce_all(
     buckets: int = 1,
     before: Callable[[Switchboard], None] | None = None,
     limit_seconds: float = 20.0,
+    late: str = "",
 ) -> dict[str, ManyhandsError]:
     """Every device hands over its gradients, bucket after bucket, and waits; returns who failed."""
     devices = tuple(gradients)
@@ -59,6 +61,8 @@ def reduce_all(
 
     def work(device: str) -> None:
         reducer = Reducer(board.endpoints[device], network, lambda *_: None)
+        if device == late:
+            time.sleep(0.05)
         try:
             for action in actions:
                 reducer.start(action, 0, gradients[device][action.first : action.last])
@@ -113,12 +117,19 @@ def test_many_devices(count: int) -> None:
     check_sums(count, [(7, 5), (3,)], 1, torch.float64, 2)
 
 
-def test_terms_are_added_in_the_order_of_the_devices() -> None:
-    """1 + 1e16 - 1e16 is not 1e16 - 1e16 + 1: the bits tell the order, on whichever device they are added."""
+def test_terms_are_added_in_an_order_of_their_own() -> None:
+    """1e16 + 1 - 1e16 is not 1e16 - 1e16 + 1: own first, then the others as the devices are listed, whoever is late."""
     terms = {"a": 1e16, "b": -1e16, "c": 1.0, "d": 1.0}
-    gradients = {name: [torch.full((8,), value, dtype=torch.float64)] for name, value in terms.items()}
-    reduce_all(gradients)
-    assert all(torch.equal(own[0], torch.full((8,), 2.0, dtype=torch.float64)) for own in gradients.values())
+    for late in terms:
+        gradients = {name: [torch.full((8,), value, dtype=torch.float64)] for name, value in terms.items()}
+        reduce_all(gradients, late=late)
+        chunks = []
+        for own in terms:
+            total = terms[own]
+            for other in terms:
+                total += terms[other] if other != own else 0.0
+            chunks += [total, total]
+        assert all(own[0].tolist() == chunks for own in gradients.values())
 
 
 def test_channels_last_gradients_are_added_where_they_lie() -> None:

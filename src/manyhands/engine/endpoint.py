@@ -27,9 +27,12 @@ class Endpoint(Protocol):
         """Hand a message to the link and go on.
 
         `parts` are contiguous tensors on the CPU, sent one after another; they must not change until the receiver has
-        them. An urgent message overtakes others between two chunks. A lost peer is an error of the next wait for it,
-        not of this call.
+        them, or until `release`. An urgent message overtakes others between two chunks. A lost peer is an error of the
+        next wait for it, not of this call.
         """
+
+    def release(self) -> None:
+        """Let go of the senders' memory: what has not left yet is copied, and the tensors may change from now on."""
 
     def flush(self, limit_seconds: float) -> None:
         """Wait until everything handed over has left."""

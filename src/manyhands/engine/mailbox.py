@@ -246,12 +246,26 @@ class Mailbox:
         views = [as_bytes(tensor) for tensor in into]
         key = (source, step, topic)
         message = self._post(key, views)
+        self._finish(key, message)
+        if message.early is not None:
+            _copy(message.early, views)
+
+    def take(self, source: str, step: int, topic: str) -> memoryview:
+        """Wait for a message nobody posted a place for, and have the memory it came into."""
+        key = (source, step, topic)
+        with self._lock:
+            size = self.expected.get((source, topic))
+            if size is None:
+                raise BadValue(f"{self.name} waits for '{topic:.200}' from {source}; it is not in the plan.")
+            message = self._messages.setdefault(key, _Message(size, []))
+        self._finish(key, message)
+        return message.early if message.early is not None else memoryview(b"")
+
+    def _finish(self, key: Key, message: _Message) -> None:
         with self._lock:
             self._wait(lambda: message.complete, key, lambda: message.at_hand)
             self._messages.pop(key, None)
             self._received.add(key)
-        if message.early is not None:
-            _copy(message.early, views)
 
     def has_arrived(self, source: str, step: int, topic: str) -> bool:
         with self._lock:

@@ -24,6 +24,9 @@ class Outgoing:
     start: Header
     views: list[memoryview]
     offset: int = 0
+    copied_at: int = 0
+    """The offset of the first view."""
+    is_detached: bool = False
 
     def next_frame(self) -> list[memoryview]:
         """The next chunk with its header, no byte of it copied."""
@@ -32,9 +35,15 @@ class Outgoing:
             return [memoryview(encode(start)), *self.views]
         length = min(CHUNK_BYTES, start.bytes - self.offset)
         header = Header(start.origin, start.generation, start.step, start.topic, start.bytes, self.offset, length)
-        views = window(self.views, self.offset, length)
+        views = window(self.views, self.offset - self.copied_at, length)
         self.offset += length
         return [memoryview(encode(header)), *views]
+
+    def detach(self) -> None:
+        """Go on from a copy of what is left."""
+        if not self.is_detached:
+            self.views = [memoryview(b"".join(window(self.views, self.offset, self.start.bytes - self.offset)))]
+            self.copied_at, self.is_detached = self.offset, True
 
 
 class Outbox:
@@ -55,6 +64,13 @@ class Outbox:
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
         (self._urgent if urgent else self._bulk).append(message)
+
+    def release(self) -> None:
+        """What has not left is copied, so that the senders' memory may change."""
+        with self.writing:
+            self._frame = [memoryview(bytes(view)) for view in self._frame]
+            for message in (*self._urgent, *self._bulk, *self._turns):
+                message.detach()
 
     @property
     def has_work(self) -> bool:

@@ -138,6 +138,13 @@ class TcpEndpoint:
         except Broken as error:
             self._lose(connection, str(error))
 
+    def release(self) -> None:
+        """What has not left is copied: the senders' memory may change from now on."""
+        for connection in list(self._connections.values()):
+            if connection.outbox.has_work:
+                connection.outbox.release()
+                self._ask(partial(self._go_on_writing, connection))  # whoever found it busy left the writing to us
+
     def flush(self, limit_seconds: float) -> None:
         """Wait until everything handed over has arrived in the memory of the peers' machines."""
         deadline = time.monotonic() + limit_seconds

@@ -1,7 +1,8 @@
 """Weight gradients are added up on a thread of their own, bucket by bucket, while backward goes on.
 
-Each chunk is sent straight from the gradients' memory and the sum comes back into it; only the chunk this device adds
-up itself passes through a buffer.
+Each chunk is sent straight from the gradients' memory and the sum comes back into it; to the chunk that this
+device sums itself the others' are added from where the mailbox has them. `wait` lets go of the gradients' memory: an
+optimiser may write into it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from manyhands.engine.endpoint import Endpoint
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import Hop, chunk_points, gradient_rounds, topic
+from manyhands.schedule.reduction import chunk_points, gradient_rounds, topic
 
 OnSpan = Callable[[Reduce, float, float], None]
 
@@ -79,6 +80,7 @@ class Reducer:
                     raise TimedOut(f"Gradients have not been added up any further for {limit:g} s.")
             if self._error is not None:
                 raise self._error
+        self.endpoint.release()
 
     def _moved(self) -> int:
         return sum(self.endpoint.mailbox.received_bytes.values())
@@ -107,89 +109,41 @@ class Reducer:
         staged = [row.cpu() for row in rows]  # the same memory, unless the gradients lie on another device
         points = chunk_points(reduce, self.network)
         chunks = [windows(staged, points[i], points[i + 1]) for i in range(len(reduce.devices))]
-        sums: dict[int, torch.Tensor] = {}
-        for number, hops in enumerate(gradient_rounds(reduce.devices)):
-            self._round(reduce, step, number, hops, chunks, sums)
+        rounds = [
+            [(hop, topic(reduce, number, hop.chunk)) for hop in hops]
+            for number, hops in enumerate(gradient_rounds(reduce.devices))
+        ]
+        box, own = self.endpoint.mailbox, self.endpoint.name
+        for hop, name in (pair for pairs in rounds for pair in pairs):
+            if hop.target == own and not hop.adds:  # no sum comes before this device's part of it has arrived there
+                box.post(hop.source, step, name, chunks[hop.chunk])
+        for pairs in rounds:
+            for hop, name in pairs:
+                if hop.source == own:
+                    self.endpoint.send(hop.target, step, name, chunks[hop.chunk])
+            for hop, name in pairs:  # added in the order of the hops, whoever is first: the same bits in every run
+                if hop.target == own and hop.adds:
+                    _add(chunks[hop.chunk], box.take(hop.source, step, name))
+                elif hop.target == own:
+                    box.receive(hop.source, step, name, chunks[hop.chunk])
         for row, copy in zip(rows, staged):
             if row.data_ptr() != copy.data_ptr():
                 row.copy_(copy)
 
-    def _round(
-        self,
-        reduce: Reduce,
-        step: int,
-        number: int,
-        hops: tuple[Hop, ...],
-        chunks: list[list[torch.Tensor]],
-        sums: dict[int, torch.Tensor],
-    ) -> None:
-        own, box = self.endpoint.name, self.endpoint.mailbox
-        dtype = next(part.dtype for parts in chunks for part in parts)
-        into: dict[Hop, list[torch.Tensor]] = {}
-        for hop in hops:
-            if hop.target == own:
-                into[hop] = chunks[hop.chunk]
-                if hop.adds:
-                    size = sum(part.numel() for part in chunks[hop.chunk])
-                    into[hop] = [torch.empty(size, dtype=dtype)]
-                box.post(hop.source, step, topic(reduce, number, hop.chunk), into[hop])
-        for hop in hops:
-            if hop.source == own:
-                parts = chunks[hop.chunk]
-                if not hop.adds and parts:
-                    # A sum is sent from memory of its own: an optimiser may write into gradients before it has left.
-                    if hop.chunk not in sums:
-                        sums[hop.chunk] = _copied(parts)
-                    parts = [sums[hop.chunk]]
-                self.endpoint.send(hop.target, step, topic(reduce, number, hop.chunk), parts)
-        for hop, parts in into.items():
-            box.receive(hop.source, step, topic(reduce, number, hop.chunk), parts)
-            sums.pop(hop.chunk, None)  # in a ring this device had a part of it
-        added = {hop.source: parts[0] for hop, parts in into.items() if hop.adds}
-        if added:
-            chunk = next(hop.chunk for hop in into if hop.adds)
-            terms = [added.get(name, chunks[chunk] if name == own else None) for name in reduce.devices]
-            sums[chunk] = _sum(terms)
-            _put(chunks[chunk], sums[chunk])
-
 
 def _array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory for numpy, which adds and copies on one thread.
+    """The tensor's memory for numpy, which adds on one thread.
 
     torch would start a second set of threads for this one, and the two would fight for the cores that compute.
     """
     return tensor if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
 
 
-def _copied(parts: list[torch.Tensor]) -> torch.Tensor:
-    row = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
-    place, target = 0, _array(row)
+def _add(parts: list[torch.Tensor], came: memoryview) -> None:
+    if not parts:
+        return
+    place, row = 0, _array(torch.frombuffer(came, dtype=parts[0].dtype))
     for part in parts:
-        target[place : place + part.numel()] = _array(part)
-        place += part.numel()
-    return row
-
-
-def _sum(terms: Sequence[torch.Tensor | list[torch.Tensor] | None]) -> torch.Tensor:
-    """Terms added in their order, into the first that was received; this device's own comes in pieces."""
-    given = [term for term in terms if term is not None]
-    total = next(term for term in given if isinstance(term, torch.Tensor))
-    if isinstance(given[0], list):  # a + b is b + a to the last bit
-        given[0], given[1] = given[1], given[0]
-    array = _array(total)
-    for term in given[1:]:
-        if isinstance(term, torch.Tensor):
-            array += _array(term)
-        else:
-            place = 0
-            for part in term:
-                array[place : place + part.numel()] += _array(part)
-                place += part.numel()
-    return total
-
-
-def _put(parts: list[torch.Tensor], row: torch.Tensor) -> None:
-    place, array = 0, _array(row)
-    for part in parts:
-        _array(part)[:] = array[place : place + part.numel()]
+        target = _array(part)
+        target += row[place : place + part.numel()]
         place += part.numel()

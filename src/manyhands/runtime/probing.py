@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 
 from manyhands.engine.endpoint import Endpoint
@@ -53,8 +55,8 @@ def expected(devices: Sequence[str], name: str) -> dict[tuple[str, str], int]:
 
 
 def _chunks(count: int) -> list[int]:
-    points = cut_points(LARGE_BYTES, (1,) * count)
-    return [points[i + 1] - points[i] for i in range(count)]
+    points = cut_points(LARGE_BYTES // 4, (1,) * count)
+    return [4 * (points[i + 1] - points[i]) for i in range(count)]
 
 
 class _Computing:
@@ -75,7 +77,7 @@ class _Computing:
 
     @torch.no_grad()
     def _run(self) -> None:
-        data, weight = torch.randn(4, 64, 16, 16), torch.randn(64, 64, 3, 3)
+        data, weight = torch.randn(16, 64, 32, 32), torch.randn(64, 64, 3, 3)
         while not self._is_over:
             torch.conv2d(data, weight, padding=1)
             self.count += 1
@@ -118,8 +120,7 @@ class _Exchange:
         self.endpoint = endpoint
         self.others = [name for name in devices if name != endpoint.name]
         sizes = dict(zip(devices, _chunks(len(devices))))
-        self.memory = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
-        self.mine = {name: torch.zeros(sizes[endpoint.name], dtype=torch.uint8) for name in self.others}
+        self.memory = {name: torch.zeros(size // 4) for name, size in sizes.items()}
         self.small = torch.zeros(SMALL_BYTES, dtype=torch.uint8)
         self.into = {name: torch.zeros(SMALL_BYTES, dtype=torch.uint8) for name in self.others}
 
@@ -128,7 +129,14 @@ class _Exchange:
 
     def large(self, step: int) -> None:
         own = self.memory[self.endpoint.name]
-        self._pass(step, "gather", self.memory, self.mine)
+        box = self.endpoint.mailbox
+        for name in self.others:
+            box.post(name, step, "spread", [self.memory[name]])
+        for name in self.others:
+            self.endpoint.send(name, step, "gather", [self.memory[name]])
+        total: Any = own.numpy()
+        for name in self.others:
+            total += numpy.frombuffer(box.take(name, step, "gather"), numpy.float32)
         self._pass(step, "spread", dict.fromkeys(self.others, own), self.memory)
 
     def _pass(
