@@ -25,6 +25,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.files.documents import read_document
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.policy import Schedule
 
@@ -128,11 +129,7 @@ def restart(coordinator: Coordinator) -> None:
         process = coordinator.local.processes.pop(name)
         process.kill()
         process.wait(10)
-    address, security = coordinator.address, coordinator.security
-    coordinator.local.start(
-        dict.fromkeys(gone, "cpu"), address, coordinator.token, encrypted=security.encrypted, threads=1
-    )
-    coordinator.wait_for(gone, 60)
+    coordinator.start_workers([WorkerProcess((name,)) for name in gone], 1, 60)
 
 
 @dataclass

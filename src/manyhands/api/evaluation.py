@@ -19,6 +19,7 @@ from manyhands.api.session import Say, Session, measure, open_session
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster
+from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
@@ -201,7 +202,7 @@ def evaluate(
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     batch_size: int = 64,
-    cluster: Cluster | str | Path | Coordinator | None = None,
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "samples",
     granularity: str = "blocks",
     name: str = "",

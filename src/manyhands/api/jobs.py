@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, UnknownName, unknown
+from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, ByTiles, Plan
 from manyhands.files.documents import load_cluster, read_document
@@ -36,7 +37,19 @@ DEMO_DEVICES = 4
 JOIN_SECONDS = 600.0
 """How long workers are waited for: a person walks to each device."""
 SHARES = ("auto", "single", "samples", "pipeline")
-MAY_CHANGE = ("epochs", "steps", "plan", "micro_batches", "devices", "cluster", "gpus")
+MAY_CHANGE = (
+    "epochs",
+    "steps",
+    "plan",
+    "micro_batches",
+    "devices",
+    "cluster",
+    "gpus",
+    "lab",
+    "scale",
+    "slots",
+    "traces",
+)
 """What a run may go on with in another way; the rest decides what is computed."""
 
 Say = Callable[[str], None]
@@ -62,6 +75,11 @@ class Wish:
     """None: four on this machine, the first one that joins, or as many as a plan file names."""
     cluster: str = ""
     gpus: int = 0
+    lab: str = ""
+    """A preset or cluster file to be played on this machine; the next three say how."""
+    scale: float | None = None
+    slots: int | None = None
+    traces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0}
@@ -72,6 +90,11 @@ class Wish:
         if self.cluster and (self.devices is not None or self.gpus):
             option = "--devices" if self.devices is not None else "--gpus"
             raise BadValue(f"{option} cannot be given beside --cluster {self.cluster}, which decides that.")
+        if self.lab and (self.cluster or self.devices is not None or self.gpus):
+            option = "--cluster" if self.cluster else "--gpus" if self.gpus else "--devices"
+            raise BadValue(f"{option} cannot be given beside --lab {self.lab}, which decides that.")
+        if not self.lab and (self.scale is not None or self.slots is not None or self.traces):
+            raise BadValue("--scale, --slots and --trace say how a lab is played.", hint="Name one: --lab pi3x6")
 
     @property
     def has_plan_file(self) -> bool:
@@ -152,7 +175,9 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_share(wish: Wish, *, joining: bool) -> None:
     """Every device gets a sample of every micro-batch."""
-    count = len(load_cluster(wish.cluster).devices) if wish.cluster else wish.count(joining=joining)
+    count = wish.count(joining=joining)
+    if wish.cluster or wish.lab:
+        count = len(load_cluster(wish.cluster or wish.lab).devices) * (wish.slots or 1)
     samples = wish.batch_size // (wish.micro_batches or 1)
     if wish.plan == "samples" and samples < count:
         of = f"a micro-batch of {samples}" if wish.micro_batches else f"a batch of {samples}"
@@ -190,6 +215,7 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
             hint="In Python: mh.train(model, data, ..., resume=FOLDER).",
         )
     known = {key: value for key, value in known.items() if key in Wish.__dataclass_fields__}
+    known["traces"] = tuple(known.get("traces", ()))
     for key, value in said.items():
         same = _full(value) == _full(known.get(key, value)) if key == "data" else known.get(key, value) == value
         if key not in MAY_CHANGE and not same:
@@ -200,10 +226,10 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
             )
     if "epochs" in said:
         known["steps"] = None
-    if "cluster" in said:
-        known |= {"devices": None, "gpus": 0}
+    if "cluster" in said or "lab" in said:
+        known |= {"devices": None, "gpus": 0, "cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
     elif "devices" in said:
-        known["cluster"] = ""
+        known |= {"cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
     if "plan" in said and "micro_batches" not in said:
         known["micro_batches"] = None
     try:
@@ -216,14 +242,20 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
 
 
 @contextlib.contextmanager
-def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Cluster | Coordinator]:
+def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Cluster | LabCluster | Coordinator]:
     """Workers to be started here, or those that join."""
     if listen and wish.gpus:
         raise BadValue(
             f"--gpus {wish.gpus} is for workers of this machine; those that join say it themselves.",
             hint="On each device: manyhands worker --compute cuda ...",
         )
-    if wish.cluster:
+    if wish.lab:
+        from manyhands.api.labs import lab_cluster
+
+        if listen:
+            raise BadValue(f"--listen {listen} is for workers of other machines; --lab {wish.lab} has its own.")
+        yield lab_cluster(wish.lab, scale=wish.scale, slots=wish.slots or 1, traces=wish.traces)
+    elif wish.cluster:
         with _told(listen, token):
             yield load_cluster(wish.cluster)
     elif listen:
@@ -349,7 +381,7 @@ def loss_of(name: str, data: DataSets) -> Any:
 def train_job(
     wish: Wish,
     *,
-    cluster: Cluster | Coordinator,
+    cluster: Cluster | LabCluster | Coordinator,
     folder: Path | None = None,
     resume: Path | None = None,
     on_planned: OnPlanned | None = None,
@@ -377,7 +409,9 @@ def train_job(
 
 def _kept(wish: Wish) -> dict[str, Any]:
     """Files by their full paths: a run may be resumed from elsewhere."""
-    return asdict(replace(wish, data=_full(wish.data), plan=_full(wish.plan), cluster=_full(wish.cluster)))
+    kept = asdict(wish)
+    files = {name: _full(kept[name]) for name in ("data", "plan", "cluster", "lab")}
+    return {**kept, **files, "traces": list(wish.traces)}
 
 
 def _full(text: str) -> str:

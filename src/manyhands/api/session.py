@@ -15,6 +15,7 @@ import msgspec
 from manyhands.api.joining import parse_address
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
+from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import load_cluster, read_document, write_document
@@ -41,6 +42,10 @@ class Session:
     threads: int
     has_links: bool = False
     """The links are known from a file; else they are measured."""
+    scale: float = 1.0
+    """How many times slower than in life everything goes here."""
+    kind: str = ""
+    """What profiles are kept for, beside machine and network, where these do not say it: a lab at a scale."""
 
 
 def usable_cores() -> int:
@@ -49,15 +54,25 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def open_session(
-    cluster: Cluster | str | Path | Coordinator | None, *, logs: Path | None = None, say: Say | None = None,
-    limit_seconds: float = JOIN_SECONDS, threads: int = 0,
-) -> Iterator[Session]:  # fmt: skip
-    """Workers for a cluster: processes of this machine for local devices, else those that join by name.
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None,
+    *,
+    logs: Path | None = None,
+    say: Say | None = None,
+    limit_seconds: float = JOIN_SECONDS,
+    threads: int = 0,
+) -> Iterator[Session]:
+    """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them.
     """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
+        return
+    if isinstance(cluster, LabCluster):
+        from manyhands.api.labs import lab_session
+
+        with lab_session(cluster, logs=logs, say=say or (lambda text: None), limit_seconds=limit_seconds) as session:
+            yield session
         return
     if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
         raise BadValue(
@@ -233,7 +248,7 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
 def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | None) -> Path:
     facts = session.coordinator.members[name].facts
     base = profile_path(graph.network, identify(session.threads or None))
-    kind = f"{len(session.cluster.devices)}workers" if session.is_local else name
+    kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
     stepping = hashlib.sha256(repr(optimizer).encode()).hexdigest()[:8] if optimizer is not None else "still"
     return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}_{stepping}.json")
 

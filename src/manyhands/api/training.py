@@ -29,6 +29,7 @@ from manyhands.executor.messages import plan_bytes, runs_here
 from manyhands.executor.optimizers import slots, validate
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, NotFinite
+from manyhands.facts.lab import LabCluster
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
@@ -89,6 +90,8 @@ class TrainResult:
     """(from, to) -> bytes the plan says travel in a step."""
     checkpoint: Path
     steps: int
+    scale: float = 1.0
+    """How many times slower than in life everything went: in a lab."""
     test: EvaluateResult | None = None
 
     @property
@@ -107,7 +110,7 @@ def train(
     epochs: int = 1,
     steps: int | None = None,
     shuffle: bool = True,
-    cluster: Cluster | str | Path | Coordinator | None = None,
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "auto",
     batch_norm: str = "synchronised",
     seed: int = 0,
@@ -450,6 +453,7 @@ class _Job:
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.prediction.seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
+            scale=self.session.scale,
         )  # fmt: skip
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:

@@ -55,6 +55,25 @@ def core(
     _print("bench core", figures, quick, json)
 
 
+@app.command("lab")
+def lab(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Rates, delays, shares of the processor and memory of a lab against what was asked; what it leaves behind.
+
+    Needs Linux and root. Figures go to standard output, settings to standard error. About five minutes.
+    """
+    from manyhands.api.labs import bench_lab
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_lab(quick, say)
+    _print("bench lab", figures, quick, json)
+
+
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
 

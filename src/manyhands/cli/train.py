@@ -63,6 +63,17 @@ def train(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
     ] = None,
+    lab: Annotated[
+        str | None,
+        typer.Option("--lab", help="A preset or cluster.yaml to play on this machine for this run (as root)."),
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="Of --lab: so many times slower than in life. Default: what fits.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option("--slots", min=1, max=16, help="Of --lab: workers on a device.")] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option("--trace", help="Of --lab: [DEVICE=]FILE of rates that its port follows.")
+    ] = None,
     listen: Annotated[
         str,
         typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077."),
@@ -82,7 +93,8 @@ def train(
     given = {
         "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
         "optimizer": optimizer, "micro_batches": micro_batches, "batch_norm": batch_norm, "seed": seed,
-        "devices": devices, "cluster": cluster, "gpus": gpus,
+        "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
+        "traces": tuple(trace) if trace else None,
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (listen or resume or share)
@@ -110,6 +122,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "predicted_seconds": result.predicted_seconds,
         "measured_seconds": result.measured_seconds,
         "steps": result.steps,
+        "scale": result.scale,
         "devices": {name: log.to_dict() for name, log in result.logs.items()},
     }
 
@@ -194,6 +207,7 @@ class _Show:
 
     def finished(self, result: TrainResult) -> None:
         """How it went, beside what was predicted."""
+        from manyhands.facts.lab import scale_text
         from manyhands.facts.units import format_seconds
 
         first = len(result.losses) - result.steps
@@ -208,6 +222,8 @@ class _Show:
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
+        if result.scale != 1:
+            typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
         typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; trace.json opens in Perfetto)")
 
 

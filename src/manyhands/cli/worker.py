@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from manyhands.facts.errors import BadValue
+
 
 def worker(
     join: Annotated[str, typer.Option("--join", help="The coordinator: HOST:PORT, as it printed it.")],
@@ -15,6 +17,9 @@ def worker(
     name: Annotated[str, typer.Option("--name", help="What this device is called. Default: its host name.")] = "",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, max=16, help="Workers on this device, NAME.1 and so on, sharing memory.")
+    ] = 1,
     wait: Annotated[float, typer.Option("--wait", help="Seconds to keep trying to reach the coordinator.")] = 60.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
@@ -22,6 +27,7 @@ def worker(
     """Join a coordinator and work for it until it ends (exit code 0) or is lost (11). Ctrl-C leaves."""
     from manyhands.runtime.processes import die_with_parent
 
+    is_typed = not parent
     if parent:
         die_with_parent(parent)
     from manyhands.api.joining import check_joining, parse_address, parse_compute
@@ -29,11 +35,20 @@ def worker(
     host, port = parse_address(join)
     compute = parse_compute(compute)
     check_joining(token, name)
+    if slots > 1 and compute != "cpu":
+        raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     from manyhands.runtime.worker import Joining, Worker
 
+    if slots > 1:
+        import socket
+
+        from manyhands.runtime.processes import divide_into
+
+        name, parent = divide_into(name or socket.gethostname(), slots)
+
     worker = Worker(Joining(host, port, token, name, compute, threads, wait, encrypted, parent))
-    if not parent:
+    if is_typed:
         typer.echo(f"Joining {join} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
     worker.run()
-    if not parent:
+    if is_typed:
         typer.echo(f"The coordinator at {join} has ended the run; {worker.endpoint.name} has left.")

@@ -1,17 +1,20 @@
 """What is to leave over one connection: messages cut into frames, urgent ones first, large ones taking turns.
 
 Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
-What the link does not take at once is left to the engine's thread.
+What the link does not take at once is left to the engine's thread; all of it where the link is shaped (see `shaping`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 
-from manyhands.engine.frames import CHUNK_BYTES, Header, encode
+from manyhands.engine.frames import BEAT, CHUNK_BYTES, Header, encode
 from manyhands.engine.mailbox import window
+from manyhands.engine.shaping import Shaper
 from manyhands.engine.wire import MOST_BUFFERS, Wire
 
 _MESSAGES_TAKING_TURNS = 4
@@ -27,6 +30,7 @@ class Outgoing:
     copied_at: int = 0
     """The offset of the first view."""
     is_detached: bool = False
+    handed_at: float = -math.inf
 
     def next_frame(self) -> list[memoryview]:
         """The next chunk with its header, no byte of it copied."""
@@ -61,9 +65,28 @@ class Outbox:
         self.is_blocked = False
         """The link is full: the engine's thread goes on when it is not."""
         self.frames = 0
+        self.is_shaped = False
+        """Only whoever holds the wheel writes, with `pump_shaped`."""
+        self.shaper: Shaper | None = None
+        self._awaits_shape = False
+        self._must_queue = wire.encrypted
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
+        message.handed_at = time.monotonic()
         (self._urgent if urgent else self._bulk).append(message)
+
+    def put_beat(self) -> None:
+        """The next frame is a beat, unless somebody is writing. No shaper holds it back: a slow link is not dead."""
+        if not self.writing.acquire(blocking=False):
+            return
+        try:
+            if not self.is_inside_a_frame:
+                self._frame = [memoryview(encode(BEAT))]
+                self.frames += 1
+                if self.shaper is not None:
+                    self.shaper.let_pass(len(self._frame[0]))
+        finally:
+            self.writing.release()
 
     def release(self) -> None:
         """What has not left is copied, so that the senders' memory may change."""
@@ -78,12 +101,16 @@ class Outbox:
             return True
         return self._is_encrypted and self._wire.has_unsent
 
+    @property
+    def is_inside_a_frame(self) -> bool:
+        return bool(self._frame) or (self._is_encrypted and self._wire.has_unsent)
+
     def send_now(self, start: Header, views: list[memoryview]) -> bool:
         """Write a message of one frame straight to an idle link. False where it must queue, and nothing was done.
 
         Most messages are small and find the link idle: they pass without any of the bookkeeping below.
         """
-        if self._is_encrypted or start.length != start.bytes or self.is_blocked or self.has_work:
+        if self._must_queue or start.length != start.bytes or self.is_blocked or self.has_work:
             return False
         if not self.writing.acquire(blocking=False):
             return False
@@ -125,6 +152,8 @@ class Outbox:
             if not self.writing.acquire(blocking=False):
                 return False
             try:
+                if self.is_shaped:
+                    return True
                 written += self._write()
             finally:
                 self.writing.release()
@@ -147,13 +176,14 @@ class Outbox:
         self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._is_encrypted and place < MOST_BUFFERS)
         return written
 
-    def _choose(self) -> Outgoing | None:
-        if self._urgent:
+    def _choose(self, latest: float = math.inf) -> Outgoing | None:
+        """The message that goes on, of those handed over until then."""
+        if self._urgent and self._urgent[0].handed_at <= latest:
             message = self._urgent[0]
             if message.offset + CHUNK_BYTES >= message.start.bytes:
                 self._urgent.popleft()
             return message
-        while self._bulk and len(self._turns) < _MESSAGES_TAKING_TURNS:
+        while self._bulk and len(self._turns) < _MESSAGES_TAKING_TURNS and self._bulk[0].handed_at <= latest:
             self._turns.append(self._bulk.popleft())
         if not self._turns:
             return None
@@ -161,3 +191,49 @@ class Outbox:
         if message.offset + CHUNK_BYTES < message.start.bytes:
             self._turns.append(message)
         return message
+
+    # Where the link is shaped: called by whoever holds the wheel
+
+    def expect_shaping(self) -> None:
+        """From any thread: what is put from now on does not leave before `shape` was called."""
+        with self.writing:
+            self._must_queue = self.is_shaped = self._awaits_shape = True
+
+    def shape(self, shaper: Shaper | None) -> None:
+        self.shaper, self.is_shaped, self._awaits_shape = shaper, shaper is not None, False
+        self._must_queue = self._is_encrypted or self.is_shaped
+
+    def pump_shaped(self, now: float) -> float:
+        """Write what is due, a segment at most. When to call again; never (inf) where somebody will say so."""
+        shaper = self.shaper
+        if shaper is None or self.is_blocked or not self.writing.acquire(blocking=False):
+            return math.inf  # whoever has the lock asks for more afterwards
+        try:
+            if self._awaits_shape:
+                return math.inf
+            if self._next_due(shaper, now) <= now:
+                self._write_due(shaper)
+            return math.inf if self.is_blocked else self._next_due(shaper, now)
+        finally:
+            self.writing.release()
+
+    def _next_due(self, shaper: Shaper, now: float) -> float:
+        delay_seconds = shaper.link.delay_seconds
+        if self._is_encrypted and self._wire.has_unsent:
+            return now
+        if not self._frame:
+            message = self._choose(now - delay_seconds)
+            if message is None:
+                waiting = [queue[0].handed_at for queue in (self._urgent, self._bulk) if queue]
+                return min(waiting, default=math.inf) + delay_seconds
+            self._frame = message.next_frame()
+            self.frames += 1
+            shaper.begin(message.handed_at + delay_seconds)
+        return shaper.due(sum(map(len, self._frame)), now)
+
+    def _write_due(self, shaper: Shaper) -> None:
+        views = window(self._frame, 0, shaper.room)[:MOST_BUFFERS] if self._frame else []
+        written = self._wire.write(views)
+        shaper.spend(written)
+        self._cut(written)
+        self.is_blocked = self._wire.has_unsent or (not self._is_encrypted and written < sum(map(len, views)))

@@ -55,6 +55,16 @@ class Poller(Generic[T]):
                 found.append((data[descriptor], mask))
         return found
 
+    def poll_precisely(self, limit_seconds: float) -> list[tuple[T, int]]:
+        """The same, and a limit is over in time: epoll alone counts whole milliseconds."""
+        if self._epoll is not None and limit_seconds > 0:
+            try:
+                select.select([self._epoll], [], [], limit_seconds)
+                limit_seconds = 0.0
+            except ValueError:
+                pass  # more descriptors than select() knows
+        return self.poll(limit_seconds)
+
     def close(self) -> None:
         self._data.clear()
         if self._epoll is not None:

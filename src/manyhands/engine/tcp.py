@@ -13,6 +13,7 @@ wait for each other.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -22,15 +23,17 @@ from functools import partial
 
 import torch
 
-from manyhands.engine.frames import BEAT, CHUNK_BYTES, LONGEST_TOPIC, BadFrame, Header
+from manyhands.engine.frames import CHUNK_BYTES, LONGEST_TOPIC, BadFrame, Header
 from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
 from manyhands.engine.outbox import Outbox, Outgoing
 from manyhands.engine.poller import READ, WRITE, Poller
 from manyhands.engine.security import Security
+from manyhands.engine.shaping import Port, Shaper
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
+from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 
 SILENCE_SECONDS = 10.0
@@ -40,6 +43,8 @@ _BEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
 """How much one connection is read or written before others get their turn."""
 _FLUSH_POLL_SECONDS = 0.001
+_SEGMENTS_AT_ONCE = 16
+"""How much leaves over shaped links before the sockets are looked at again."""
 
 
 class Connection:
@@ -80,12 +85,18 @@ class TcpEndpoint:
         """What whoever holds the wheel is to do next: only he touches the selector and closes wires."""
         self._buffered: set[Connection] = set()
         self._writers: set[Connection] = set()
+        self._links: dict[str, Link] = {}
+        self._up_bytes_per_second = math.inf
+        self._port = Port()
+        self._held: dict[Connection, float] = {}
+        """Shaped connections with something to send, and when it is due."""
         self._poller: Poller[Connection | None] = Poller()
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
         self._poller.register(self._alarm, READ, None)
-        self._looked_at = self._beaten_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._beaten_at = math.inf  # not before there is a meeting, which a beat tidies
         self._wheel = Wheel(f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2)
         self.mailbox.helper = self._wheel
         try:
@@ -93,6 +104,7 @@ class TcpEndpoint:
         except BaseException:
             self._wheel.close()
             raise
+        self._beaten_at = time.monotonic()
         self.address = self._meeting.address
 
     # What executors call
@@ -163,6 +175,25 @@ class TcpEndpoint:
                 )
             time.sleep(_FLUSH_POLL_SECONDS)
 
+    def shape(self, links: Mapping[str, Link], up_bytes_per_second: float = math.inf) -> None:
+        """From now on, what leaves to these peers does so no faster than its link, and all of it together no faster
+        than `up_bytes_per_second`; a message's first byte leaves when the link's delay has passed.
+
+        Links to other peers are as they are; so are, from the next call on, those that it does not name. Connections
+        made later to these names are shaped too. What counts are the bytes of frames, not what TLS and TCP add. The
+        receiver's port (its `down` rate) is not modelled: senders do not know of each other.
+        """
+        if not up_bytes_per_second > 0:
+            raise BadValue(f"{self.name}'s port has a rate of {up_bytes_per_second} B/s; it must be > 0.")
+        is_limited = up_bytes_per_second < math.inf
+        with self._lock:
+            self._links = {peer: link for peer, link in links.items() if is_limited or link != HERE}
+            self._up_bytes_per_second = up_bytes_per_second
+            for connection in self._connections.values():
+                if connection.peer in self._links:
+                    connection.outbox.expect_shaping()
+        self._ask(self._reshape)
+
     def lose(self, peer: str) -> None:
         """Drop the connection to one peer, here and there."""
         connection = self._connections.get(peer)
@@ -184,6 +215,8 @@ class TcpEndpoint:
         with self._lock:
             if self._is_closing or peer in self._connections:
                 raise Broken("closed" if self._is_closing else f"{peer} is connected already")
+            if peer in self._links:
+                connection.outbox.expect_shaping()
             self._connections[peer] = connection
             self._lost.discard(peer)
         self.mailbox.join(peer)
@@ -218,11 +251,17 @@ class TcpEndpoint:
             self._bell.send(b"\0")
 
     def _has_work(self) -> bool:
-        return bool(self._asked or self._writers or self._buffered)
+        return bool(self._asked or self._writers or self._buffered or self._held)
 
     def _turn(self, limit_seconds: float) -> None:
         """Look at the sockets once and serve those that are ready."""
-        ready = self._poller.poll(0.0 if self._buffered or self._asked else limit_seconds)
+        if self._buffered or self._asked:
+            limit_seconds = 0.0
+        if self._held:
+            left = min(self._held.values()) - time.monotonic()
+            ready = self._poller.poll_precisely(max(0.0, min(limit_seconds, left)))
+        else:
+            ready = self._poller.poll(limit_seconds)
         now = time.monotonic()
         if now - self._looked_at > self.silence_seconds / 2:
             self._pardon(now)
@@ -236,6 +275,8 @@ class TcpEndpoint:
             self._serve(connection, READ, now)
         while self._asked:
             self._asked.popleft()()
+        if self._held:
+            self._serve_held()
         if now - self._beaten_at >= self.beat_seconds:
             self._beaten_at = now
             self._beat(now)
@@ -263,9 +304,11 @@ class TcpEndpoint:
             self._lose(connection, f"what it sent is no frame: {error}")
 
     def _go_on_writing(self, connection: Connection) -> None:
+        outbox = connection.outbox
         try:
-            is_left = connection.outbox.pump(_AT_ONCE_BYTES)
+            is_left = self._hold(connection) if outbox.is_shaped else outbox.pump(_AT_ONCE_BYTES)
         except Broken as error:
+            self._held.pop(connection, None)
             self._lose(connection, str(error))
             return
         events = READ | (WRITE if is_left else 0)
@@ -274,11 +317,55 @@ class TcpEndpoint:
             connection.events = events
             (self._writers.add if is_left else self._writers.discard)(connection)
 
+    def _hold(self, connection: Connection) -> bool:
+        """Write what the shaper lets through, and note when to go on. Whether the link is full."""
+        due = connection.outbox.pump_shaped(time.monotonic())
+        if due < math.inf and self._connections.get(connection.peer) is connection:
+            self._held[connection] = due
+        else:
+            self._held.pop(connection, None)
+        return connection.outbox.is_blocked
+
+    def _serve_held(self) -> None:
+        """In the order in which they are due: so they share the port."""
+        now = time.monotonic()
+        for _ in range(_SEGMENTS_AT_ONCE):
+            connection = min(self._held, key=self._held.__getitem__, default=None)
+            if connection is None or self._held[connection] > now:
+                return
+            self._go_on_writing(connection)
+
+    def _reshape(self) -> None:
+        for connection in self._fit_shapers():
+            self._go_on_writing(connection)
+
+    def _fit_shapers(self) -> list[Connection]:
+        """All of them at once, for they share the port."""
+        now = time.monotonic()
+        with self._lock:
+            connections = list(self._connections.values())
+            for connection in connections:
+                if connection.outbox.shaper is not None:
+                    connection.outbox.shaper.cancel(now)
+            self._port.bytes_per_second = self._up_bytes_per_second
+            for connection in connections:
+                link, shaper = self._links.get(connection.peer), connection.outbox.shaper
+                if link is None:
+                    shaper = None
+                    self._held.pop(connection, None)
+                elif shaper is None:
+                    shaper = Shaper(link, self._port, now)
+                else:
+                    shaper.link = link
+                connection.outbox.shape(shaper)
+        return connections
+
     def _register(self, connection: Connection) -> None:
         if self._connections.get(connection.peer) is not connection:
             return
         self._poller.register(connection.wire.socket, connection.events, connection)
         connection.is_registered = True
+        self._fit_shapers()
         self._serve(connection, READ, time.monotonic())  # what came with the handshake
         self._go_on_writing(connection)
 
@@ -288,6 +375,7 @@ class TcpEndpoint:
             self._poller.unregister(connection.wire.socket)
         self._buffered.discard(connection)
         self._writers.discard(connection)
+        self._held.pop(connection, None)
         with connection.outbox.writing:
             connection.wire.close()
 
@@ -299,8 +387,9 @@ class TcpEndpoint:
                 self._lose(connection, f"silent for {silent_seconds:.1f} s")
                 continue
             outbox = connection.outbox
-            if outbox.frames == connection.frames_at_last_beat and not outbox.has_work:
-                outbox.put(Outgoing(BEAT, []), urgent=True)
+            is_busy = outbox.is_inside_a_frame if outbox.is_shaped else outbox.has_work
+            if outbox.frames == connection.frames_at_last_beat and not is_busy:
+                outbox.put_beat()
                 self._go_on_writing(connection)
             connection.frames_at_last_beat = outbox.frames
         if not self._is_closing:

@@ -22,13 +22,16 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from manyhands.facts.catalogue import CATALOGUE, catalogue_key
 from manyhands.facts.errors import BadFile, BadValue, UnknownName, did_you_mean, unknown
 from manyhands.facts.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
+
+if TYPE_CHECKING:
+    from manyhands.facts.lab import LabCluster
 
 MOST_DEVICES = 10_000
 MOST_OF_ANYTHING = 1e18  # FLOP/s in billions, bytes, seconds, watts: beyond this it is a slip of the pen
@@ -212,6 +215,25 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
             for number in range(1, count + 1)
         )  # fmt: skip
         return cls(f"local:{count}", devices, Link(bytes_per_second, delay_seconds))
+
+    @staticmethod
+    def lab(
+        cluster: Cluster | str,
+        *,
+        scale: float | None = None,
+        slots: int = 1,
+        traces: Mapping[str, str] | None = None,
+    ) -> LabCluster:
+        """A cluster, or the preset of that name, to be played on this machine: mh.train(..., cluster=Cluster.lab(...)).
+
+        `scale`: everything so many times slower than in life. `slots`: workers on each device. `traces`: device ->
+        file of recorded rates, which its port follows.
+        """
+        from manyhands.facts.lab import LabCluster
+        from manyhands.facts.presets import preset
+
+        real = preset(cluster) if isinstance(cluster, str) else cluster
+        return LabCluster(real, scale, slots, tuple((traces or {}).items()))
 
     @classmethod
     def from_dict(cls, raw: object) -> Cluster:

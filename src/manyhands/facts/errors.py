@@ -104,6 +104,12 @@ class AddressTaken(ManyhandsError):
     exit_code = 16
 
 
+class LabError(ManyhandsError):
+    """The lab cannot be built, found or kept to what was asked."""
+
+    exit_code = 17
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint naming the closest known names, or all of them when there are few."""
     known = sorted(known)

@@ -25,7 +25,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -77,10 +77,20 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     facts: Facts
 
 
+class Shape(msgspec.Struct, frozen=True):
+    """A link to be imitated by the sender. None: no limit."""
+
+    bytes_per_second: float | None
+    delay_seconds: float
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     name: str
     silence_seconds: float
     """A side that has said nothing for so long is gone."""
+    links: dict[str, Shape] = {}
+    """Peers -> what is to pass for the link to them, where no network plays it."""
+    up_bytes_per_second: float | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

@@ -8,10 +8,11 @@ with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +34,12 @@ from manyhands.runtime.control import (
     Leave,
     Refusal,
     Said,
+    Shape,
     Welcome,
     decode,
     encode,
 )
-from manyhands.runtime.processes import LocalWorkers
+from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 
 DEFAULT_PORT = 7077
 JOIN_SECONDS = 120.0
@@ -113,6 +115,8 @@ class Coordinator:
         self.local = LocalWorkers(logs=logs)
         self.wanted: set[str] | None = None
         """Names that may join; None: any."""
+        self.shaping: Cluster | None = None
+        """Links that workers are to imitate among each other."""
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
@@ -149,15 +153,18 @@ class Coordinator:
         coordinator = cls(logs=logs, silence_seconds=silence_seconds)
         try:
             coordinator.wanted = set(cluster.names)
-            names = {device.name: device.compute for device in cluster.devices}
-            coordinator.local.start(
-                names, coordinator.address, coordinator.token, encrypted=coordinator.encrypted, threads=threads
+            coordinator.start_workers(
+                [WorkerProcess((device.name,), device.compute) for device in cluster.devices], threads, limit_seconds
             )
-            coordinator.wait_for(cluster.names, limit_seconds)
         except BaseException:
             coordinator.close()
             raise
         return coordinator
+
+    def start_workers(self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float) -> None:
+        """Start processes on this machine and wait until all their workers have joined."""
+        self.local.start(wanted, self.address, self.token, encrypted=self.encrypted, threads=threads)
+        self.wait_for([name for one in wanted for name in one.names], limit_seconds)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -271,7 +278,7 @@ class Coordinator:
         with self._change:  # of two with one name the second is refused
             found = self._judge(hello, channel)
             if isinstance(found, Member):
-                channel.send(encode(Welcome(hello.name, self.silence_seconds)), _WELCOME_SECONDS)
+                channel.send(encode(self._welcome(hello.name)), _WELCOME_SECONDS)
                 self.members[hello.name] = found
                 self._change.notify_all()
         if isinstance(found, Refusal):
@@ -279,6 +286,18 @@ class Coordinator:
             return None
         self.on_event(f"{hello.name} joined from {channel.peer_host}")
         return found
+
+    def _welcome(self, name: str) -> Welcome:
+        if self.shaping is None:
+            return Welcome(name, self.silence_seconds)
+        links = {}
+        for other in self.shaping.names:
+            if other != name:
+                link = self.shaping.link_between(name, other)
+                rate = self.shaping.bytes_per_second_between(name, other)
+                links[other] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
+        up = self.shaping.device(name).up_bytes_per_second
+        return Welcome(name, self.silence_seconds, links, up if math.isfinite(up) else None)
 
     def _refuse(self, channel: Channel, name: str, refusal: Refusal) -> None:
         self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")

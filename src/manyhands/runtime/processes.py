@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from manyhands.facts.lab import slot_names
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
@@ -30,33 +32,50 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _TAIL_BYTES = 2000
 
 
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A process that is to be started: the workers in it, and what they compute on ('cpu', 'cuda:0')."""
+
+    names: tuple[str, ...]
+    compute: str = "cpu"
+    before: tuple[str, ...] = ()
+    """Words before the command, such as those that bring it into a lab."""
+    device: str = ""
+    """Its name where it has several workers."""
+
+
 @dataclass
 class LocalWorkers:
-    """Processes by device name."""
+    """Processes of workers on this machine."""
 
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """By the workers' names; several may be in one process."""
     logs: Path | None = None
+    _logged: dict[str, str] = field(default_factory=dict)
+    """Worker -> whose log has its words."""
 
     def start(
-        self, names: Mapping[str, str], address: tuple[str, int], token: str, *, encrypted: bool, threads: int
+        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], token: str, *, encrypted: bool, threads: int
     ) -> None:
-        """One process for each name; `names` says what each computes on ('cpu', 'cuda:0')."""
-        for name, compute in names.items():
+        for one in wanted:
+            name = one.device or one.names[0]
             words = [
-                sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}", "--name", name,
-                "--compute", compute, "--threads", str(threads), "--parent", str(os.getpid()),
+                *one.before, sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}",
+                "--name", name, "--slots", str(len(one.names)), "--compute", one.compute, "--threads", str(threads),
+                "--parent", str(os.getpid()), "--encrypted" if encrypted else "--plain",
             ]  # fmt: skip
-            words += ["--encrypted"] if encrypted else ["--plain"]
             lasting = threading.current_thread() is threading.main_thread()
             environment = {
                 **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
                 DIE_VARIABLE: str(int(lasting)),
             }  # fmt: skip
             with self._output(name) as output:
-                self.processes[name] = subprocess.Popen(
+                process = subprocess.Popen(
                     words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     start_new_session=True,
                 )  # fmt: skip
+            self.processes |= dict.fromkeys(one.names, process)
+            self._logged |= dict.fromkeys(one.names, name)
 
     def _output(self, name: str) -> IO[bytes]:
         """Where a worker's words go."""
@@ -86,7 +105,8 @@ class LocalWorkers:
         if self.logs is None:
             return ""
         with contextlib.suppress(OSError):
-            return (self.logs / f"{name}.log").read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+            said = (self.logs / f"{self._logged.get(name, name)}.log").read_bytes()
+            return said[-_TAIL_BYTES:].decode(errors="replace").strip()
         return ""
 
     def stop(self) -> None:
@@ -132,3 +152,36 @@ def die_with_parent(parent: int) -> None:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that took effect
         os._exit(0)
+
+
+def divide_into(name: str, slots: int) -> tuple[str, int]:
+    """Become several workers: the name and the parent of each, in as many processes, which share torch's memory.
+
+    To be called after torch was imported and before it has started a thread. The calling process stays as the parent
+    of all and ends when they have, with the first exit code that was not 0; if it is killed, they are too.
+    """
+    own = os.getpid()
+    children: dict[int, str] = {}
+    for slot in slot_names(name, slots):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != own:
+                os._exit(0)
+            return slot, own
+        children[child] = slot
+    code = 0
+    signal.signal(signal.SIGTERM, lambda number, _: _pass_on(children, number))
+    signal.signal(signal.SIGINT, lambda number, _: _pass_on(children, number))
+    while children:
+        child, status = os.wait()
+        children.pop(child, None)
+        code = code or os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _pass_on(children: Mapping[int, str], number: int) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)

@@ -7,6 +7,7 @@ engine's moves bytes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import socket
@@ -26,6 +27,7 @@ from manyhands.engine.tcp import TcpEndpoint
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import build, step_bytes_per_second
+from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
@@ -165,6 +167,12 @@ class Worker:
         if not isinstance(answer, Welcome):
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
         self.silence_seconds = answer.silence_seconds
+        if answer.links:
+            shapes = {
+                peer: Link(shape.bytes_per_second or math.inf, shape.delay_seconds)
+                for peer, shape in answer.links.items()
+            }
+            self.endpoint.shape(shapes, answer.up_bytes_per_second or math.inf)
         self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
 
     def _listen(self) -> None:

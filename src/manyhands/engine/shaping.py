@@ -1,0 +1,86 @@
+"""How fast bytes may leave over a link that is made slower than it is: arithmetic on given times, no clock, no thread.
+
+Bytes leave in segments. Each is booked when the one before it has left, on its link and on the port that all links of a
+device share, and leaves when the last of its bytes would have been through both:
+
+    link a   |--1--|     |--4--|          1 to 4: in the order in which they were booked.
+    link b         |--2--|     |--3--|    A port goes on with the next segment where the last one ended.
+    port     |--1--|--2--|--4--|--3--|
+
+Times are those of an ideal link, not of whoever calls: who comes late catches up, by `GRACE_SECONDS` at most. So from
+any moment on, no more leaves than the rate allows, and `burst_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from manyhands.facts.cluster import Link
+
+GRACE_SECONDS = 0.05
+"""How much lateness is made up for. More was not ours: the receiver did not read, or the machine slept."""
+_SEGMENT_SECONDS = 0.005
+_PACKET_BYTES = 1500
+_LONGEST_SEGMENT_SECONDS = 0.05
+"""At low rates a segment is a packet, or less: bytes that trickle show that their sender lives."""
+
+
+def segment_bytes(bytes_per_second: float) -> float:
+    """How much leaves at once."""
+    packet = min(_PACKET_BYTES, bytes_per_second * _LONGEST_SEGMENT_SECONDS)
+    return max(1.0, packet, bytes_per_second * _SEGMENT_SECONDS)
+
+
+def burst_bytes(bytes_per_second: float) -> float:
+    """What may leave in an instant, beyond the rate, at most: after a time in which too little left."""
+    return bytes_per_second * GRACE_SECONDS + segment_bytes(bytes_per_second)
+
+
+class Port:
+    """What all links of one device share."""
+
+    def __init__(self, bytes_per_second: float = math.inf) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.free_at = -math.inf
+
+
+class Shaper:
+    """One connection: `begin` a frame, ask when it is `due`, write up to `room` bytes, `spend` what was written."""
+
+    def __init__(self, link: Link, port: Port, now: float) -> None:
+        self.link, self._port = link, port
+        self.room = 0
+        """Bytes that may leave when they are due."""
+        self._due = self._begun = self._free_at = now
+
+    def begin(self, ready_at: float) -> None:
+        """A frame follows, of a message that was there from `ready_at` on."""
+        self._free_at = max(self._free_at, ready_at)
+
+    def let_pass(self, count: int) -> None:
+        """A frame follows that need not wait and delays nobody."""
+        self.room, self._due = count, -math.inf
+
+    def due(self, left_bytes: int, now: float) -> float:
+        """When the next bytes of a frame with so many left may leave."""
+        if not self.room:
+            self._book(left_bytes, now)
+        return self._due
+
+    def _book(self, left_bytes: int, now: float) -> None:
+        link_rate, port_rate = self.link.bytes_per_second, self._port.bytes_per_second
+        self.room = int(min(left_bytes, segment_bytes(min(link_rate, port_rate))))
+        self._begun = max(self._free_at, now - GRACE_SECONDS)
+        self._port.free_at = max(self._port.free_at, self._begun) + self.room / port_rate
+        self._due = self._free_at = max(self._port.free_at, self._begun + self.room / link_rate)
+
+    def spend(self, count: int) -> None:
+        """So many bytes of `room` have left."""
+        self.room -= count
+
+    def cancel(self, now: float) -> None:
+        """A rate is about to change: what was booked and is not due yet is booked anew, from when it began."""
+        if self.room and self._due > now:
+            self._port.free_at -= self.room / self._port.bytes_per_second
+            self._free_at = self._begun
+            self.room = 0

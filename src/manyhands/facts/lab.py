@@ -1,0 +1,245 @@
+"""A cluster as one machine plays it: how much slower everything goes, and which part of which core a device gets.
+
+All speeds are divided by one number, the scale: computing and links alike, while delays grow with it. What is fast
+or slow compared with something else stays so, and an hour in the lab is an hour divided by the scale outside.
+Memory is not scaled. Several workers of one device (slots) divide its speed, its memory and its port.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.errors import BadValue, LabError, unknown
+
+BUSIEST = 0.8
+"""How much of a core devices may take: the rest is for the links between them and whoever watches."""
+SLOWEST_SHARE = 0.001
+"""Of a core: the kernel gives no less than a millisecond in a second."""
+MOST_SLOTS = 16
+SLOWEST_BYTES_PER_SECOND = 1000.0
+"""A recorded rate of nothing is this much: a queue that never moves cannot be told from a broken one."""
+LAB_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,31}")
+
+
+class LabCluster(msgspec.Struct, frozen=True):
+    """A cluster that is to be played on this machine: `Cluster.lab(...)`."""
+
+    cluster: Cluster
+    """As in real life."""
+    scale: float | None = None
+    """How many times slower; None: as slow as this machine's cores make it, and at least as in real life."""
+    slots: int = 1
+    """Workers on each device."""
+    traces: tuple[tuple[str, str], ...] = ()
+    """(device, file): the device's port follows a recorded rate."""
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise BadValue(f"The lab's scale is {self.scale}; it must be > 0.", hint="20: everything 20 times slower.")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise BadValue(f"slots is {self.slots}; it must be 1 to {MOST_SLOTS}.")
+        for device, _ in self.traces:
+            if device not in self.cluster.names:
+                raise unknown("device", device, self.cluster.names)
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """What a device gets of this machine."""
+
+    device: str
+    share: float
+    """Of one core; more than 1 where its slots sit on several."""
+    cores: tuple[int, ...]
+    memory_bytes: int
+
+
+class Played(msgspec.Struct, frozen=True):
+    """A lab's facts, in lab numbers."""
+
+    scale: float
+    slots: int
+    network: Cluster
+    """The devices as they are on the network."""
+    seats: tuple[Seat, ...]
+    traces: tuple[tuple[str, str], ...] = ()
+
+    def seat(self, device: str) -> Seat:
+        for seat in self.seats:
+            if seat.device == device:
+                return seat
+        raise unknown("device", device, self.network.names)
+
+    @property
+    def workers(self) -> Cluster:
+        """What plans are made for: one device for each worker."""
+        return with_slots(self.network, self.slots)
+
+    def workers_of(self, device: str) -> tuple[str, ...]:
+        return slot_names(device, self.slots)
+
+
+def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
+    """How this machine, whose cores have these numbers and each this speed, plays a cluster."""
+    least = fitting_scale(asked.cluster, asked.slots, core_gflops, len(cores))
+    scale = asked.scale if asked.scale is not None else max(1.0, rounded_up(least))
+    if scale < least * (1 - 1e-9):
+        raise LabError(
+            f"At scale {scale:g} the devices of {asked.cluster.name} need more than {BUSIEST:.0%} of this machine's "
+            f"{len(cores)} core(s).",
+            hint=f"Give --scale {rounded_up(least):g} or more: everything {rounded_up(least):g} times slower.",
+        )
+    placed, _ = _packed(asked.cluster.devices, asked.slots, len(cores))
+    seats = []
+    for device, places in zip(asked.cluster.devices, placed):
+        share = device.gflops / (core_gflops * scale)
+        if share < SLOWEST_SHARE:
+            raise LabError(
+                f"At scale {scale:g} {device.name} would get {share:.2g} of a core; the kernel gives no less than "
+                f"{SLOWEST_SHARE:g}.",
+                hint="The devices are too unequal for so few cores: leave out the fastest, or use more cores.",
+            )
+        own = tuple(sorted({cores[place] for place in places}))
+        seats.append(Seat(device.name, share, own, device.memory_bytes))
+    return Played(scale, asked.slots, scaled(asked.cluster, scale), tuple(seats), asked.traces)
+
+
+def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) -> float:
+    """The least scale at which no core is busier than `BUSIEST`."""
+    _, busiest = _packed(cluster.devices, slots, cores)
+    return busiest / (core_gflops * BUSIEST)
+
+
+def _packed(devices: Sequence[Device], slots: int, cores: int) -> tuple[list[list[int]], float]:
+    """Each device's cores, one per slot, and the speed that the busiest core must have: the fastest sit down first."""
+    load = [0.0] * cores
+    placed: list[list[int]] = [[] for _ in devices]
+    for index in sorted(range(len(devices)), key=lambda i: -devices[i].gflops):
+        for _ in range(slots):
+            place = min(range(cores), key=lambda core: load[core])
+            load[place] += devices[index].gflops / slots
+            placed[index].append(place)
+    return placed, max(load)
+
+
+def rounded_up(number: float) -> float:
+    """Two digits are enough, and never less than was asked."""
+    if number <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return float(f"{math.ceil(number / unit - 1e-9) * unit:.6g}")
+
+
+def scale_text(scale: float) -> str:
+    """For every result: what an hour here is outside."""
+    if scale == 1:
+        return "time scale 1: as fast as in life"
+    way = "slower" if scale > 1 else "faster"
+    return f"time scale {scale:g}: computing and links are {max(scale, 1 / scale):g} times {way} than in life"
+
+
+def scaled(cluster: Cluster, scale: float) -> Cluster:
+    """The same cluster, that many times slower."""
+    devices = tuple(
+        msgspec.structs.replace(
+            device, gflops=device.gflops / scale, memory_bytes_per_second=device.memory_bytes_per_second / scale,
+            operator_seconds=device.operator_seconds * scale, up_bytes_per_second=device.up_bytes_per_second / scale,
+            down_bytes_per_second=device.down_bytes_per_second / scale,
+            copy_seconds_per_gigabyte=device.copy_seconds_per_gigabyte * scale,
+        )
+        for device in cluster.devices
+    )  # fmt: skip
+    links = tuple(DirectedLink(one.sender, one.receiver, _scaled(one.link, scale)) for one in cluster.links)
+    return Cluster(cluster.name, devices, _scaled(cluster.link, scale), links)
+
+
+def _scaled(link: Link, scale: float) -> Link:
+    return Link(link.bytes_per_second / scale, link.delay_seconds * scale)
+
+
+def slot_names(device: str, slots: int) -> tuple[str, ...]:
+    return (device,) if slots == 1 else tuple(f"{device}.{number}" for number in range(1, slots + 1))
+
+
+def with_slots(cluster: Cluster, slots: int) -> Cluster:
+    """Every device as so many workers, each with its part of the device's speed, memory and port.
+
+    Between workers of one device there is no network: what passes there is as fast as its memory.
+    """
+    if slots == 1:
+        return cluster
+    devices, inside = [], []
+    for device in cluster.devices:
+        names = slot_names(device.name, slots)
+        devices += [
+            msgspec.structs.replace(
+                device, name=name, gflops=device.gflops / slots, memory_bytes=device.memory_bytes // slots, cores=1,
+                up_bytes_per_second=device.up_bytes_per_second / slots,
+                down_bytes_per_second=device.down_bytes_per_second / slots,
+                memory_bytes_per_second=device.memory_bytes_per_second / slots,
+            )
+            for name in names
+        ]  # fmt: skip
+        here = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
+        inside += [DirectedLink(a, b, here) for a in names for b in names if a != b]
+    between = [
+        DirectedLink(a, b, one.link)
+        for one in cluster.links
+        for a in slot_names(one.sender, slots)
+        for b in slot_names(one.receiver, slots)
+    ]
+    return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside))
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Rates over time, as recorded: each holds from its moment to the next. After the last it begins again."""
+
+    seconds: tuple[float, ...]
+    bytes_per_second: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seconds or len(self.seconds) != len(self.bytes_per_second):
+            raise BadValue("A trace has one rate for each moment, and at least one.")
+        if any(not a < b for a, b in zip(self.seconds, self.seconds[1:])):
+            raise BadValue("A trace's moments must follow each other.")
+        if any(not 0 <= rate < math.inf for rate in self.bytes_per_second):
+            raise BadValue("A trace's rates must be >= 0.")
+
+    @property
+    def length_seconds(self) -> float:
+        """With the last rate as long as the ones before it, on average."""
+        first, last, count = self.seconds[0], self.seconds[-1], len(self.seconds)
+        return (last - first) * count / (count - 1) if count > 1 else 1.0
+
+    def at(self, seconds: float) -> tuple[float, float]:
+        """The rate at a moment after its beginning, and how long it holds from then on."""
+        place = seconds % self.length_seconds + self.seconds[0]
+        index = max(0, bisect_right(self.seconds, place) - 1)
+        end = self.seconds[index + 1] if index + 1 < len(self.seconds) else self.seconds[0] + self.length_seconds
+        return self.bytes_per_second[index], max(end - place, 1e-6)
+
+
+def parse_trace(text: str, where: str) -> Trace:
+    """Lines of `seconds megabits_per_second`; '#' begins a comment."""
+    moments, rates = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            moment, rate = (float(word) for word in words)
+        except ValueError:
+            raise BadValue(
+                f"{where}:{number}: '{line:.60}' is not a moment and a rate.", hint="Write: 12.0 31.5 (s, Mbit/s)"
+            ) from None
+        moments.append(moment)
+        rates.append(rate * 1e6 / 8)
+    try:
+        return Trace(tuple(moments), tuple(rates))
+    except BadValue as error:
+        raise BadValue(f"{where}: {error.message}") from error

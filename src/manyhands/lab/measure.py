@@ -1,0 +1,124 @@
+"""What a lab's devices really get: rates, round trips, shares of the processor, and the end that memory comes to.
+
+Networks are measured at this machine's full speed, not at the device's: a slow device would measure itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from manyhands.facts.errors import LabError
+from manyhands.lab.lab import Lab
+
+_PORT = 7099
+_PACKETS = 40
+"""How many packets a rate is measured with, at the least."""
+_PACKET_BYTES = 1500
+_LEAST_SECONDS = 1.5
+_LIMIT_SECONDS = 90.0
+_PINGS = 60
+_BEYOND = 1.25
+"""How much more than its memory a device asks for before it is killed."""
+
+
+def _words(lab: Lab, member: str, *words: str, only_network: bool = False) -> list[str]:
+    before = lab.words(member, only_network=only_network)
+    return [*before, sys.executable, "-m", "manyhands.lab.probes", *words]
+
+
+@contextlib.contextmanager
+def _running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _listening(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != "listening":
+        said = process.stderr.read() if process.stderr is not None else ""
+        raise LabError(f"A probe did not start: {said.strip()[-300:]}")
+
+
+def _answer(process: subprocess.Popen[str], what: str) -> float:
+    try:
+        output, said = process.communicate(timeout=_LIMIT_SECONDS)
+        return float(json.loads(output.strip().splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        raise LabError(f"{what}: nothing was measured within {_LIMIT_SECONDS:g} s.") from None
+    except (IndexError, ValueError):
+        raise LabError(f"{what}: nothing was measured. {said.strip()[-300:]}") from None
+
+
+def rate(lab: Lab, sender: str, receiver: str, asked_bytes_per_second: float) -> float:
+    """Bytes per second of one TCP connection, once it is under way."""
+    seconds = max(_LEAST_SECONDS, _PACKETS * _PACKET_BYTES / asked_bytes_per_second)
+    address = lab.address(receiver)
+    what = f"The rate from {sender} to {receiver}"
+    with _running(_words(lab, receiver, "sink", address, str(_PORT), str(seconds), only_network=True)) as sink:
+        _listening(sink)
+        with _running(_words(lab, sender, "source", address, str(_PORT), str(seconds), only_network=True)):
+            return _answer(sink, what)
+
+
+def round_trip(lab: Lab, one: str, other: str) -> float:
+    """Seconds there and back, median of small datagrams."""
+    address = lab.address(other)
+    what = f"The round trip from {one} to {other}"
+    with _running(_words(lab, other, "echo", address, str(_PORT), "30", only_network=True)) as echo:
+        _listening(echo)
+        with _running(_words(lab, one, "ping", address, str(_PORT), str(_PINGS), only_network=True)) as ping:
+            return _answer(ping, what)
+
+
+def shares(lab: Lab, devices: Sequence[str], seconds: float) -> dict[str, float]:
+    """The share of a core that each gets when all compute at once."""
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            for _ in range(lab.played.slots):
+                stack.enter_context(_running(_words(lab, device, "burn", str(seconds + 60))))
+        for device in devices:
+            _wait_for_processes(lab, device)
+        time.sleep(0.3)  # Python has started, and computes
+        before = {device: _used(lab, device) for device in devices}
+        time.sleep(seconds)
+        after = {device: _used(lab, device) for device in devices}
+    return {
+        device: (after[device][1] - before[device][1]) / (after[device][0] - before[device][0]) for device in devices
+    }
+
+
+def _wait_for_processes(lab: Lab, device: str) -> None:
+    end = time.monotonic() + 10
+    while len(lab.groups.processes(lab.name, device)) < lab.played.slots:
+        if time.monotonic() > end:
+            raise LabError(f"Nothing starts on {device}.")
+        time.sleep(0.01)
+
+
+def _used(lab: Lab, device: str) -> tuple[float, float]:
+    return time.monotonic(), lab.groups.statistics(lab.name, device).cpu_seconds
+
+
+def memory_at_death(lab: Lab, device: str) -> int | None:
+    """How much a process had when the kernel killed it for taking more than the device has; None: it was not killed."""
+    limit = lab.played.seat(device).memory_bytes
+    before = lab.groups.statistics(lab.name, device).oom_kills
+    with _running(_words(lab, device, "hoard", str(int(limit * _BEYOND)))) as process:
+        try:
+            code = process.wait(_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+    after = lab.groups.statistics(lab.name, device)
+    return after.peak_bytes if code == -signal.SIGKILL and after.oom_kills > before else None

@@ -1,0 +1,118 @@
+"""Small programs that run on a lab's devices to find out what they got. Only Python's own library, to start quickly.
+
+python -m manyhands.lab.probes sink HOST PORT SECONDS      takes in what comes, tells how fast it came
+python -m manyhands.lab.probes source HOST PORT SECONDS
+python -m manyhands.lab.probes echo HOST PORT SECONDS      sends datagrams back
+python -m manyhands.lab.probes ping HOST PORT COUNT        tells the median of round trips
+python -m manyhands.lab.probes burn SECONDS
+python -m manyhands.lab.probes hoard BYTES                 takes memory, page by page
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+LIMIT_SECONDS = 60.0
+"""No probe waits for longer than this for anybody."""
+_HEAD_BYTES = 30_000
+"""What comes first comes faster: it fills queues and uses up what bursts allow."""
+_PAGE = 4096
+
+
+def sink(host: str, port: str, seconds: str) -> None:
+    """From when the first of it has come, so many seconds."""
+    with socket.create_server((host, int(port))) as server:
+        server.settimeout(LIMIT_SECONDS)
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(LIMIT_SECONDS)
+            head, counted = _HEAD_BYTES, 0
+            began = last = time.monotonic()
+            end = began + LIMIT_SECONDS + float(seconds)
+            while last < end and (count := len(connection.recv(1 << 20))):
+                last = time.monotonic()
+                if head > 0:
+                    head -= count
+                    began, end = last, last + float(seconds)
+                else:
+                    counted += count
+            print(json.dumps(counted / (last - began) if last > began else 0.0), flush=True)
+
+
+def source(host: str, port: str, seconds: str) -> None:
+    block = bytes(1 << 16)
+    with socket.create_connection((host, int(port)), LIMIT_SECONDS) as connection:
+        end = time.monotonic() + float(seconds) + LIMIT_SECONDS
+        try:
+            while time.monotonic() < end:
+                connection.sendall(block)
+        except OSError:
+            pass  # the other side has seen enough
+
+
+def at_once() -> None:
+    """Have this process woken when a packet comes, whatever else computes: else the wait for a core is measured too."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+
+
+def echo(host: str, port: str, seconds: str) -> None:
+    at_once()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.bind((host, int(port)))
+        bound.settimeout(float(seconds))
+        print("listening", flush=True)
+        while True:
+            try:
+                data, sender = bound.recvfrom(2048)
+            except TimeoutError:
+                return
+            bound.sendto(data, sender)
+            if data == b"end":
+                return
+
+
+def ping(host: str, port: str, count: str) -> None:
+    at_once()
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.connect((host, int(port)))
+        bound.settimeout(5.0)
+        for number in range(int(count) + 3):
+            begun = time.perf_counter()
+            bound.send(b"%08d" % number)
+            bound.recv(2048)
+            found.append(time.perf_counter() - begun)
+            time.sleep(0.002)
+        bound.send(b"end")
+    print(json.dumps(statistics.median(found[3:])), flush=True)
+
+
+def burn(seconds: str) -> None:
+    end = time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def hoard(count: str) -> None:
+    kept = []
+    for _ in range(int(count) // (1 << 20)):
+        block = bytearray(1 << 20)
+        block[::_PAGE] = b"\1" * (len(block) // _PAGE)
+        kept.append(block)
+    print("still here", flush=True)
+
+
+if __name__ == "__main__":
+    programs: dict[str, Callable[..., None]] = {
+        "sink": sink, "source": source, "echo": echo, "ping": ping, "burn": burn, "hoard": hoard,
+    }  # fmt: skip
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,55 @@
+"""Labs as typed, and what stands in for one where there can be none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.api import labs, session, training
+from manyhands.api.labs import lab_cluster
+from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.errors import BadValue, LabError, UnknownName
+from manyhands.facts.lab import LabCluster
+from real_runs import assert_close, shared, train
+
+
+def test_what_is_typed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.txt"
+    trace.write_text("0 10\n")
+    found = lab_cluster("edge-cloud", scale=200.0, traces=(str(trace),))
+    assert found.traces == (("edge", str(trace)),)
+    assert lab_cluster("home", slots=2, traces=(f"nano={trace}",)).traces == (("nano", str(trace)),)
+    with pytest.raises(BadValue, match="there is no file"):
+        lab_cluster("home", traces=("nowhere.txt",))
+    with pytest.raises(UnknownName, match="nanoo"):
+        lab_cluster("home", traces=(f"nanoo={trace}",))
+    with pytest.raises(BadValue, match="this machine itself"):
+        lab_cluster("local:2")
+    with pytest.raises(UnknownName, match="pi3x7"):
+        lab_cluster("pi3x7")
+
+
+def test_no_lab_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labs, "missing", lambda: "Network namespaces need root.")
+    with pytest.raises(LabError, match="There can be no lab here: Network namespaces need root") as found:
+        labs.bring_up(Cluster.lab("pi3x6"))
+    assert "sudo manyhands lab" in found.value.hint
+
+
+def test_plain_processes_behind_shaped_links_train_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, its steps take as long as the links make them, and the bytes are the plan's."""
+    monkeypatch.setattr(labs, "missing", lambda: "Network namespaces need root.")
+    monkeypatch.setattr(training._Job, "write_pictures", lambda *_: None)
+    monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
+    devices = tuple(Device(name=name, gflops=1.0, memory_bytes=10**9) for name in ("slow", "far"))
+    asked = LabCluster(Cluster("shaped", devices, Link(1e6, 0.02)), scale=2.0)
+    said: list[str] = []
+    ran = train(asked, shared(("slow", "far"), 5, 7), tmp_path / "shaped", steps=6, say=said.append)
+    ran.assert_as_planned()
+    assert any("There can be no lab here: Network namespaces need root" in text for text in said)
+    assert ran.result.scale == 2.0
+    # Two batch norms forward, two back, gradients in two rounds: each waits for a delay of 2 x 20 ms.
+    assert ran.result.measured_seconds > 6 * 0.04
+    one = train(Cluster.local(1), "single", tmp_path / "one", steps=6)
+    assert_close(ran.state, one.state)

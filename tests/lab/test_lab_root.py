@@ -1,0 +1,178 @@
+"""A lab's devices are on their own network, as slow and small as asked, break on command, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, leftovers, run_on, small_lab, tag
+
+from manyhands.facts.errors import BadValue, LabError, UnknownName
+from manyhands.facts.lab import LabCluster, play
+from manyhands.lab import measure
+from manyhands.lab.check import check
+from manyhands.lab.lab import DESK, Lab, take_down
+
+pytestmark = ROOT_ONLY
+
+
+def wait_until(is_so: Callable[[], bool], limit_seconds: float = 10) -> None:
+    end = time.monotonic() + limit_seconds
+    while not is_so():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.01)
+
+
+def test_a_device_is_alone_on_its_network_and_pinned() -> None:
+    with small_lab(0.3, 0.2) as lab:
+        said = run_on(lab, "d1", "import os, socket; print(os.sched_getaffinity(0), len(socket.if_nameindex()))")
+        assert said.stdout.strip() == f"{set(lab.played.seat('d1').cores)} 2", "lo and eth0"
+        far = f"import socket; socket.create_connection(('{lab.address('d2')}', 9), 2)"
+        assert "Connection refused" in run_on(lab, "d1", far).stderr  # it is there, and nobody listens
+        assert "Connection refused" in run_on(lab, DESK, far).stderr
+        with pytest.raises(UnknownName):
+            lab.words("d3")
+        with pytest.raises(LabError, match="is up already"):
+            Lab.up(lab.played, tag())
+    own = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
+    assert "10.77." not in own, "an address outside of the lab's namespaces"
+
+
+def test_what_is_asked_for_is_what_there_is() -> None:
+    """The whole of `lab check`; processor shares are looked at generously: other tests run beside this one."""
+    with small_lab(0.3, 0.1, delay=0.005, memory_bytes=200 * 10**6) as lab:
+        found = list(check(lab, lambda text: None))
+        kinds = [one.what for one in found]
+        assert kinds == ["rate up", "rate down"] * 2 + ["round trip"] * 2 + ["share"] * 2 + ["memory"]
+        for one in found:
+            assert one.got is not None
+            assert one.is_good or (one.what == "share" and one.error < 0.5), one
+        assert lab.status()[0].group.oom_kills == 1
+
+
+def test_a_pulled_cable_and_back() -> None:
+    with small_lab(0.3, 0.3) as lab:
+        listen = subprocess.Popen(
+            [*lab.words("d2"), sys.executable, "-m", "manyhands.lab.probes", "echo", lab.address("d2"), "7001", "20"],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert listen.stdout is not None
+        assert listen.stdout.readline() == "listening\n"
+        ask = (
+            "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(0.5);"
+            f"s.sendto(b'x', ('{lab.address('d2')}', 7001)); print(s.recv(9))"
+        )
+        assert run_on(lab, "d1", ask).stdout == "b'x'\n"
+        lab.cut("d2")
+        assert [one.is_cut for one in lab.status()] == [False, True]
+        assert "timed out" in run_on(lab, "d1", ask).stderr
+        lab.heal("d2")
+        wait_until(lambda: run_on(lab, "d1", ask).stdout == "b'x'\n")
+        listen.kill()
+        listen.communicate()
+
+
+def test_frozen_slowed_and_killed() -> None:
+    with small_lab(0.4, 0.3) as lab:
+        process = subprocess.Popen([*lab.words("d1"), sys.executable, "-m", "manyhands.lab.probes", "burn", "60"])
+        wait_until(lambda: lab.status()[0].group.cpu_seconds > 0.1)
+        lab.freeze("d1")
+        assert lab.status()[0].group.is_frozen
+        before = lab.status()[0].group.cpu_seconds
+        time.sleep(0.3)
+        assert lab.status()[0].group.cpu_seconds - before < 0.02
+        lab.heal("d1")
+        wait_until(lambda: lab.status()[0].group.cpu_seconds - before > 0.05)
+        lab.slow("d1", 0.25)
+        before = lab.status()[0].group.cpu_seconds
+        time.sleep(1.0)
+        assert lab.status()[0].group.cpu_seconds - before < 0.2
+        with pytest.raises(BadValue, match=r"1\.5 times as fast"):
+            lab.slow("d1", 1.5)
+        lab.freeze("d1")
+        lab.kill("d1")
+        assert process.wait(5) == -signal.SIGKILL
+        assert lab.status()[0].processes == 0
+
+
+def test_a_port_follows_its_trace(tmp_path: Path) -> None:
+    """Twice as slow at scale 2, and its moments come half as often."""
+    trace = tmp_path / "trace.txt"
+    trace.write_text("0 80\n3 8\n")
+    asked = LabCluster(cluster(0.3, 0.3, name=tag()), scale=2.0, traces=(("d1", str(trace)),))
+    played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
+    with Lab.up(played, tag(), owned=True) as lab:
+        began = time.monotonic()
+        first = measure.rate(lab, "d1", DESK, 5e6)
+        assert time.monotonic() - began < 5.5, "too slow to tell: the trace has moved on"
+        time.sleep(max(0.0, 6.5 - (time.monotonic() - began)))
+        second = measure.rate(lab, DESK, "d1", 5e5)
+        assert time.monotonic() - began < 12
+    assert first == pytest.approx(5e6, rel=0.1)
+    assert second == pytest.approx(5e5, rel=0.1)
+    assert_nothing_left()
+
+
+OWNER = """
+import os, sys, time
+from lab_places import *
+asked = LabCluster(cluster(0.3, 0.3, name=sys.argv[1]))
+played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
+lab = Lab.up(played, sys.argv[1], owned=sys.argv[2] == "1")
+words = [*lab.words("d1"), sys.executable, "-m", "manyhands.lab.probes", "burn", "60"]
+subprocess.Popen(words, stdout=subprocess.DEVNULL)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def killed_owner(*, owned: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tag(), str(int(owned))], stdout=subprocess.PIPE, cwd=Path(__file__).parent
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.kill()
+    process.communicate()
+
+
+def test_the_owner_is_killed_and_the_lab_goes_down_by_itself() -> None:
+    try:
+        killed_owner(owned=True)
+        wait_until(lambda: not leftovers())
+    finally:
+        take_down(tag())
+
+
+def test_nobody_owns_it_and_a_later_down_cleans_up() -> None:
+    try:
+        killed_owner(owned=False)
+        lab = Lab.find(tag())
+        wait_until(lambda: lab.status()[0].processes == 1)
+        assert lab.is_kept
+        assert lab.known.keeper is not None
+        os.kill(lab.known.keeper.pid, signal.SIGKILL)
+        wait_until(lambda: not lab.is_kept)
+    finally:
+        take_down(tag())
+    assert_nothing_left()
+    take_down(tag())
+
+
+def test_half_a_lab_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails on the way up, nothing stays."""
+
+    def fail(name: str) -> None:
+        assert len(leftovers()) > 3
+        raise LabError("the keeper did not start")
+
+    monkeypatch.setattr("manyhands.lab.lab._start_keeper", fail)
+    with pytest.raises(LabError, match="did not start"), small_lab(0.3, 0.3):
+        pass
+    assert_nothing_left()
