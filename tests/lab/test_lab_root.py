@@ -14,12 +14,14 @@ import pytest
 from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, leftovers, run_on, small_lab, tag
 
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.lab import LabCluster, parse_trace, play
 from manyhands.lab import measure
 from manyhands.lab.check import check
 from manyhands.lab.lab import DESK, Lab, take_down
 
 pytestmark = ROOT_ONLY
+_PACKETS_FOR_FIVE_SECONDS = 40 * 1500 / 5
+"""A rate so low that five seconds are measured."""
 
 
 def wait_until(is_so: Callable[[], bool], limit_seconds: float = 10) -> None:
@@ -117,6 +119,25 @@ def test_a_port_follows_its_trace(tmp_path: Path) -> None:
     assert first == pytest.approx(5e6, rel=0.1)
     assert second == pytest.approx(5e5, rel=0.1)
     assert_nothing_left()
+
+
+RECORDED = Path(__file__).parents[3] / "shared/data/traces/ghent-4g/bus_0001.txt"
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason="the recorded traces are not here")
+def test_a_port_follows_a_recorded_trace() -> None:
+    """Bytes that came in the first seconds against what the trace allows in them."""
+    asked = LabCluster(cluster(0.3, 0.3, name=tag()), traces=(("d1", str(RECORDED)),))
+    played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
+    trace = parse_trace(RECORDED.read_text(), "")
+    with Lab.up(played, tag(), owned=True) as lab:
+        began = time.monotonic()
+        got = measure.rate(lab, DESK, "d1", _PACKETS_FOR_FIVE_SECONDS)
+        ended = time.monotonic()
+        moments = [began + 0.1 + i * 0.1 for i in range(int((ended - began - 0.1) / 0.1))]
+        allowed = [trace.at(moment - began)[0] for moment in moments[-50:]]
+    assert max(allowed) > 1.3 * min(allowed), "the trace does not move here: nothing was followed"
+    assert got == pytest.approx(0.956 * sum(allowed) / len(allowed), rel=0.1)
 
 
 OWNER = """

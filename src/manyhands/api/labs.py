@@ -6,6 +6,7 @@ Where there can be no lab (no root, no Linux), the workers are plain processes w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,10 +100,15 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
             lab.settle()  # importing torch took the whole core
             yield Session(
                 coordinator, _budgeted(played, lab), False, THREADS, has_links=True, scale=played.scale,
-                kind=f"lab-{lab.name}-x{played.scale:g}-{played.slots}",
+                kind=f"lab-{_digest(played)}-",
             )  # fmt: skip
         except WorkerLost as error:
             raise _explained(error, lab) from error
+
+
+def _digest(played: Played) -> str:
+    """Tells apart what profiles may not be shared between: the same name at another speed."""
+    return hashlib.sha256(repr((played.scale, played.slots, played.seats)).encode()).hexdigest()[:12]
 
 
 def _budgeted(played: Played, lab: Lab) -> Cluster:
@@ -141,6 +147,4 @@ def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Itera
     with Coordinator(logs=logs) as coordinator:
         coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
         coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)
-        yield Session(
-            coordinator, cluster, False, THREADS, has_links=True, scale=scale, kind=f"shaped-x{scale:g}-{asked.slots}"
-        )
+        yield Session(coordinator, cluster, False, THREADS, has_links=True, scale=scale, kind="shaped-")

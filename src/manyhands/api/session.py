@@ -42,8 +42,8 @@ class Session:
     threads: int
     has_links: bool = False
     """The links are known from a file; else they are measured."""
-    scale: float = 1.0
-    """How many times slower than in life everything goes here."""
+    scale: float | None = None
+    """How many times slower than in life everything goes here; None: this is no lab."""
     kind: str = ""
     """What profiles are kept for, beside machine and network, where these do not say it: a lab at a scale."""
 

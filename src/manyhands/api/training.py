@@ -90,8 +90,8 @@ class TrainResult:
     """(from, to) -> bytes the plan says travel in a step."""
     checkpoint: Path
     steps: int
-    scale: float = 1.0
-    """How many times slower than in life everything went: in a lab."""
+    scale: float | None = None
+    """How many times slower than in life everything went; None: this was life, not a lab."""
     test: EvaluateResult | None = None
 
     @property

@@ -222,7 +222,7 @@ class _Show:
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
-        if result.scale != 1:
+        if result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
         typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; trace.json opens in Perfetto)")
 

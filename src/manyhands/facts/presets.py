@@ -46,7 +46,7 @@ def _decnn(mbit: int, round_trip_ms: float) -> Preset:
 def _edge_cloud(kind: str, what: str) -> Preset:
     up, down = "19 Mbit/s", "31 Mbit/s"
     return Preset(
-        f"{what} and a server with an RTX 2080 Ti over 4G: {up} up, {down} down, 25 ms",
+        f"{what} and a server with an RTX 2080 Ti over 4G: {up} up, {down} down, 25 ms (or a trace: --trace)",
         "SPLIT section 5.1.2; down is the mean of the Ghent 4G traces it replays, up is 0.6 of it as in mahimahi's LTE"
         " traces; the delay is an assumption",
         {

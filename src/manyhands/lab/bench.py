@@ -14,11 +14,11 @@ from collections.abc import Callable
 import psutil
 
 from manyhands.facts.cluster import Cluster, Device, Link
-from manyhands.facts.lab import LabCluster, Played, Seat, play
+from manyhands.facts.lab import LabCluster, Played, Seat, play, scale_text
 from manyhands.facts.presets import preset
 from manyhands.lab import groups, measure, record
 from manyhands.lab.lab import Lab, labs, take_down
-from manyhands.lab.spaces import Spaces
+from manyhands.lab.spaces import Spaces, has_netem
 
 Figures = dict[str, float | int | str]
 Say = Callable[[str], None]
@@ -48,7 +48,10 @@ def _pair(delay_seconds: float, rate: float = math.inf) -> Played:
 
 def bench_lab(quick: bool, say: Say) -> Figures:
     """Every figure, flat."""
-    figures: Figures = {}
+    figures: Figures = {
+        "lab_setting": f"{scale_text(1.0)}; rates count bits of Ethernet frames, of which TCP's payload is 0.956; "
+        f"delay is half of {'netem' if has_netem() else 'the user-space switch'}'s round trip"
+    }
     figures |= _rates(RATES_MBIT[1::2] if quick else RATES_MBIT, say)
     figures |= _delays(DELAYS_MS[::3] if quick else DELAYS_MS, say)
     figures |= _shares(SHARES[::3] if quick else SHARES, say)
