@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 from endpoint_pairs import wait_until
 
-from manyhands.engine import door
 from manyhands.engine import security as rules
 from manyhands.engine.channel import Listener, connect
 from manyhands.engine.door import knock
@@ -128,7 +127,7 @@ def test_a_web_server_is_told_apart(security: Security) -> None:
 def test_the_silent_do_not_keep_others_waiting(
     listener: Listener, security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(rules, "HANDSHAKE_LIMIT_SECONDS", 0.5)
     silent = [socket.create_connection(listener.address) for _ in range(20)]
     silent[0].sendall(rules.preamble(security, Purpose.CONTROL))  # and no more
     start = time.monotonic()

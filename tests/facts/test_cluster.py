@@ -7,6 +7,7 @@ import math
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,51 @@ def test_a_transfer_is_held_by_the_narrowest_of_link_and_ports() -> None:
     assert cluster.bytes_per_second_between("nano", "nano") == math.inf
 
 
+def shared_host() -> dict[str, Any]:
+    """Two workers on `pi`, one of them called so, and a third machine."""
+    each = {"gflops": 1, "memory": "1 GB", "port": "10 MB/s"}
+    return {
+        "name": "shared",
+        "devices": [
+            {"name": "pi", **each},
+            {"name": "pi.2", "host": "pi", **each},
+            {"name": "desk", "gflops": 1, "memory": "1 GB", "port": "20 MB/s"},
+        ],
+        "link": {"rate": "15 MB/s", "delay": "1 ms"},
+        "links": [{"between": ["pi", "pi.2"], "rate": "3 GB/s", "delay": 0}],
+    }
+
+
+def test_devices_of_one_host_pass_no_port_among_themselves() -> None:
+    cluster = Cluster.from_dict(shared_host())
+    assert [(device.host, device.host_name) for device in cluster.devices] == [("", "pi"), ("pi", "pi"), ("", "desk")]
+    assert cluster.bytes_per_second_between("pi", "pi.2") == cluster.bytes_per_second_between("pi.2", "pi") == 3e9
+    for name in ("pi", "pi.2"):  # alone, each may use all of the port
+        assert cluster.bytes_per_second_between(name, "desk") == cluster.bytes_per_second_between("desk", name) == 10e6
+    assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert cluster.without("pi").bytes_per_second_between("pi.2", "desk") == 10e6
+
+
+def test_devices_of_one_host_have_one_port_and_one_link_to_another() -> None:
+    raw = shared_host()
+    raw["devices"][1]["up"] = "5 MB/s"
+    with pytest.raises(BadValue, match=r"'pi' and 'pi\.2' share one port; up_bytes_per_second differs"):
+        Cluster.from_dict(raw)
+    raw = shared_host()
+    raw["links"].append({"from": "pi", "to": "desk", "rate": "1 MB/s"})
+    with pytest.raises(BadValue, match="from pi to desk there is one link, but its rate differs"):
+        Cluster.from_dict(raw)
+    raw["links"].append({"from": "pi.2", "to": "desk", "rate": "1 MB/s", "delay": 0})
+    cluster = Cluster.from_dict(raw)
+    assert cluster.bytes_per_second_between("pi", "desk") == cluster.bytes_per_second_between("pi.2", "desk") == 1e6
+    assert cluster.bytes_per_second_between("desk", "pi") == 10e6
+
+
+def test_a_host_that_is_no_name_is_refused() -> None:
+    with pytest.raises(BadValue, match="a: host 'b c' cannot name a device"):
+        Device(name="a", gflops=1, memory_bytes=1, host="b c")
+
+
 def test_up_and_down_win_over_port() -> None:
     entry = {"gflops": 1, "memory": 1, "port": "unlimited", "up": "8 bit/s"}
     device = Cluster.from_dict({"devices": [entry]}).devices[0]
@@ -104,6 +150,8 @@ REFUSED: list[tuple[list[Any], object, type[ManyhandsError], str]] = [
     (["devices", 1, "kind"], BOMB, BadValue, r"devices\[1\]\.kind: .* must be a text"),
     (["devices", 1, "kind"], "custom", BadFile, r"devices\[1\]\.gflops: is missing"),
     (["devices", 1, "memroy"], "3 GB", UnknownName, r"devices\[1\]\.memroy: (.|\n)*Did you mean memory"),
+    (["devices", 1, "host"], "-x", BadValue, r"devices\[1\]\.host: '-x' cannot name a device"),
+    (["devices", 1, "host"], 7, BadValue, r"devices\[1\]\.host: 7 cannot name a device"),
     (["devices", 1, "count"], 0, BadValue, r"devices\[1\]\.count: 0 must be a whole number from 1 to 10000"),
     (["devices", 1, "count"], 2.5, BadValue, r"devices\[1\]\.count: 2.5"),
     (["devices", 1, "count"], True, BadValue, r"devices\[1\]\.count: True"),
@@ -272,7 +320,12 @@ def clusters(draw: st.DrawFn) -> Cluster:
         }
     )  # fmt: skip
     devices = tuple(Device(name=name, **draw(device)) for name in chosen)
-    pairs = [(a, b) for a in chosen for b in chosen if a != b]
+    if len(devices) > 1 and draw(st.booleans()):  # the last beside the one before it
+        facts = msgspec.structs.asdict(devices[-2]) | {"name": devices[-1].name, "host": devices[-2].name}
+        devices = (*devices[:-1], Device(**facts))
+        pairs = [(chosen[-1], chosen[-2]), (chosen[-2], chosen[-1])]
+    else:
+        pairs = [(a, b) for a in chosen for b in chosen if a != b]
     picked = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=4)) if pairs else []
     links = tuple(DirectedLink(a, b, draw(link_facts)) for a, b in picked)
     return Cluster(draw(st.text(max_size=10)), devices, draw(link_facts), links)

@@ -98,11 +98,24 @@ def test_slots_divide_a_device() -> None:
     assert slots.names == (*(f"d0.{i}" for i in range(1, 5)), *(f"d1.{i}" for i in range(1, 5)))
     assert sum(device.gflops for device in slots.devices) == pytest.approx(12)
     assert sum(device.memory_bytes for device in slots.devices) == 2 * 10**9
-    assert slots.device("d0.1").up_bytes_per_second == pytest.approx(2.5e5)
     assert slots.link_between("d0.2", "d1.3") == Link(5e5, 0.01)
     assert slots.link_between("d1.3", "d0.2") == real.link
     assert slots.link_between("d0.1", "d0.2").bytes_per_second == real.device("d0").memory_bytes_per_second
     assert with_slots(real, 1) is real
+
+
+def test_slots_share_a_port_and_pass_none_among_themselves() -> None:
+    real = cluster_of([4.0, 8.0], rate=1e6).with_link(Link(5e5, 0.01), ("d0", "d1"))
+    slots = with_slots(real, 3)
+    assert [device.host for device in slots.devices] == ["d0"] * 3 + ["d1"] * 3
+    assert {device.up_bytes_per_second for device in slots.devices} == {1e6}
+    assert slots.bytes_per_second_between("d0.1", "d1.3") == real.bytes_per_second_between("d0", "d1") == 5e5
+    assert slots.bytes_per_second_between("d1.3", "d0.1") == real.bytes_per_second_between("d1", "d0") == 1e6
+    for device in real.devices:
+        inside = slots.bytes_per_second_between(f"{device.name}.1", f"{device.name}.2")
+        assert inside == device.memory_bytes_per_second > device.up_bytes_per_second
+    assert Cluster.from_dict(slots.to_dict()) == slots
+    assert {device.host for device in with_slots(slots, 2).devices} == {"d0", "d1"}
 
 
 def test_bad_wishes() -> None:

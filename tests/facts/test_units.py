@@ -95,3 +95,23 @@ def test_written_like_a_person() -> None:
     assert format_seconds(0) == "0 ns"
     assert format_count(4_090_000_000) == "4.09 G"
     assert format_count(7) == "7"
+
+
+def test_rounding_does_not_pass_the_unit() -> None:
+    assert format_bytes(999_999_488) == "1 GB"
+    assert format_bytes(999_400_000) == "999 MB"
+    assert format_bytes(999_500_000) == "1 GB"
+    assert format_bytes(-999_999_999) == "-1 GB"
+    assert format_rate(999_999 / 8) == "1 Mbit/s"
+    assert format_seconds(0.9999) == "1 s"
+    assert format_seconds(1234.4) == "1234 s"
+    assert format_bytes(1.5e15) == "1500 TB"
+    assert format_bytes(0.5) == "0.5 B"
+
+
+@given(st.floats(1e-12, 1e25))
+def test_no_number_is_written_with_an_exponent_or_past_its_unit(value: float) -> None:
+    for text in (format_bytes(value), format_rate(value), format_seconds(value)):
+        number, unit = text.split()
+        assert "e+" not in number
+        assert float(number) < 1000 or unit in ("TB", "Gbit/s", "s")

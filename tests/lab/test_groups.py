@@ -197,6 +197,66 @@ def test_killing_ends_what_is_inside_and_keeps_the_share(
     assert quotas in (["5000"], ["5000 10000"])
 
 
+@pytest.mark.parametrize("version", ["first", "second"])
+def test_the_share_is_what_the_quota_says_now(version: str, request: pytest.FixtureRequest) -> None:
+    found: Groups
+    found, _ = request.getfixturevalue(version)
+    found.make("a", "x", 0.25, None)
+    assert found.share("a", "x") == 0.25
+    found.set_cpu("a", "x", 0.004)
+    assert found.share("a", "x") == pytest.approx(0.004)
+    found.set_cpu("a", "x", None)
+    assert found.share("a", "x") is None
+    with pytest.raises(LabError, match="No such file"):
+        found.share("a", "y")
+
+
+def test_who_comes_in_while_a_group_is_removed_dies_too(
+    second: tuple[GroupsV2, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, root = second
+    found.make("a", "x", None, None)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    rmdir, inside = Path.rmdir, root / "manyhands/a/x/cgroup.procs"
+    tries: list[Path] = []
+
+    def busy_at_first(path: Path) -> None:
+        if path.name == "x" and process.poll() is None:
+            inside.write_text(f"{process.pid}\n")  # just now
+            tries.append(path)
+            raise OSError(16, "Device or resource busy")
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", busy_at_first)
+    found.remove("a")
+    assert process.wait(5) == -signal.SIGKILL
+    assert tries
+    assert found.labs() == set()
+
+
+def test_version_two_is_tried_before_it_is_promised(
+    second: tuple[GroupsV2, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, root = second
+    before = sorted(path.name for path in root.iterdir())
+    assert found.refused() == ""
+    assert text(root / "cgroup.subtree_control") == "+cpu +memory"
+    assert sorted(path.name for path in root.iterdir()) == before
+
+    def refuse(path: Path, words: str) -> None:
+        raise LabError(f"'{words}' cannot be written to {path}: {os.strerror(16)}.")
+
+    groups._refused.cache_clear()
+    (root / "cgroup.subtree_control").write_text("\n")
+    monkeypatch.setattr(groups, "_write", refuse)
+    monkeypatch.setattr(groups, "find", lambda: found)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    assert "Device or resource busy. The root group holds processes" in groups.missing()
+    assert sorted(path.name for path in root.iterdir()) == before
+    groups._refused.cache_clear()
+
+
 @given(st.floats(min_value=0.001, max_value=64.0))
 def test_quotas_are_what_the_kernel_takes(share: float) -> None:
     quota, period = groups.quota_and_period(share)

@@ -111,3 +111,12 @@ def test_children_stay_inside_and_die_too(found: Groups) -> None:
     assert found.processes(LAB, "y") == [other.pid]
     found.remove(LAB)
     assert other.wait(5) == -signal.SIGKILL
+
+
+def test_the_share_as_the_kernel_has_it(found: Groups) -> None:
+    found.make(LAB, "x", 0.3, None)
+    assert found.share(LAB, "x") == pytest.approx(0.3)
+    found.set_cpu(LAB, "x", 0.02)
+    assert found.share(LAB, "x") == pytest.approx(0.02)
+    found.set_cpu(LAB, "x", None)
+    assert found.share(LAB, "x") is None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, lef
 
 from manyhands.facts.errors import BadValue, LabError, UnknownName
 from manyhands.facts.lab import LabCluster, parse_trace, play
-from manyhands.lab import measure
+from manyhands.lab import measure, record
 from manyhands.lab.check import check
-from manyhands.lab.lab import DESK, Lab, take_down
+from manyhands.lab.lab import DESK, Lab, labs, take_down
+from manyhands.lab.spaces import Spaces
 
 pytestmark = ROOT_ONLY
 _PACKETS_FOR_FIVE_SECONDS = 40 * 1500 / 5
@@ -184,6 +186,59 @@ def test_nobody_owns_it_and_a_later_down_cleans_up() -> None:
         take_down(tag())
     assert_nothing_left()
     take_down(tag())
+
+
+def test_what_is_not_ours_is_not_touched() -> None:
+    """A namespace that looks like a lab's: nobody has written it down."""
+    space = f"mh-{tag()}"
+    subprocess.run(["ip", "netns", "add", space], check=True)
+    try:
+        assert tag() not in labs()
+        with pytest.raises(LabError, match=f"{space} are there already, and no lab's"), small_lab(0.3, 0.3):
+            pass
+        assert space in Spaces.names_of(tag())
+    finally:
+        subprocess.run(["ip", "netns", "delete", space], check=True)
+    assert_nothing_left()
+
+
+def test_of_two_at_once_one_comes_up() -> None:
+    asked = LabCluster(cluster(0.3, 0.3, name=tag()))
+    played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
+
+    def bring_up() -> Lab | LabError:
+        try:
+            return Lab.up(played, tag(), owned=True)
+        except LabError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [one.result() for one in [pool.submit(bring_up) for _ in range(4)]]
+    up = [one for one in found if isinstance(one, Lab)]
+    try:
+        assert len(up) == 1
+        assert all("is up already" in one.message for one in found if isinstance(one, LabError))
+        assert f"belongs to process {os.getpid()}" in next(o.message for o in found if isinstance(o, LabError))
+        assert up[0].is_kept
+        assert [one.name for one in up[0].status()] == ["d1", "d2"]
+    finally:
+        for one in up:
+            one.down()
+    assert_nothing_left()
+
+
+def test_a_keeper_that_cannot_be_written_down_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[record.Record] = []
+
+    def full(known: record.Record) -> None:
+        saved.append(known)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(record, "save", full)
+    with pytest.raises(OSError, match="no space left"), small_lab(0.3, 0.3):
+        pass
+    assert saved[0].keeper is not None
+    assert_nothing_left()
 
 
 def test_half_a_lab_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from manyhands.api import labs, session, training
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.lab import LabCluster
+from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.lab.lab import Lab
 from manyhands.lab.lab import labs as labs_that_are_up
 from real_runs import BATCH, LAYERS, Pictures, assert_close, shared, train
@@ -64,6 +65,20 @@ def test_a_device_that_is_cut_off_ends_the_run(tmp_path: Path) -> None:
     assert fired, "the fault did not fire"
     assert time.monotonic() - fired[0] < 30
     assert_nothing_left()
+
+
+def test_time_that_goes_slowly_is_waited_for(tmp_path: Path) -> None:
+    """A round trip of 3 s is none too long where everything takes 60 times as long: nobody is lost."""
+    asked = LabCluster(cluster(40, 25, name=tag(), delay=0.025, rate=2e6), scale=60.0)
+    ran = train(asked, piped_in_two(), tmp_path, steps=2)
+    ran.assert_as_planned()
+    assert ran.result.measured_seconds > 2 * 1.5
+    assert_nothing_left()
+
+
+def piped_in_two() -> Plan:
+    stages = (Stage((0, 1), ("d1",), Single()), Stage((1, LAYERS), ("d2",), Single()))
+    return Plan("Sequential", BATCH, stages)
 
 
 class Hungry(nn.Module):

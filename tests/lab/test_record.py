@@ -28,7 +28,8 @@ def test_read_back_as_written(preset: str, folder: Path) -> None:
     asked = Cluster.lab(preset, slots=2, traces={Cluster.lab(preset).cluster.names[0]: "/x/trace.txt"})
     played = play(asked, core_gflops=60, cores=[0, 1])
     known = Record("one", preset, played, True, Process(1, 2), None)
-    record.save(known)
+    assert record.claim(known)
+    assert not record.claim(known), "the name is taken"
     assert record.names() == ["one"]
     assert record.load("one") == known
     record.save(msgspec.structs.replace(known, keeper=Process(3, 4)))

@@ -109,3 +109,28 @@ def test_a_namespace_that_is_not_there_cannot_be_entered(monkeypatch: pytest.Mon
     monkeypatch.setattr(spaces, "_call", lambda *words: None)
     with pytest.raises(LabError, match="'mh-a' cannot be entered: No such file"), spaces.entered("mh-a"):
         pytest.fail("entered")
+
+
+def test_an_error_inside_is_the_one_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plain user may neither go nor come back; what he is told is the first."""
+
+    def refuse(*words: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "mh-a").touch()
+    monkeypatch.setattr(spaces, "_FOLDER", tmp_path)
+    monkeypatch.setattr(spaces, "_call", refuse)
+    with pytest.raises(LabError, match="'mh-a' cannot be entered: Operation not permitted"), spaces.entered("mh-a"):
+        pytest.fail("entered")
+
+
+def test_a_ports_rate_is_read_from_what_tc_says() -> None:
+    def tbf(rate: float, **more: object) -> dict[str, object]:
+        return {"kind": "tbf", "options": {"rate": rate, "burst": 3028}, **more}
+
+    assert spaces.port_rate([]) == math.inf
+    assert spaces.port_rate([{"kind": "noqueue", "root": True, "options": {}}]) == math.inf
+    assert spaces.port_rate([tbf(125_000, root=True)]) == 125_000
+    htb = {"kind": "htb", "root": True, "options": {}}
+    assert spaces.port_rate([htb, tbf(250_000, parent="1:2"), tbf(1000, parent="1:11")]) == 250_000
+    assert spaces.port_rate([tbf(12.5e9, root=True)]) == math.inf

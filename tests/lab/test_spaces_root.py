@@ -228,3 +228,15 @@ def test_only_this_thread_enters() -> None:
         thread.start()
         thread.join()
         assert seen == [here] == [os.readlink("/proc/thread-self/ns/net")]
+
+
+def test_rates_are_told_as_they_are_now() -> None:
+    links = (DirectedLink("x", "y", Link(5 * MBIT, 0.0)),)
+    with made(device("x", 50 * MBIT, 40 * MBIT), device("y", 50 * MBIT, 30 * MBIT), device("z"), links=links) as found:
+        assert found.rates("x") == (50 * MBIT, 40 * MBIT)
+        assert found.rates("y") == (50 * MBIT, 30 * MBIT)
+        assert found.rates("z") == (math.inf, math.inf)
+        found.set_rates("y", 8 * MBIT, 3 * MBIT)
+        assert found.rates("y") == (8 * MBIT, 3 * MBIT)
+        found.set_rates("y", math.inf, math.inf)
+        assert found.rates("y") == (math.inf, math.inf)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hand_made import cluster
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.lab import with_slots
 from manyhands.simulator.links import Network, Transfer
 
 
@@ -125,6 +126,67 @@ def test_what_a_bottleneck_leaves_goes_to_the_others() -> None:
     assert [end for _, end in run.finished] == [1.0, 1.0]
 
 
+def slotted(port: float = 100.0, link: float = math.inf, memory: float = 1000.0) -> Cluster:
+    """a, b and c, each with two slots: a.1, a.2 ..."""
+    base = cluster(["a", "b", "c"], Link(link, 0.0), up_bytes_per_second=port, down_bytes_per_second=port)
+    devices = tuple(msgspec.structs.replace(device, memory_bytes_per_second=memory) for device in base.devices)
+    return with_slots(Cluster(base.name, devices, base.link), 2)
+
+
+@pytest.mark.parametrize("targets", [("b.1", "c.1"), ("b.1", "b.2"), ("b.1", "b.1")])
+def test_slots_share_their_devices_port(targets: tuple[str, str]) -> None:
+    """50 B through 100 B/s: 0.5 s alone, and both 1 s at the same time, wherever they go."""
+    run = Clock(Network(slotted()))
+    run.start("a.1", targets[0], 50)
+    run.until()
+    assert [end for _, end in run.finished] == [0.5]
+    run.start("a.1", targets[0], 50)
+    run.start("a.2", targets[1], 50)
+    run.until()
+    assert [end for _, end in run.finished] == [0.5, 1.5, 1.5]
+
+
+def test_slots_share_the_port_that_receives() -> None:
+    run = Clock(Network(slotted()))
+    run.start("b.1", "a.1", 50)
+    run.start("c.1", "a.2", 50)
+    run.until()
+    assert [end for _, end in run.finished] == [1.0, 1.0]
+
+
+def test_slots_share_the_link_between_their_devices() -> None:
+    """Each direction of a - b carries 20 B/s in all, and a - c another 20."""
+    run = Clock(Network(slotted(link=20.0)))
+    for source, target in [("a.1", "b.1"), ("a.2", "b.2"), ("a.1", "c.1"), ("b.1", "a.1")]:
+        run.start(source, target, 10)
+    assert [transfer.rate for transfer in run.ends] == [10.0, 10.0, 20.0, 20.0]
+    run.until()
+    assert [end for _, end in run.finished] == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_slots_of_one_device_exchange_as_fast_as_its_memory() -> None:
+    """1000 B/s between a.1 and a.2, each way, while both send through the port of 100 B/s."""
+    run = Clock(Network(slotted()))
+    run.start("a.1", "a.2", 500, "there")
+    run.start("a.2", "a.1", 500, "back")
+    run.start("a.1", "b.1", 50, "out")
+    run.start("a.2", "c.1", 50, "out too")
+    run.until()
+    assert run.finished == [("there", 0.5), ("back", 0.5), ("out", 1.0), ("out too", 1.0)]
+
+
+def test_a_host_may_bear_the_name_of_a_device_elsewhere() -> None:
+    """x, on y, sends to y inside; z, on x, to y through ports: they share nothing."""
+    base = cluster(["x", "y", "z"], Link(100.0, 0.0))
+    hosts = {"x": "y", "z": "x"}
+    devices = tuple(msgspec.structs.replace(one, host=hosts.get(one.name, "")) for one in base.devices)
+    run = Clock(Network(Cluster("made", devices, base.link)))
+    run.start("x", "y", 50)
+    run.start("z", "y", 50)
+    run.until()
+    assert [end for _, end in run.finished] == [0.5, 0.5]
+
+
 def test_an_unlimited_link_takes_no_time() -> None:
     run = clock(Link(math.inf, 0.0))
     run.start("a", "b", 1e12)
@@ -161,15 +223,23 @@ def crowds(draw: st.DrawFn) -> tuple[Cluster, list[tuple[str, str]]]:
     special = draw(st.sets(st.sampled_from(pairs), max_size=3))
     links = tuple(DirectedLink(*pair, Link(float(draw(Rates)), 0.0)) for pair in sorted(special))
     flows = draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
-    return Cluster("drawn", devices, base.link, links), flows
+    made = Cluster("drawn", devices, base.link, links)
+    if draw(st.booleans()):
+        return made, flows
+    slots = with_slots(made, 2)
+    pairs = [(one, two) for one in slots.names for two in slots.names if one != two]
+    return slots, draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
 
 
 def crossed(made: Cluster, source: str, target: str) -> dict[tuple[str, ...], Fraction]:
-    limits = {
-        ("link", source, target): made.link_between(source, target).bytes_per_second,
-        ("up", source): made.device(source).up_bytes_per_second,
-        ("down", target): made.device(target).down_bytes_per_second,
+    rate, a, b = made.link_between(source, target).bytes_per_second, *(name.split(".")[0] for name in (source, target))
+    limits: dict[tuple[str, ...], float] = {
+        ("link", a, b): rate,
+        ("up", a): made.device(source).up_bytes_per_second,
+        ("down", b): made.device(target).down_bytes_per_second,
     }
+    if a == b:
+        limits = {("memory", source, target): rate}
     return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}
 
 

@@ -15,6 +15,7 @@ from drawn_plans import FIXED_ORDERS, plans
 from hand_made import FREE, MAP_BYTES, WEIGHT_BYTES, chain, cluster, even_profile, profile, step_seconds
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.errors import BadPlan, BadSchedule
+from manyhands.facts.lab import with_slots
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.planner.cost import CostModel
@@ -127,6 +128,29 @@ def test_a_stream_over_a_link() -> None:
     assert fast.seconds == exactly(F + 0.005 + 0.002 + 10 * F)
     slow = run(plan, network, Link(MAP_BYTES / 0.1, 0.002))
     assert F + 10 * 0.1 + 0.002 + F <= slow.seconds <= F + 10 * 0.1 + 0.002 + 10 * F
+
+
+@pytest.mark.parametrize(("senders", "times"), [(("a.1", "a.2"), 2), (("a.1", "c.1"), 1)])
+def test_slots_that_send_at_once_share_one_port(senders: tuple[str, str], times: int) -> None:
+    """A map takes 0.1 s through a port: two of one device's slots need it twice, slots of two devices do not."""
+    network = chain(2)
+    real = cluster(["a", "b", "c", "d"], Link(math.inf, 0.002), up_bytes_per_second=MAP_BYTES / 0.1)
+    stages = (Stage((0, 1), senders, BySamples((1, 1))), Stage((1, 2), ("b.1", "d.1"), BySamples((1, 1))))
+    plan = Plan("chain", 2, stages, 1, "stream")
+    result = simulate(plan, network, with_slots(real, 2), even_profile(network, plan.devices, F, B))
+    assert result.seconds == exactly(F + times * 0.1 + 0.002 + F)
+
+
+def test_slots_of_one_device_exchange_through_its_memory() -> None:
+    """1 GB/s there, whatever the port is; a message begins two operators' time later."""
+    network = chain(2)
+    real = cluster(["a", "b"], Link(1.0, 9.0), up_bytes_per_second=1.0, down_bytes_per_second=1.0)
+    plan = Plan("chain", 1, (Stage((0, 1), ("a.1",)), Stage((1, 2), ("a.2",))), 1, "stream")
+    result = simulate(plan, network, with_slots(real, 2), even_profile(network, plan.devices, F, B))
+    assert result.seconds == exactly(F + MAP_BYTES / 1e9 + 2 * real.devices[0].operator_seconds + F)
+    both = Plan("chain", 2, (Stage((0, 2), ("a.1", "a.2"), BySamples((1, 1))),))
+    summed = simulate(both, network, with_slots(real, 2), even_profile(network, both.devices, F, B))
+    assert summed.seconds < 2 * (F + B) + 0.001
 
 
 def test_two_stages_with_communication_by_hand() -> None:

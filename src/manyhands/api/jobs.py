@@ -228,7 +228,7 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
         known["steps"] = None
     if "cluster" in said or "lab" in said:
         known |= {"devices": None, "gpus": 0, "cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
-    elif "devices" in said:
+    elif "devices" in said or ("gpus" in said and known.get("lab")):
         known |= {"cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
     if "plan" in said and "micro_batches" not in said:
         known["micro_batches"] = None
@@ -411,7 +411,12 @@ def _kept(wish: Wish) -> dict[str, Any]:
     """Files by their full paths: a run may be resumed from elsewhere."""
     kept = asdict(wish)
     files = {name: _full(kept[name]) for name in ("data", "plan", "cluster", "lab")}
-    return {**kept, **files, "traces": list(wish.traces)}
+    return {**kept, **files, "traces": [_full_trace(text) for text in wish.traces]}
+
+
+def _full_trace(text: str) -> str:
+    device, sign, file = text.rpartition("=")
+    return f"{device}{sign}{_full(file)}"
 
 
 def _full(text: str) -> str:

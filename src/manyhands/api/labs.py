@@ -16,7 +16,7 @@ import msgspec
 from manyhands.api.session import Say, Session
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
-from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
+from manyhands.facts.lab import LabCluster, Played, parse_trace, play, scale_text, scaled, with_slots
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import load_cluster
 from manyhands.lab.lab import DESK, Lab, missing
@@ -44,6 +44,7 @@ def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, trac
         device = device or ("edge" if "edge" in cluster.names else limited[0] if limited else cluster.names[0])
         if not Path(file).is_file():
             raise BadValue(f"--trace {text}: there is no file {file}.", hint="Write FILE, or DEVICE=FILE.")
+        parse_trace(Path(file).read_text(errors="replace"), file)
         found[device] = str(Path(file).absolute())
     return Cluster.lab(cluster, scale=scale, slots=slots, traces=found)
 
@@ -69,7 +70,7 @@ def bench_lab(quick: bool, say: Say) -> dict[str, float | int | str]:
 
 def _check_possible() -> None:
     if why := missing():
-        raise LabError(f"There can be no lab here: {why}", hint="Run it as root: sudo manyhands lab ...")
+        raise LabError(f"There can be no lab here: {why}")
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
     if why := missing():
         say(
             f"There can be no lab here: {why}\nPlain processes stand in for the devices: their links are shaped, but "
-            "their speed and memory are this machine's."
+            f"their speed and memory are this machine's{', and no trace is followed' if asked.traces else ''}."
         )
         with _shaped(asked, logs, limit_seconds) as session:
             yield session
@@ -88,7 +89,7 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
     with (
         Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
         entered(lab.spaces.namespace(DESK)),
-        Coordinator(lab.address(DESK), logs=logs) as coordinator,
+        Coordinator(lab.address(DESK), logs=logs, patience=max(1.0, played.scale)) as coordinator,
     ):
         coordinator.wanted = set(played.workers.names)
         wanted = [
@@ -130,13 +131,17 @@ def _budgeted(played: Played, lab: Lab) -> Cluster:
 
 
 def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
-    """A device that ran out of memory was killed by the kernel, which says so."""
+    """What the lab knows of its devices: who was killed for memory, cut off or frozen."""
     for device in lab.status():
+        why = ""
         if device.group.oom_kills:
-            limit = lab.played.seat(device.name).memory_bytes
-            return WorkerLost(
-                f"{error.message} {device.name} ran out of its {format_bytes(limit)} of memory.", hint=error.hint
-            )
+            why = f"ran out of its {format_bytes(lab.played.seat(device.name).memory_bytes)} of memory"
+        elif device.is_cut:
+            why = "is cut off from the lab's network"
+        elif device.group.is_frozen:
+            why = "is frozen in the lab"
+        if why:
+            return WorkerLost(f"{error.message} {device.name} {why}.", hint=error.hint)
     return error
 
 
@@ -144,7 +149,10 @@ def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
 def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
     scale = asked.scale or 1.0
     cluster = with_slots(scaled(asked.cluster, scale), asked.slots)
-    with Coordinator(logs=logs) as coordinator:
+    with Coordinator(logs=logs, patience=max(1.0, scale)) as coordinator:
         coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
         coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)
-        yield Session(coordinator, cluster, False, THREADS, has_links=True, scale=scale, kind="shaped-")
+        yield Session(
+            coordinator, cluster, False, THREADS, has_links=True, scale=scale, stands_in=True,
+            kind=f"shaped-{len(cluster.names)}workers-",
+        )  # fmt: skip

@@ -44,6 +44,8 @@ class Session:
     """The links are known from a file; else they are measured."""
     scale: float | None = None
     """How many times slower than in life everything goes here; None: this is no lab."""
+    stands_in: bool = False
+    """Plain processes behind shaped links, where a lab was asked for and there can be none."""
     kind: str = ""
     """What profiles are kept for, beside machine and network, where these do not say it: a lab at a scale."""
 

@@ -92,6 +92,8 @@ class TrainResult:
     steps: int
     scale: float | None = None
     """How many times slower than in life everything went; None: this was life, not a lab."""
+    stands_in: bool = False
+    """A lab was asked for; plain processes stood in, whose links were shaped and whose speed was this machine's."""
     test: EvaluateResult | None = None
 
     @property
@@ -453,7 +455,7 @@ class _Job:
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.prediction.seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
-            scale=self.session.scale,
+            scale=self.session.scale, stands_in=self.session.stands_in,
         )  # fmt: skip
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
-    from manyhands.lab.lab import Lab
+    from manyhands.facts.cluster import Cluster
+    from manyhands.lab.lab import DeviceStatus, Lab
+
+BROKEN_PIPE = 141
+"""What a shell says of a command that wrote to nobody."""
+SLOWED = 0.99
+"""A device with less of its share than this was slowed; the kernel's quota is in whole microseconds."""
 
 app = typer.Typer(
     help="Edge clusters in a box: slow, small devices behind real links, on this machine. Needs Linux and root.",
@@ -21,6 +28,7 @@ app = typer.Typer(
 )
 
 LabOption = Annotated[str, typer.Option("--lab", "-l", help="Which lab. Default: the only one that is up.")]
+NameArgument = Annotated[str, typer.Argument(help="Which lab. Default: the only one.")]
 DeviceArgument = Annotated[str, typer.Argument(help="A device of the lab.")]
 Scale = Annotated[
     float | None,
@@ -52,10 +60,12 @@ def up(
 
 @app.command("down")
 def down(
-    name: Annotated[str, typer.Argument(help="Which lab. Default: the only one.")] = "",
+    name: NameArgument = "",
+    lab: LabOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
 ) -> None:
     """Take a lab down, also one of which only a part is left."""
+    name = _either(name, lab)
     from manyhands.facts.errors import LabError
     from manyhands.lab.lab import labs, missing, take_down
     from manyhands.lab.record import lab_name
@@ -78,19 +88,15 @@ def down(
 
 
 @app.command("status")
-def status(
-    name: Annotated[str, typer.Argument(help="Which lab. Default: the only one.")] = "", json: Json = False
-) -> None:
+def status(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
     """The devices of a lab: their network, processor and memory, as they are now."""
-    from manyhands.lab.lab import Lab
-
-    lab = Lab.find(name)
+    found = _find(_either(name, lab))
     if json:
         from manyhands.cli.show import print_json
 
-        print_json(_status_document(lab))
+        print_json(_status_document(found))
     else:
-        _print_status(lab)
+        _print_status(found)
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -118,6 +124,9 @@ def run(
         thread.start()
     for thread in threads:
         thread.join()
+    if BROKEN_PIPE in codes.values():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+        sys.exit(BROKEN_PIPE)
     sys.exit(max(codes.values(), default=0))
 
 
@@ -126,8 +135,13 @@ def _run_one(device: str, words: list[str], codes: dict[str, int], width: int) -
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(f"{device:<{width}}  {line}", end="", flush=True)
+        try:
+            for line in process.stdout:
+                print(f"{device:<{width}}  {line}", end="", flush=True)
+        except BrokenPipeError:  # whoever read went away (head, less): as a shell has it, the command ends
+            process.kill()
+            codes[device] = BROKEN_PIPE
+            return
     codes[device] = _code(process.returncode)
 
 
@@ -164,7 +178,18 @@ def slow(
     lab: LabOption = "",
 ) -> None:
     """Make a device slower."""
-    _find(lab).slow(device, factor)
+    from manyhands.facts.errors import BadValue
+    from manyhands.facts.lab import SLOWEST_SHARE, rounded_up
+
+    found = _find(lab)
+    share = found.played.seat(device).share
+    if 0 < factor <= 1 and share * factor < SLOWEST_SHARE:
+        least = min(1.0, rounded_up(SLOWEST_SHARE / share))
+        raise BadValue(
+            f"{device} has {share:.2%} of a core; {factor:g} of that is below {SLOWEST_SHARE:g}, the least there is.",
+            hint=f"The smallest factor for {device} is {least:g}.",
+        )
+    found.slow(device, factor)
     typer.echo(f"{device} has {factor:g} of its speed. Back: manyhands lab heal {device}")
 
 
@@ -180,18 +205,16 @@ def heal(
 
 
 @app.command("check")
-def check(
-    name: Annotated[str, typer.Argument(help="Which lab. Default: the only one.")] = "", json: Json = False
-) -> None:
+def check(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
     """Measure what a lab gives against what was asked for; fails beyond 10 %. Nothing else should run in it."""
     from manyhands.cli.show import print_json, print_table, working
     from manyhands.facts.errors import LabError
     from manyhands.lab.check import TOLERANCE
     from manyhands.lab.check import check as check_lab
 
-    lab = _find(name)
+    which = _find(_either(name, lab))
     with working("measuring") as say:
-        found = list(check_lab(lab, say))
+        found = list(check_lab(which, say))
     if json:
         print_json(
             [
@@ -207,7 +230,7 @@ def check(
             for one in found
         ]  # fmt: skip
         headings = ["what", "device", "asked", "got", "off by", ""]
-        print_table(f"Lab {lab.name}, {_scale(lab)}", headings, rows, numbers=["asked", "got", "off by"])
+        print_table(f"Lab {which.name}, {_scale(which)}", headings, rows, numbers=["asked", "got", "off by"])
     bad = [one for one in found if not one.is_good]
     if bad:
         raise LabError(
@@ -215,6 +238,15 @@ def check(
             f"{', '.join(f'{one.what} of {one.who}' for one in bad[:5])}.",
             hint="Is something else running on this machine? A larger --scale leaves more room.",
         )
+
+
+def _either(name: str, lab: str) -> str:
+    """A lab's name may stand alone or after --lab."""
+    from manyhands.facts.errors import BadValue
+
+    if name and lab and name != lab:
+        raise BadValue(f"Which lab: {name} or {lab}?", hint=f"Write it once: --lab {lab}")
+    return name or lab
 
 
 def _find(name: str) -> Lab:
@@ -247,16 +279,72 @@ def _rate(number: float) -> str:
     return format_rate(number) if number < float("inf") else "unlimited"
 
 
+class Now(NamedTuple):
+    """What a device has at this moment, where that may differ from what it was brought up with."""
+
+    share: float | None
+    """Of a core; None: not settled yet, at this machine's full speed."""
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+    follows: str
+    """The trace's file."""
+    state: tuple[str, ...]
+    """What is to be said of it; nothing where it is well."""
+
+
+def _now(lab: Lab, device: DeviceStatus) -> Now:
+    own = lab.played.network.device(device.name)
+    follows = dict(lab.played.traces).get(device.name, "")
+    up, down = lab.spaces.rates(device.name) if follows else (own.up_bytes_per_second, own.down_bytes_per_second)
+    share = lab.groups.share(lab.name, device.name)
+    return Now(share, up, down, follows, _state(device, share, lab.played.seat(device.name).share, follows))
+
+
+def _state(device: DeviceStatus, share: float | None, full_share: float, follows: str = "") -> tuple[str, ...]:
+    said = ["cut"] * device.is_cut + ["frozen"] * device.group.is_frozen
+    if share is None:
+        said.append("full speed")
+    elif share < SLOWED * full_share:
+        said.append(f"slow {share / full_share:.2g}")
+    said += [f"{device.group.oom_kills} killed for memory"] * bool(device.group.oom_kills)
+    return (*said, *[f"follows {follows}"] * bool(follows))
+
+
+def _pairs_that_differ(cluster: Cluster) -> int:
+    """Pairs of devices, whichever way round, that have a link of their own that is not like the others'."""
+    return len({frozenset((one.sender, one.receiver)) for one in cluster.links if one.link != cluster.link})
+
+
+def _links_text(cluster: Cluster) -> str:
+    from manyhands.facts.units import format_seconds
+
+    desk = "The desk has no limit and no delay."
+    if len(cluster.devices) < 2:
+        return desk
+    link, others = cluster.link, _pairs_that_differ(cluster)
+    delay = f"{format_seconds(link.delay_seconds)} one way" if link.delay_seconds else "no delay"
+    differ = f"; {others} pair{'s differ' if others > 1 else ' differs'}" if others else ""
+    return f"Any pair: {_rate(link.bytes_per_second)}, {delay}{differ}. {desk}"
+
+
 def _status_document(lab: Lab) -> dict[str, Any]:
     import msgspec
 
-    devices = [
-        {**msgspec.to_builtins(one), "memory_limit_bytes": lab.played.seat(one.name).memory_bytes}
-        for one in lab.status()
-    ]
+    devices = []
+    for one in lab.status():
+        now = _now(lab, one)
+        devices.append(
+            {**msgspec.to_builtins(one), "memory_limit_bytes": lab.played.seat(one.name).memory_bytes,
+             "share_now": now.share, "up_bytes_per_second": now.up_bytes_per_second,
+             "down_bytes_per_second": now.down_bytes_per_second, "follows": now.follows or None,
+             "state": list(now.state)}
+        )  # fmt: skip
+    cluster = lab.played.network
     return {
         "name": lab.name, "source": lab.known.source, "scale": lab.played.scale, "slots": lab.played.slots,
         "kept": lab.is_kept, "traces": dict(lab.played.traces), "devices": devices,
+        "link": {"bytes_per_second": cluster.link.bytes_per_second, "delay_seconds": cluster.link.delay_seconds},
+        "pairs_that_differ": _pairs_that_differ(cluster),
     }  # fmt: skip
 
 
@@ -266,16 +354,16 @@ def _print_status(lab: Lab) -> None:
 
     rows = []
     for one in lab.status():
-        own, group = lab.played.network.device(one.name), one.group
-        state = ["cut"] * one.is_cut + ["frozen"] * group.is_frozen
-        state += [f"{group.oom_kills} killed for memory"] * bool(group.oom_kills)
+        now = _now(lab, one)
+        cores = f"core {','.join(map(str, one.cores))}"
         rows.append(
-            [one.name, one.address, f"{one.share:.1%} of core {','.join(map(str, one.cores))}",
-             f"{format_bytes(group.memory_bytes)} of {format_bytes(lab.played.seat(one.name).memory_bytes)}",
-             _rate(own.up_bytes_per_second), _rate(own.down_bytes_per_second), str(one.processes),
-             ", ".join(state) or "well"]
+            [one.name, one.address, f"all of {cores}" if now.share is None else f"{now.share:.1%} of {cores}",
+             f"{format_bytes(one.group.memory_bytes)} of {format_bytes(lab.played.seat(one.name).memory_bytes)}",
+             _rate(now.up_bytes_per_second), _rate(now.down_bytes_per_second), str(one.processes),
+             ", ".join(now.state) or "well"]
         )  # fmt: skip
     headings = ["device", "address", "speed", "memory", "up", "down", "processes", "state"]
     print_table(f"Lab {lab.name}, {_scale(lab)}", headings, rows, numbers=["memory", "up", "down", "processes"])
+    typer.echo(_links_text(lab.played.network))
     if not lab.is_kept:
         typer.echo(f"Its keeper is gone: links with a delay carry nothing. Take it down: manyhands lab down {lab.name}")

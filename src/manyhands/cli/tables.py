@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import typer
@@ -74,15 +75,22 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
 
 def print_simulation(result: Simulation, cluster: Cluster) -> None:
     """What carries most: links, and the ports that all of a device's links share."""
-    carried = [
-        (f"{source} to {target}", count, cluster.link_between(source, target).bytes_per_second)
-        for (source, target), count in result.bytes_between.items()
-    ]
-    for name, own in result.devices.items():
-        device = cluster.device(name)
-        carried.append((f"{name}'s port, out", own.bytes_sent, device.up_bytes_per_second))
-        carried.append((f"{name}'s port, in", own.bytes_received, device.down_bytes_per_second))
-    busiest = sorted(((count / rate, name, count) for name, count, rate in carried if count), reverse=True)[:8]
+    counts: defaultdict[str, float] = defaultdict(float)
+    rates: dict[str, float] = {}
+    for (source, target), count in result.bytes_between.items():
+        a, b = cluster.device(source), cluster.device(target)
+        link = cluster.link_between(source, target).bytes_per_second
+        passed = [(f"{source} to {target}", link)]
+        if a.host_name != b.host_name:
+            passed = [
+                (f"{a.host_name} to {b.host_name}", link),
+                (f"{a.host_name}'s port, out", a.up_bytes_per_second),
+                (f"{b.host_name}'s port, in", b.down_bytes_per_second),
+            ]
+        for name, rate in passed:
+            counts[name] += count
+            rates[name] = rate
+    busiest = sorted(((count / rates[name], name, count) for name, count in counts.items() if count), reverse=True)[:8]
     rows = [
         [name, format_bytes(count), f"{seconds / result.seconds:.0%}" if result.seconds else ""]
         for seconds, name, count in busiest

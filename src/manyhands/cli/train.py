@@ -123,6 +123,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "measured_seconds": result.measured_seconds,
         "steps": result.steps,
         "scale": result.scale,
+        "stands_in": result.stands_in,
         "devices": {name: log.to_dict() for name, log in result.logs.items()},
     }
 
@@ -222,7 +223,12 @@ class _Show:
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
-        if result.scale is not None:
+        if result.stands_in:
+            typer.echo(
+                "Not in a lab: plain processes stood in for its devices, at this machine's own speed; their links were "
+                f"shaped, {scale_text(result.scale or 1)}."
+            )
+        elif result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
         typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; trace.json opens in Perfetto)")
 

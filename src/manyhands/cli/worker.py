@@ -21,6 +21,7 @@ def worker(
         int, typer.Option("--slots", min=1, max=16, help="Workers on this device, NAME.1 and so on, sharing memory.")
     ] = 1,
     wait: Annotated[float, typer.Option("--wait", help="Seconds to keep trying to reach the coordinator.")] = 60.0,
+    patience: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
 ) -> None:
@@ -46,7 +47,7 @@ def worker(
 
         name, parent = divide_into(name or socket.gethostname(), slots)
 
-    worker = Worker(Joining(host, port, token, name, compute, threads, wait, encrypted, parent))
+    worker = Worker(Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent))
     if is_typed:
         typer.echo(f"Joining {join} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
     worker.run()

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from manyhands.engine.security import HANDSHAKE_LIMIT_SECONDS, Purpose, Security, admit, enter, prepare
+from manyhands.engine.security import Purpose, Security, admit, enter, prepare
 from manyhands.engine.wire import Broken, Wire
 from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
 
@@ -69,10 +69,10 @@ class Door:
 
     def _ask(self, connected: socket.socket, origin: str) -> None:
         try:
-            wire = admit(connected, self._security, self._purpose, time.monotonic() + HANDSHAKE_LIMIT_SECONDS)
+            wire = admit(connected, self._security, self._purpose, time.monotonic() + self._security.handshake_seconds)
             self._on_guest(wire)
         except TimeoutError:
-            self._drop(connected, origin, f"no handshake within {HANDSHAKE_LIMIT_SECONDS:g} s")
+            self._drop(connected, origin, f"no handshake within {self._security.handshake_seconds:g} s")
         except (Broken, ManyhandsError, OSError) as error:
             self._drop(connected, origin, error.message if isinstance(error, ManyhandsError) else str(error))
         finally:
@@ -149,10 +149,10 @@ def knock(
             )
         connected: socket.socket | None = None
         try:
-            connected = socket.create_connection((host, port), timeout=min(left, HANDSHAKE_LIMIT_SECONDS))
+            connected = socket.create_connection((host, port), timeout=min(left, security.handshake_seconds))
             if connected.getsockname() == connected.getpeername():
                 raise Broken("connected to itself")  # a free port on this machine can do that
-            limit = min(deadline, time.monotonic() + HANDSHAKE_LIMIT_SECONDS)
+            limit = min(deadline, time.monotonic() + security.handshake_seconds)
             return enter(connected, security, purpose, where, limit)
         except TimeoutError:
             reason = "no answer"

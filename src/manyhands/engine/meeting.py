@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from manyhands.engine.door import Door, knock
-from manyhands.engine.security import HANDSHAKE_LIMIT_SECONDS, Purpose, Security
+from manyhands.engine.security import Purpose, Security
 from manyhands.engine.wire import Broken, Wire, read_exactly, write_all
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 
@@ -54,7 +54,7 @@ class Meeting:
     # Those who come
 
     def _hear(self, wire: Wire) -> None:
-        deadline = time.monotonic() + HANDSHAKE_LIMIT_SECONDS
+        deadline = time.monotonic() + self._security.handshake_seconds
         hello = _read_hello(wire, deadline)
         guest, wanted = hello.get("from", ""), hello.get("to", "")
         with self._change:
@@ -79,11 +79,13 @@ class Meeting:
             older[0].close()
         if self._is_closing or len(self._strangers) >= _MOST_STRANGERS:
             raise Refused("Too many wait to be named.")
-        self._strangers[guest] = (wire, time.monotonic() + STRANGER_SECONDS)
+        self._strangers[guest] = (wire, time.monotonic() + STRANGER_SECONDS * self._security.patience)
 
     def _welcome(self, guest: str, wire: Wire) -> None:
         try:
-            _write_hello(wire, {"verdict": WELCOME, "name": self.name}, time.monotonic() + HANDSHAKE_LIMIT_SECONDS)
+            _write_hello(
+                wire, {"verdict": WELCOME, "name": self.name}, time.monotonic() + self._security.handshake_seconds
+            )
         except TimeoutError as error:
             raise Broken("it took no answer") from error
         with self._change:

@@ -96,6 +96,11 @@ class Outbox:
                 message.detach()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anything waits or is just being written."""
+        return self.has_work or self.writing.locked() or self.has_work
+
+    @property
     def has_work(self) -> bool:
         if self._frame or self._urgent or self._bulk or self._turns:
             return True

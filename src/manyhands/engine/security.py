@@ -54,6 +54,12 @@ class Security:
 
     token: str = field(repr=False)
     encrypted: bool
+    patience: float = 1.0
+    """How many times longer than usual everybody is waited for: where time itself goes slower, in a lab."""
+
+    @property
+    def handshake_seconds(self) -> float:
+        return HANDSHAKE_LIMIT_SECONDS * self.patience
 
     def __post_init__(self) -> None:
         if not self.token:
@@ -159,7 +165,7 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
 
 def enter(connected: socket.socket, security: Security, purpose: Purpose, where: str, deadline: float) -> Wire:
     """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again."""
-    wire: Wire = Wire(connected)
+    wire: Wire = Wire(connected, security.patience)
     own = preamble(security, purpose)
     write_all(wire, own, deadline)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
@@ -169,7 +175,7 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
     try:
         certificate = b""
         if security.encrypted:
-            wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False)
+            wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False, patience=security.patience)
             encrypted.shake_hands(deadline)
             certificate = encrypted.peer_certificate
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -194,7 +200,7 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
 
 def admit(connected: socket.socket, security: Security, purpose: Purpose, deadline: float) -> Wire:
     """The server's side; Refused, Broken or TimeoutError are one guest's matter."""
-    wire: Wire = Wire(connected)
+    wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):
@@ -206,7 +212,7 @@ def admit(connected: socket.socket, security: Security, purpose: Purpose, deadli
     certificate = b""
     if security.encrypted:
         context, certificate = _server_side(os.getpid())
-        wire = encrypted = EncryptedWire(connected, context, is_server=True)
+        wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
         encrypted.shake_hands(deadline)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     their_nonce = read_exactly(wire, _NONCE_BYTES, deadline)

@@ -70,12 +70,12 @@ class TcpEndpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         limit_seconds: float = WAIT_LIMIT_SECONDS,
-        silence_seconds: float = SILENCE_SECONDS,
+        silence_seconds: float | None = None,
     ) -> None:
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
-        self.silence_seconds = silence_seconds
+        self.silence_seconds = silence_seconds = silence_seconds or SILENCE_SECONDS * security.patience
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}
         self._lost: set[str] = set()
@@ -153,8 +153,8 @@ class TcpEndpoint:
     def release(self) -> None:
         """What has not left is copied: the senders' memory may change from now on."""
         for connection in list(self._connections.values()):
+            connection.outbox.release()  # asked without its lock, one with its last piece in hand seems to have no work
             if connection.outbox.has_work:
-                connection.outbox.release()
                 self._ask(partial(self._go_on_writing, connection))  # whoever found it busy left the writing to us
 
     def flush(self, limit_seconds: float) -> None:
@@ -164,7 +164,7 @@ class TcpEndpoint:
             busy = [
                 connection.peer
                 for connection in list(self._connections.values())
-                if connection.outbox.has_work or unacknowledged_bytes(connection.wire)
+                if connection.outbox.is_busy or unacknowledged_bytes(connection.wire)
             ]
             if not busy:
                 return

@@ -30,17 +30,17 @@ class Broken(Exception):
     """The connection is gone; says why in a few words."""
 
 
-def tune(connected: socket.socket) -> None:
+def tune(connected: socket.socket, patience: float = 1.0) -> None:
     """Small messages leave at once, and a peer that vanished without a word is noticed."""
     connected.setblocking(False)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform == "linux":
-            limit_milliseconds = int(UNACKNOWLEDGED_LIMIT_SECONDS * 1000)
+            limit_milliseconds = int(UNACKNOWLEDGED_LIMIT_SECONDS * patience * 1000)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_milliseconds)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(5 * patience)))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(2 * patience)))
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
@@ -53,8 +53,8 @@ class Wire:
 
     encrypted = False
 
-    def __init__(self, connected: socket.socket) -> None:
-        tune(connected)
+    def __init__(self, connected: socket.socket, patience: float = 1.0) -> None:
+        tune(connected, patience)
         self.socket = connected
 
     @property
@@ -104,8 +104,10 @@ class EncryptedWire(Wire):
 
     encrypted = True
 
-    def __init__(self, connected: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
-        super().__init__(connected)
+    def __init__(
+        self, connected: socket.socket, context: ssl.SSLContext, *, is_server: bool, patience: float = 1.0
+    ) -> None:
+        super().__init__(connected, patience)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self._using_tls = threading.Lock()

@@ -19,6 +19,7 @@ import contextlib
 import math
 import re
 import reprlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import islice
@@ -78,6 +79,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     watts_transfer: float = 0.0  # added while sending or receiving
     up_bytes_per_second: float = math.inf
     down_bytes_per_second: float = math.inf
+    host: str = ""  # the device whose port it shares, as one of several workers there; empty: its own
     copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1
     estimated: bool = True  # False once the numbers were measured on this very device
@@ -86,12 +88,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise BadValue(f"'{self.name:.80}' cannot name a device.", hint=NAME_HINT)
+        if self.host and not _NAME.fullmatch(self.host):
+            raise BadValue(f"{self.name}: host '{self.host:.80}' cannot name a device.", hint=NAME_HINT)
         for field in ("gflops", "memory_bytes", "memory_bytes_per_second", "cores"):
             self._check(field, above_zero=True)
         for field in ("operator_seconds", "copy_seconds_per_gigabyte", "watts_active", "watts_idle", "watts_transfer"):
             self._check(field, above_zero=False)
         for field in ("up_bytes_per_second", "down_bytes_per_second"):
             self._check(field, above_zero=True, most=math.inf)
+
+    @property
+    def host_name(self) -> str:
+        """Whose port its traffic passes. Between devices of one host there is no port."""
+        return self.host or self.name
 
     def _check(self, field: str, *, above_zero: bool, most: float = MOST_OF_ANYTHING) -> None:
         value = getattr(self, field)
@@ -135,6 +144,31 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 what = "is written twice" if pair in pairs else "leads back to itself"
                 raise BadValue(f"links: the link from '{one.sender}' to '{one.receiver}' {what}.")
             pairs.add(pair)
+        if any(device.host for device in self.devices):
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """What the devices of one host share, they give one rate: its port, and its link to another host."""
+        ports: dict[str, Device] = {}
+        for device in self.devices:
+            first = ports.setdefault(device.host_name, device)
+            for field in ("up_bytes_per_second", "down_bytes_per_second"):
+                if getattr(device, field) != getattr(first, field):
+                    hint = f"Write the whole port's rate for each device of {device.host_name}."
+                    raise BadValue(
+                        f"devices: '{first.name}' and '{device.name}' share one port; {field} differs.", hint=hint
+                    )
+        sizes = Counter(device.host_name for device in self.devices)
+        written: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for one in self.links:
+            hosts = self.device(one.sender).host_name, self.device(one.receiver).host_name
+            if hosts[0] != hosts[1]:
+                written[hosts].append(one.link.bytes_per_second)
+        for (a, b), rates in written.items():
+            left_out = [self.link.bytes_per_second] if len(rates) < sizes[a] * sizes[b] else []
+            if len({*rates, *left_out}) > 1:
+                hint = "Write it with the same rate for every pair of their devices."
+                raise BadValue(f"links: from {a} to {b} there is one link, but its rate differs.", hint=hint)
 
     # Built at the first question, so that a thousand devices cost a dictionary and not a search.
 
@@ -165,9 +199,12 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return HERE if same else self.link
 
     def bytes_per_second_between(self, sender: str, receiver: str) -> float:
-        """What one transfer alone gets: the least of the link, the sender's port up and the receiver's port down."""
+        """What one transfer alone gets: the least of the link, the sender's port up and the receiver's port down.
+
+        Inside a host it passes no port.
+        """
         rate, a, b = self.link_between(sender, receiver).bytes_per_second, self.device(sender), self.device(receiver)
-        return rate if a is b else min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
+        return rate if a.host_name == b.host_name else min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
         """The same devices with another default link, or with another link from pair[0] to pair[1]."""
@@ -326,6 +363,12 @@ def _rate(value: object, path: str) -> float:
     return math.inf if value == UNLIMITED else _finite_rate(value, path)
 
 
+def _host(value: object, path: str) -> str:
+    if not isinstance(value, str) or (value and not _NAME.fullmatch(value)):
+        raise BadValue(f"{path}: {_show(value)} cannot name a device.", hint=NAME_HINT)
+    return value
+
+
 def _count(value: object, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DEVICES:
         raise BadValue(f"{path}: {_show(value)} must be a whole number from 1 to {MOST_DEVICES}.")
@@ -363,6 +406,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "watts_transfer": ("watts_transfer", _watts, float),
     "up": ("up_bytes_per_second", _rate, _write_rate),
     "down": ("down_bytes_per_second", _rate, _write_rate),
+    "host": ("host", _host, str),
     "copy_time": ("copy_seconds_per_gigabyte", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
     "estimated": ("estimated", _flag, bool),

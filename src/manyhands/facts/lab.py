@@ -2,7 +2,7 @@
 
 All speeds are divided by one number, the scale: computing and links alike, while delays grow with it. What is fast
 or slow compared with something else stays so, and an hour in the lab is an hour divided by the scale outside.
-Memory is not scaled. Several workers of one device (slots) divide its speed, its memory and its port.
+Memory is not scaled. Several workers of one device (slots) divide its speed and its memory, and share its port.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ def slot_names(device: str, slots: int) -> tuple[str, ...]:
 
 
 def with_slots(cluster: Cluster, slots: int) -> Cluster:
-    """Every device as so many workers, each with its part of the device's speed, memory and port.
+    """Every device as so many workers, each with its part of the device's speed and memory.
 
-    Between workers of one device there is no network: what passes there is as fast as its memory.
+    They share its port, and its link to another device: one alone may use all of it. Between workers of one device
+    there is no network: what passes there is as fast as its memory.
     """
     if slots == 1:
         return cluster
@@ -179,9 +180,7 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         devices += [
             msgspec.structs.replace(
                 device, name=name, gflops=device.gflops / slots, memory_bytes=device.memory_bytes // slots, cores=1,
-                up_bytes_per_second=device.up_bytes_per_second / slots,
-                down_bytes_per_second=device.down_bytes_per_second / slots,
-                memory_bytes_per_second=device.memory_bytes_per_second / slots,
+                memory_bytes_per_second=device.memory_bytes_per_second / slots, host=device.host_name,
             )
             for name in names
         ]  # fmt: skip

@@ -175,7 +175,7 @@ def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
     found: dict[Device, DeviceProfile] = {}
     by_name: dict[str, DeviceProfile] = {}
     for device in cluster.devices:
-        key = msgspec.structs.replace(device, name="any")
+        key = msgspec.structs.replace(device, name="any", host="")
         if key not in found:
             found[key] = estimate(network, device)
         by_name[device.name] = found[key]

@@ -5,6 +5,7 @@ Inside the program every quantity is a plain float in seconds, bytes or bytes pe
 
 from __future__ import annotations
 
+import math
 import re
 
 from manyhands.facts.errors import BadValue
@@ -53,11 +54,12 @@ def parse_seconds(value: float | str, what: str = "time") -> float:
 
 
 def _scaled(value: float, steps: list[tuple[float, str]]) -> str:
-    for size, unit in steps:
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    size, unit = steps[-1]
-    return f"{value / size:.3g} {unit}"
+    index = next((index for index, (size, _) in enumerate(steps) if abs(value) >= size), len(steps) - 1)
+    size, unit = steps[index]
+    text = f"{value / size:.3g}"
+    if abs(float(text)) >= 1000:  # rounded up to the next unit, or beyond the last
+        return f"{value / size:.0f} {unit}" if index == 0 else f"{math.copysign(1, value):g} {steps[index - 1][1]}"
+    return f"{text} {unit}"
 
 
 def format_bytes(count: float) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import psutil
 
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import LabError
 from manyhands.lab import measure
+from manyhands.lab.groups import quota_and_period
 from manyhands.lab.lab import DESK, Lab
 
 TOLERANCE = 0.10
 LEAST_SECONDS = 0.2e-3
 """A round trip may be this much late whatever was asked: sending and receiving take time of their own."""
-_SHARE_SECONDS = 2.0
+_SHARE_SECONDS, _MOST_SHARE_SECONDS = 2.0, 20.0
+_SHARE_PERIODS = 40
+"""Of the kernel's: a small share is given out in few pieces a second."""
 
 Say = Callable[[str], None]
 
@@ -23,7 +28,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One thing that was asked for and measured."""
 
     what: str
-    """rate up, rate down, round trip, share or memory."""
+    """rate up, rate down, rate of pair, round trip, share or memory."""
     who: str
     unit: str
     asked: float
@@ -45,15 +50,28 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(lab: Lab, say: Say) -> Iterator[Finding]:
-    """All of it."""
+    """All of it. Not where something runs: devices are run out of memory, and the kernel kills what it likes there."""
+    busy = [one.name for one in lab.status() if one.processes]
+    if busy:
+        raise LabError(
+            f"Something runs on {', '.join(busy)}; a check would disturb it, and could kill it.",
+            hint=f"Stop it first: manyhands lab kill {busy[0]} --lab {lab.name}",
+        )
     names = lab.played.network.names
     yield from _rates(lab, names, say)
+    yield from _pair_rates(lab, say)
     yield from _round_trips(lab, names, say)
     say("shares of the processor, all at once")
-    found = measure.shares(lab, names, _SHARE_SECONDS)
+    found = measure.shares(lab, names, share_seconds([seat.share for seat in lab.played.seats]))
     for seat in lab.played.seats:
         yield Finding("share", seat.device, "of a core", seat.share, found[seat.device])
     yield from _memory(lab, say)
+
+
+def share_seconds(shares: Sequence[float]) -> float:
+    """For how long shares of the processor are measured."""
+    longest = max(quota_and_period(share)[1] for share in shares) / 1e6
+    return min(_MOST_SHARE_SECONDS, max(_SHARE_SECONDS, _SHARE_PERIODS * longest))
 
 
 def _rates(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
@@ -68,16 +86,45 @@ def _rates(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
                 yield Finding(what, name, "B/s", asked, measure.rate(lab, *ends, asked))
 
 
+def _around(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Every device once as the near end and once as the far one."""
+    return [(one, other) for one, other in zip(names, (*names[1:], *names[:1])) if one != other]
+
+
+def slow_pairs(cluster: Cluster) -> list[tuple[str, str]]:
+    """Around the ring, sender and receiver, there and back, where their own link is slower than both ports."""
+    both = [pair for one, other in _around(cluster.names) for pair in ((one, other), (other, one))]
+    return [
+        (sender, receiver)
+        for sender, receiver in dict.fromkeys(both)
+        if cluster.link_between(sender, receiver).bytes_per_second
+        < min(cluster.device(sender).up_bytes_per_second, cluster.device(receiver).down_bytes_per_second)
+    ]
+
+
+def _pair_rates(lab: Lab, say: Say) -> Iterator[Finding]:
+    network, traced = lab.played.network, dict(lab.played.traces)
+    for sender, receiver in slow_pairs(network):
+        if sender in traced or receiver in traced:
+            continue
+        say(f"rate from {sender} to {receiver}")
+        asked = network.link_between(sender, receiver).bytes_per_second
+        got = measure.rate(lab, sender, receiver, asked, _delay_of(network, sender, receiver))
+        yield Finding("rate of pair", f"{sender}, {receiver}", "B/s", asked, got)
+
+
+def _delay_of(network: Cluster, one: str, other: str) -> float:
+    """There and back."""
+    return network.link_between(one, other).delay_seconds + network.link_between(other, one).delay_seconds
+
+
 def _round_trips(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
-    """Around the ring: every device once as the near end and once as the far one."""
-    network = lab.played.network
-    for one, other in zip(names, (*names[1:], names[0])):
-        if one != other:
-            asked = network.link_between(one, other).delay_seconds + network.link_between(other, one).delay_seconds
-            if asked:
-                say(f"round trip from {one} to {other}")
-                got = measure.round_trip(lab, one, other)
-                yield Finding("round trip", f"{one}, {other}", "s", asked, got, slack=LEAST_SECONDS)
+    for one, other in _around(names):
+        asked = _delay_of(lab.played.network, one, other)
+        if asked:
+            say(f"round trip from {one} to {other}")
+            got = measure.round_trip(lab, one, other, asked)
+            yield Finding("round trip", f"{one}, {other}", "s", asked, got, slack=LEAST_SECONDS)
 
 
 def _memory(lab: Lab, say: Say) -> Iterator[Finding]:
@@ -91,9 +138,10 @@ def _memory(lab: Lab, say: Say) -> Iterator[Finding]:
             yield Finding("memory", seat.device, "B", seat.memory_bytes, None, "this machine has less: not tried")
             continue
         say(f"running {seat.device} out of memory")
+        before = lab.groups.share(lab.name, seat.device)
         lab.groups.set_cpu(lab.name, seat.device, None)
         try:
             killed_at = measure.memory_at_death(lab, seat.device)
         finally:
-            lab.groups.set_cpu(lab.name, seat.device, seat.share)
+            lab.groups.set_cpu(lab.name, seat.device, before)
         yield Finding("memory", seat.device, "B", seat.memory_bytes, killed_at)

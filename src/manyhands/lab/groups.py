@@ -10,6 +10,8 @@ too, none of those can enter: a process becomes one, if it must, outside.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import platform
 import signal
@@ -89,6 +91,15 @@ class Groups(ABC):
     def statistics(self, lab: str, device: str) -> GroupStatistics: ...
 
     # What does not
+
+    def refused(self) -> str:
+        """Why no group can be made although all seems to be there; empty where one can."""
+        return ""
+
+    def share(self, lab: str, device: str) -> float | None:
+        """The share of one core that the device may use now; None: as much as it likes."""
+        quota, period = self._quota(lab, device).split()
+        return None if quota in ("-1", "max") else int(quota) / int(period)
 
     def make(self, lab: str, device: str, cpu_share: float | None, memory_bytes: int | None) -> None:
         """A device's group with its limits (None: no limit); one that is there already gets these limits."""
@@ -186,7 +197,7 @@ class Groups(ABC):
             raise survivors[0]
         for root in self._roots:
             for folder in reversed(_below(root / OURS / lab)):
-                _remove_folder(folder)
+                _remove_folder(folder)  # and whoever came in meanwhile
             with contextlib.suppress(OSError):
                 (root / OURS).rmdir()  # unless it holds another lab
 
@@ -264,6 +275,21 @@ class GroupsV2(Groups):
         if not {"cpu", "memory"} <= set(_read(passed_on).split()):
             _write(passed_on, "+cpu +memory")
 
+    def refused(self) -> str:
+        """Tried, beside our groups: a root that holds processes itself, as in a container, passes nothing on."""
+        return _refused(self._root)
+
+    def try_one(self) -> None:
+        folder = self._root / f"{OURS}.try{os.getpid()}"
+        self._prepare(self._root)
+        _make_folder(folder)
+        try:
+            self._prepare(folder)
+            for name in ("cpu.max", "memory.max"):
+                _read(folder / name)
+        finally:
+            _remove_folder(folder)
+
     def _here(self, lab: str, device: str) -> Path:
         return self._folder(self._root, lab, device)
 
@@ -333,7 +359,20 @@ def missing() -> str:
     except LabError as error:
         return error.message
     closed = [str(root) for root in found._roots if not os.access(root, os.W_OK)]
-    return f"The control groups are mounted read-only: {', '.join(closed)}." if closed else ""
+    return f"The control groups are mounted read-only: {', '.join(closed)}." if closed else found.refused()
+
+
+@functools.cache
+def _refused(root: Path) -> str:
+    try:
+        GroupsV2(root).try_one()
+    except LabError as error:
+        return f"The control groups cannot limit processor and memory: {error.message}" + (
+            " The root group holds processes, as in many containers: move them into a group of their own."
+            if os.strerror(errno.EBUSY) in error.message
+            else ""
+        )
+    return ""
 
 
 def _found(mounts: Path) -> Groups | None:
@@ -404,12 +443,18 @@ def _make_folder(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """A group stays busy for a moment after its last process is dead."""
+    """A group stays busy for a moment after its last process is dead. Who came in after the others died dies too."""
 
     def is_gone() -> bool:
         with contextlib.suppress(OSError):
             path.rmdir()
-        return not path.exists()
+        if not path.exists():
+            return True
+        with contextlib.suppress(OSError):
+            for process in {int(word) for word in (path / "cgroup.procs").read_text().split()} - {0}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        return False
 
     _wait(is_gone, _KILL_SECONDS, f"The control group {path} cannot be removed")
 

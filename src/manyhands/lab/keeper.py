@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played, Trace, parse_trace
 from manyhands.lab import record
 from manyhands.lab.spaces import Spaces, entered
@@ -23,6 +25,7 @@ from manyhands.lab.switch import Switch
 
 READY = "ready"
 _LOOK_SECONDS = 0.2
+_AGAIN_SECONDS = 1.0
 
 
 class Follower:
@@ -42,8 +45,8 @@ class Follower:
         if now < self.due:
             return
         rate, lasts = self.trace.at((now - self.began) / self.scale)
-        down = max(rate / self.scale, SLOWEST_BYTES_PER_SECOND)
-        self.spaces.set_rates(self.device, max(down * self.up_part, SLOWEST_BYTES_PER_SECOND), down)
+        down = max(rate, SLOWEST_BYTES_PER_SECOND) / self.scale
+        self.spaces.set_rates(self.device, down * self.up_part, down)
         self.due = now + lasts * self.scale
 
 
@@ -65,18 +68,22 @@ class Keeper:
             signal.signal(number, lambda *_: self.ended.set())
         looking = threading.Thread(target=self._look, name="keeper", daemon=True)
         looking.start()
-        if self.known.uses_switch:
-            switch = Switch([self.spaces.port(member) for member in self.spaces.members], self._delay)
-            with entered(self.spaces.hub):
-                switch.run(self.ended.is_set, self._on_idle)
-        else:
-            self._say_ready()
-            self.ended.wait()
-        looking.join(5)
-        if self.orphaned:
-            from manyhands.lab.lab import take_down
+        try:
+            if self.known.uses_switch:
+                switch = Switch([self.spaces.port(member) for member in self.spaces.members], self._delay)
+                with entered(self.spaces.hub):
+                    switch.run(self.ended.is_set, self._on_idle)
+            else:
+                self._say_ready()
+                self.ended.wait()
+        finally:
+            if not self.ended.is_set():
+                looking.join()  # the switch has failed; the owner is watched all the same
+            looking.join(5)
+            if self.orphaned:
+                from manyhands.lab.lab import take_down
 
-            take_down(self.known.name)
+                take_down(self.known.name)
 
     def _on_idle(self, now: float) -> float:
         """The switch calls this first when it listens on all ports."""
@@ -95,16 +102,35 @@ class Keeper:
         a, b = self.spaces.members[sender], self.spaces.members[receiver]
         return self.known.played.network.link_between(a, b).delay_seconds if sender and receiver else 0.0
 
+    def _is_known(self) -> bool:
+        try:
+            keeper = record.load(self.known.name).keeper
+        except ManyhandsError:
+            return False
+        return keeper is None or keeper.pid == os.getpid()
+
+    def _follow(self, follower: Follower, now: float) -> None:
+        """A rate that cannot be set is tried again: the owner is watched whatever becomes of it."""
+        try:
+            follower.follow(now)
+        except (ManyhandsError, OSError, subprocess.SubprocessError, KeyError) as error:
+            print(f"The rate of {follower.device} could not be set: {error!r}", file=sys.stderr, flush=True)
+            follower.due = now + _AGAIN_SECONDS
+
     def _look(self) -> None:
         """Beside the switch, which has no time to wait for other programs."""
         owner = self.known.owner
         while not self.ended.is_set():
-            now = time.monotonic()
-            for follower in self.followers:
-                follower.follow(now)
             if owner is not None and not owner.is_alive:
                 self.orphaned = True
                 self.ended.set()
+                return
+            if not self._is_known():  # taken down while it came up, or by hand
+                self.ended.set()
+                return
+            now = time.monotonic()
+            for follower in self.followers:
+                self._follow(follower, now)
             due = min((follower.due for follower in self.followers), default=math.inf)
             self.ended.wait(min(_LOOK_SECONDS, max(0.001, due - time.monotonic())))
 

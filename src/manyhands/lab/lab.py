@@ -41,13 +41,35 @@ def labs() -> list[str]:
     """Every lab of which anything is there."""
     found = set(record.names())
     if not missing():
-        found |= groups.find().labs() | spaces.labs()
+        found |= groups.find().labs()  # made after the record and before namespaces, removed before both
     return sorted(found)
+
+
+def _taken(name: str) -> LabError:
+    owner = None
+    with contextlib.suppress(ManyhandsError):
+        owner = record.load(name).owner
+    if owner is not None and owner.is_alive:
+        return LabError(
+            f"The lab '{name}' is up already: it belongs to process {owner.pid}, and goes down with it.",
+            hint="Wait for it, or give yours another name.",
+        )
+    return LabError(f"The lab '{name}' is up already.", hint=f"Take it down: manyhands lab down {name}")
+
+
+def _clear_orphan(name: str) -> None:
+    """A lab whose owner died before its keeper could see it."""
+    with contextlib.suppress(ManyhandsError):
+        owner = record.load(name).owner
+        if owner is not None and not owner.is_alive:
+            take_down(name)
 
 
 def take_down(name: str) -> None:
     """Remove whatever there is of a lab: processes, groups, namespaces, record. Does not mind if nothing is."""
-    with contextlib.suppress(ManyhandsError):
+    if name not in labs():  # namespaces of that name, if any, are not ours
+        return
+    with contextlib.suppress(ManyhandsError, ProcessLookupError):
         own = record.load(name).keeper
         if own is not None and own.is_alive and own.pid != os.getpid():
             os.kill(own.pid, signal.SIGTERM)
@@ -91,6 +113,8 @@ class Lab:
     @classmethod
     def find(cls, name: str = "") -> Lab:
         """The lab of that name, or the only one."""
+        if why := missing():
+            raise LabError(f"There can be no lab here: {why}")
         if not name:
             up = record.names()
             if len(up) > 1:
@@ -106,27 +130,34 @@ class Lab:
     ) -> Lab:
         """Bring it up. `owned`: it goes down with this process. `at_full_speed`: until `settle`."""
         if why := missing():
-            raise LabError(f"There can be no lab here: {why}", hint="As root: sudo manyhands lab up ...")
+            raise LabError(f"There can be no lab here: {why}")
         name = record.lab_name(name)
-        if name in labs():
-            raise LabError(f"The lab '{name}' is up already.", hint=f"Take it down: manyhands lab down {name}")
-        for _, file in played.traces:
-            if not os.path.isfile(file):
-                raise BadValue(f"{file}: there is no such trace.")
-        owner = Process.of(os.getpid()) if owned else None
         made = Spaces(name, played.network)
-        known = Record(name, source or name, played, made.uses_switch, owner)
-        record.save(known)
+        known = Record(name, source or name, played, made.uses_switch, Process.of(os.getpid()) if owned else None)
+        _clear_orphan(name)
+        if Spaces.exists(name) and name not in labs():
+            raise LabError(
+                f"The network namespaces {', '.join(Spaces.names_of(name)[:3])} are there already, and no lab's.",
+                hint="Give it another name: --name",
+            )
+        if not record.claim(known):
+            raise _taken(name)
+        keeper_process = None
         try:
             lab = cls(known)
+            if name in lab.groups.labs():
+                raise _taken(name)
             for seat in played.seats:
                 share = None if at_full_speed else seat.share
                 lab.groups.make(name, seat.device, share, seat.memory_bytes)
             lab.spaces.up()
-            lab._keeper = _start_keeper(name)
-            lab.known = msgspec.structs.replace(known, keeper=Process.of(lab._keeper.pid))
+            lab._keeper = keeper_process = _start_keeper(name)
+            lab.known = msgspec.structs.replace(known, keeper=Process.of(keeper_process.pid))
             record.save(lab.known)
         except BaseException:
+            if keeper_process is not None:
+                keeper_process.kill()
+                keeper_process.wait(10)
             take_down(name)
             raise
         return lab
@@ -212,13 +243,20 @@ def _start_keeper(name: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
         )
+    try:
+        return _ready(name, process)
+    except BaseException:
+        process.kill()
+        process.wait(10)
+        raise
+
+
+def _ready(name: str, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     assert process.stdout is not None
     with process.stdout, selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         said = process.stdout.readline() if selector.select(_KEEPER_SECONDS) else b""
     if said.strip() != keeper.READY.encode():
-        process.kill()
-        process.wait(10)
         reason = record.log_path(name).read_text(errors="replace").strip().splitlines()
         raise LabError(f"The lab's keeper did not start: {reason[-1] if reason else 'it said nothing'}.")
     return process

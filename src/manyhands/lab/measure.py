@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from manyhands.facts.errors import LabError
 from manyhands.lab.lab import Lab
 
 _PORT = 7099
 _PACKETS = 40
-"""How many packets a rate is measured with, at the least."""
+"""How many packets a rate is measured with, if they come within `_MOST_SECONDS`."""
 _PACKET_BYTES = 1500
-_LEAST_SECONDS = 1.5
+_LEAST_SECONDS, _MOST_SECONDS = 1.5, 45.0
+_HEAD_BYTES = 30_000
+"""What comes first comes faster: it fills queues and uses up what bursts allow."""
+_LEAST_HEAD_BYTES, _MOST_HEAD_SECONDS = 6000, 15.0
+_FIRST_WINDOW_BYTES = 10 * 1448
 _LIMIT_SECONDS = 90.0
-_PINGS = 60
+_SPARE_SECONDS = 40.0
+"""What a measurement may take beside what it is meant to, and half as much again: programs start, machines are busy."""
+_LEAST_PINGS, _PINGS = 3, 60
+_PING_SECONDS = 10.0
 _BEYOND = 1.25
 """How much more than its memory a device asks for before it is killed."""
 
@@ -51,35 +60,65 @@ def _listening(process: subprocess.Popen[str]) -> None:
         raise LabError(f"A probe did not start: {said.strip()[-300:]}")
 
 
-def _answer(process: subprocess.Popen[str], what: str) -> float:
+def _answer(process: subprocess.Popen[str], what: str, seconds: float) -> float:
+    """The number it prints. It is meant to take so many seconds."""
+    limit = _SPARE_SECONDS + 1.5 * seconds
     try:
-        output, said = process.communicate(timeout=_LIMIT_SECONDS)
+        output, said = process.communicate(timeout=limit)
         return float(json.loads(output.strip().splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        raise LabError(f"{what}: nothing was measured within {_LIMIT_SECONDS:g} s.") from None
+        raise LabError(f"{what}: nothing was measured within {limit:.0f} s.") from None
     except (IndexError, ValueError):
         raise LabError(f"{what}: nothing was measured. {said.strip()[-300:]}") from None
 
 
-def rate(lab: Lab, sender: str, receiver: str, asked_bytes_per_second: float) -> float:
+class RatePlan(NamedTuple):
+    """How a rate is measured."""
+
+    head_bytes: int
+    head_seconds: float
+    """Neither of these counts: TCP gets under way."""
+    seconds: float
+    whole_seconds: float
+
+
+def rate_plan(asked_bytes_per_second: float, round_trip_seconds: float = 0.0) -> RatePlan:
+    """About a minute at the most, except where round trips alone take longer."""
+    asked = asked_bytes_per_second
+    seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, _PACKETS * _PACKET_BYTES / asked, 3 * round_trip_seconds))
+    head_bytes = min(_HEAD_BYTES, max(_LEAST_HEAD_BYTES, int(asked * _MOST_HEAD_SECONDS)))
+    windows = asked * round_trip_seconds / _FIRST_WINDOW_BYTES
+    head_seconds = round_trip_seconds * (2 + math.ceil(math.log2(windows)) if windows > 1 else 1)
+    return RatePlan(head_bytes, head_seconds, seconds, max(head_seconds, head_bytes / asked) + seconds)
+
+
+def ping_count(asked_seconds: float) -> int:
+    """About ten seconds' worth."""
+    most = _PING_SECONDS / asked_seconds if asked_seconds > 0 else _PINGS
+    return int(min(_PINGS, max(_LEAST_PINGS, most)))
+
+
+def rate(lab: Lab, sender: str, receiver: str, asked_bytes_per_second: float, round_trip_seconds: float = 0.0) -> float:
     """Bytes per second of one TCP connection, once it is under way."""
-    seconds = max(_LEAST_SECONDS, _PACKETS * _PACKET_BYTES / asked_bytes_per_second)
+    plan = rate_plan(asked_bytes_per_second, round_trip_seconds)
+    seconds, head = str(plan.seconds), (str(plan.head_bytes), str(plan.head_seconds))
     address = lab.address(receiver)
     what = f"The rate from {sender} to {receiver}"
-    with _running(_words(lab, receiver, "sink", address, str(_PORT), str(seconds), only_network=True)) as sink:
+    with _running(_words(lab, receiver, "sink", address, str(_PORT), seconds, *head, only_network=True)) as sink:
         _listening(sink)
-        with _running(_words(lab, sender, "source", address, str(_PORT), str(seconds), only_network=True)):
-            return _answer(sink, what)
+        with _running(_words(lab, sender, "source", address, str(_PORT), str(plan.whole_seconds), only_network=True)):
+            return _answer(sink, what, plan.whole_seconds)
 
 
-def round_trip(lab: Lab, one: str, other: str) -> float:
-    """Seconds there and back, median of small datagrams."""
+def round_trip(lab: Lab, one: str, other: str, asked_seconds: float = 0.0) -> float:
+    """Seconds there and back, median of small datagrams: fewer where they are meant to take long."""
+    count, wait = ping_count(asked_seconds), max(5.0, 3 * asked_seconds)
     address = lab.address(other)
     what = f"The round trip from {one} to {other}"
-    with _running(_words(lab, other, "echo", address, str(_PORT), "30", only_network=True)) as echo:
+    with _running(_words(lab, other, "echo", address, str(_PORT), str(30 + wait), only_network=True)) as echo:
         _listening(echo)
-        with _running(_words(lab, one, "ping", address, str(_PORT), str(_PINGS), only_network=True)) as ping:
-            return _answer(ping, what)
+        with _running(_words(lab, one, "ping", address, str(_PORT), str(count), str(wait), only_network=True)) as ping:
+            return _answer(ping, what, (count + 3) * asked_seconds)
 
 
 def shares(lab: Lab, devices: Sequence[str], seconds: float) -> dict[str, float]:

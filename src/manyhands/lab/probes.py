@@ -1,9 +1,9 @@
 """Small programs that run on a lab's devices to find out what they got. Only Python's own library, to start quickly.
 
-python -m manyhands.lab.probes sink HOST PORT SECONDS      takes in what comes, tells how fast it came
+python -m manyhands.lab.probes sink HOST PORT SECONDS HEAD_BYTES HEAD_SECONDS    tells how fast came what came
 python -m manyhands.lab.probes source HOST PORT SECONDS
-python -m manyhands.lab.probes echo HOST PORT SECONDS      sends datagrams back
-python -m manyhands.lab.probes ping HOST PORT COUNT        tells the median of round trips
+python -m manyhands.lab.probes echo HOST PORT SECONDS      sends datagrams back, until none came for so long
+python -m manyhands.lab.probes ping HOST PORT COUNT SECONDS    tells the median of round trips; waits so long for each
 python -m manyhands.lab.probes burn SECONDS
 python -m manyhands.lab.probes hoard BYTES                 takes memory, page by page
 """
@@ -21,27 +21,26 @@ from collections.abc import Callable
 
 LIMIT_SECONDS = 60.0
 """No probe waits for longer than this for anybody."""
-_HEAD_BYTES = 30_000
-"""What comes first comes faster: it fills queues and uses up what bursts allow."""
 _PAGE = 4096
 
 
-def sink(host: str, port: str, seconds: str) -> None:
-    """From when the first of it has come, so many seconds."""
+def sink(host: str, port: str, seconds: str, head_bytes: str, head_seconds: str) -> None:
+    """From when the head of it has come, so many seconds."""
     with socket.create_server((host, int(port))) as server:
         server.settimeout(LIMIT_SECONDS)
         print("listening", flush=True)
         connection, _ = server.accept()
         with connection:
             connection.settimeout(LIMIT_SECONDS)
-            head, counted = _HEAD_BYTES, 0
+            head, counted = int(head_bytes), 0
             began = last = time.monotonic()
-            end = began + LIMIT_SECONDS + float(seconds)
+            end_of_head = began + float(head_seconds)
+            end = end_of_head + LIMIT_SECONDS + float(seconds)
             while last < end and (count := len(connection.recv(1 << 20))):
                 last = time.monotonic()
-                if head > 0:
+                if head > 0 or last < end_of_head:
                     head -= count
-                    began, end = last, last + float(seconds)
+                    began, end = last, max(last, end_of_head) + float(seconds)
                 else:
                     counted += count
             print(json.dumps(counted / (last - began) if last > began else 0.0), flush=True)
@@ -80,20 +79,21 @@ def echo(host: str, port: str, seconds: str) -> None:
                 return
 
 
-def ping(host: str, port: str, count: str) -> None:
+def ping(host: str, port: str, count: str, seconds: str) -> None:
     at_once()
     found = []
+    first = min(3, int(count) // 3)  # they find things not yet ready
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.connect((host, int(port)))
-        bound.settimeout(5.0)
-        for number in range(int(count) + 3):
+        bound.settimeout(float(seconds))
+        for number in range(int(count) + first):
             begun = time.perf_counter()
             bound.send(b"%08d" % number)
             bound.recv(2048)
             found.append(time.perf_counter() - begun)
             time.sleep(0.002)
         bound.send(b"end")
-    print(json.dumps(statistics.median(found[3:])), flush=True)
+    print(json.dumps(statistics.median(found[first:])), flush=True)
 
 
 def burn(seconds: str) -> None:

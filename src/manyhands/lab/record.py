@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -82,15 +83,32 @@ def names() -> list[str]:
     return []
 
 
-def save(record: Record) -> None:
+def claim(record: Record) -> bool:
+    """Write it down, if nobody else has that name: of two at once, one gets it."""
     folder().mkdir(parents=True, exist_ok=True)
+    mine = folder() / f".{secrets.token_hex(8)}.json"
+    write_document(mine, _document(record))
+    try:
+        os.link(mine, _path(record.name))
+    except FileExistsError:
+        return False
+    finally:
+        mine.unlink()
+    return True
+
+
+def save(record: Record) -> None:
+    write_document(_path(record.name), _document(record))
+
+
+def _document(record: Record) -> dict[str, object]:
     played = record.played
-    document = msgspec.to_builtins(msgspec.structs.asdict(record) | {"played": None})
+    document: dict[str, object] = msgspec.to_builtins(msgspec.structs.asdict(record) | {"played": None})
     document["played"] = {
         "scale": played.scale, "slots": played.slots, "network": played.network.to_dict(),
         "seats": msgspec.to_builtins(played.seats), "traces": [list(pair) for pair in played.traces],
     }  # fmt: skip
-    write_document(_path(record.name), document)
+    return document
 
 
 def load(name: str) -> Record:

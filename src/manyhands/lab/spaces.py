@@ -36,6 +36,7 @@ from typing import Any
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, unknown
 from manyhands.lab.lines import (
+    UNLIMITED_BYTES_PER_SECOND,
     Flow,
     address_of,
     check_lab_name,
@@ -176,8 +177,16 @@ class Spaces:
         with entered(self.hub):
             run_batch("tc", self._reshaping(self.port(device), down_bytes_per_second, self.flows(device)))
 
+    def rates(self, device: str) -> tuple[float, float]:
+        """Bytes per second up and down, as the kernel keeps them now."""
+        self.cluster.device(device)
+        with entered(self.namespace(device)):
+            up = port_rate(_qdiscs("eth0"))
+        with entered(self.hub):
+            return up, port_rate(_qdiscs(self.port(device)))
+
     def _reshaping(self, port: str, bytes_per_second: float, flows: list[Flow]) -> list[str]:
-        found: list[dict[str, Any]] = json.loads(run(["tc", "-json", "qdisc", "show", "dev", port]) or "[]")
+        found = _qdiscs(port)
         bursts = {one["handle"]: int(one["options"]["burst"]) for one in found if one["kind"] == "tbf"}
         is_shaped = any(one.get("root") and one["kind"] in ("tbf", "htb") for one in found)
         return reshaping_lines(port, bytes_per_second, flows, bursts, is_shaped=is_shaped)
@@ -230,15 +239,18 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def _back_afterwards() -> Iterator[None]:
-    """Whatever namespace this thread goes to meanwhile."""
+    """Whatever namespace this thread goes to meanwhile. An error inside is the one that is raised."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield
-    finally:
         try:
-            _call("setns", own, _CLONE_NEWNET)
-        finally:
-            os.close(own)
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # who may not leave may not come back either
+                _call("setns", own, _CLONE_NEWNET)
+            raise
+        _call("setns", own, _CLONE_NEWNET)
+    finally:
+        os.close(own)
 
 
 @contextlib.contextmanager
@@ -255,6 +267,18 @@ def entered(namespace: str) -> Iterator[None]:
             hint = "Type: manyhands lab status"
             raise LabError(f"Network namespace '{namespace}' cannot be entered: {error.strerror}.", hint=hint) from None
         yield
+
+
+def _qdiscs(port: str) -> list[dict[str, Any]]:
+    """What tc says of a port in this thread's namespace."""
+    found: list[dict[str, Any]] = json.loads(run(["tc", "-json", "qdisc", "show", "dev", port]) or "[]")
+    return found
+
+
+def port_rate(qdiscs: Sequence[dict[str, Any]]) -> float:
+    """Bytes per second of a port: where pairs have queues of their own, that of everybody else is the fastest."""
+    rate = max((float(one["options"]["rate"]) for one in qdiscs if one["kind"] == "tbf"), default=math.inf)
+    return rate if rate < UNLIMITED_BYTES_PER_SECOND else math.inf
 
 
 def _without_ipv6() -> None:

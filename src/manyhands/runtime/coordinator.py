@@ -102,13 +102,15 @@ class Coordinator:
         on_event: Callable[[str], None] | None = None,
         logs: Path | None = None,
         silence_seconds: float = SILENCE_SECONDS,
+        patience: float = 1.0,
     ) -> None:
+        silence_seconds *= patience
         if not silence_seconds >= 4 * BEAT_SECONDS:
             raise BadValue(f"silence_seconds is {silence_seconds:g}; it must be at least {4 * BEAT_SECONDS:g}.")
         self.silence_seconds = silence_seconds
         self.token = token or new_token()
         self.encrypted = not is_loopback(host)
-        self.security = Security(self.token, encrypted=self.encrypted)
+        self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
         self.on_event = on_event or (lambda text: None)
         self.members: dict[str, Member] = {}
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -163,7 +165,7 @@ class Coordinator:
 
     def start_workers(self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float) -> None:
         """Start processes on this machine and wait until all their workers have joined."""
-        self.local.start(wanted, self.address, self.token, encrypted=self.encrypted, threads=threads)
+        self.local.start(wanted, self.address, self.security, threads=threads)
         self.wait_for([name for one in wanted for name in one.names], limit_seconds)
 
     def __enter__(self) -> Coordinator:
@@ -290,13 +292,17 @@ class Coordinator:
     def _welcome(self, name: str) -> Welcome:
         if self.shaping is None:
             return Welcome(name, self.silence_seconds)
+        own = self.shaping.device(name)
+        slots = sum(
+            one.host_name == own.host_name for one in self.shaping.devices
+        )  # each a process: a part of the port
         links = {}
-        for other in self.shaping.names:
-            if other != name:
-                link = self.shaping.link_between(name, other)
-                rate = self.shaping.bytes_per_second_between(name, other)
-                links[other] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
-        up = self.shaping.device(name).up_bytes_per_second
+        for other in self.shaping.devices:
+            if other.host_name != own.host_name:
+                link = self.shaping.link_between(name, other.name)
+                rate = self.shaping.bytes_per_second_between(name, other.name) / slots
+                links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
+        up = own.up_bytes_per_second / slots
         return Welcome(name, self.silence_seconds, links, up if math.isfinite(up) else None)
 
     def _refuse(self, channel: Channel, name: str, refusal: Refusal) -> None:
@@ -396,7 +402,7 @@ class Coordinator:
     def say(self, name: str, message: Said, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         """A lost worker is not an error here: its loss is in the events."""
         with contextlib.suppress(WorkerLost, TimedOut):
-            self.members[name].channel.send(encode(message), limit_seconds)
+            self.members[name].channel.send(encode(message), limit_seconds * self.security.patience)
 
     def wake(self) -> None:
         """Whoever waits for an event looks around now."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
@@ -55,19 +56,20 @@ class LocalWorkers:
     """Worker -> whose log has its words."""
 
     def start(
-        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], token: str, *, encrypted: bool, threads: int
+        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int
     ) -> None:
         for one in wanted:
             name = one.device or one.names[0]
             words = [
                 *one.before, sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}",
                 "--name", name, "--slots", str(len(one.names)), "--compute", one.compute, "--threads", str(threads),
-                "--parent", str(os.getpid()), "--encrypted" if encrypted else "--plain",
+                "--parent", str(os.getpid()), "--encrypted" if security.encrypted else "--plain",
+                "--patience", f"{security.patience:g}",
             ]  # fmt: skip
             lasting = threading.current_thread() is threading.main_thread()
             environment = {
-                **os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-                DIE_VARIABLE: str(int(lasting)),
+                **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
+                "MKL_NUM_THREADS": str(threads), DIE_VARIABLE: str(int(lasting)),
             }  # fmt: skip
             with self._output(name) as output:
                 process = subprocess.Popen(

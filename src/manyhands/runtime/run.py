@@ -120,7 +120,10 @@ class Run:
         for name in self.names:
             peers = self.coordinator.addresses(self.names, name)
             self.coordinator.say(name, Prepare(self.generation, self._job(name, document), peers))
-        connecting = Attempt(lambda: self.coordinator.connect(self.names, CONNECT_SECONDS), "coordinator connect")
+        patience = self.coordinator.security.patience
+        connecting = Attempt(
+            lambda: self.coordinator.connect(self.names, CONNECT_SECONDS * patience), "coordinator connect"
+        )
         ready: set[str] = set()
 
         def hear(name: str, message: Said) -> None:
@@ -130,7 +133,7 @@ class Run:
         def is_ready() -> bool:
             return connecting.is_over() and len(ready) == len(self.names)
 
-        self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS)
+        self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS * patience)
         self.coordinator.set_clocks(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:

@@ -95,6 +95,8 @@ class Joining:
     limit_seconds: float = 60.0
     encrypted: bool | None = None
     """None: unless the coordinator is on this very machine."""
+    patience: float = 1.0
+    """How many times longer than usual to wait for anybody."""
     parent: int = 0
     """A process without which this one ends too; 0: none."""
 
@@ -290,7 +292,9 @@ class Worker:
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
-        attempt = Attempt(lambda: self.endpoint.connect(command.peers, CONNECT_SECONDS), "connect")
+        attempt = Attempt(
+            lambda: self.endpoint.connect(command.peers, CONNECT_SECONDS * self.joining.patience), "connect"
+        )
         while not attempt.is_over(0.1):
             if self.leaving or self.gone is not None or self.stopped >= command.generation:
                 raise _Stopped("stopped by the coordinator")
@@ -377,7 +381,7 @@ def _reach(joining: Joining) -> tuple[Channel, Security]:
         kinds = [False, True] if is_loopback(joining.host) else [True]
     refusal: Refused | None = None
     for encrypted in kinds:
-        security = Security(joining.token, encrypted=encrypted)
+        security = Security(joining.token, encrypted=encrypted, patience=joining.patience)
         try:
             return connect(joining.host, joining.port, security, joining.limit_seconds), security
         except Refused as error:

@@ -1,7 +1,8 @@
 """Transfers that share links and ports fairly, under a virtual clock.
 
-Every transfer crosses its pair's link, the sender's port and the receiver's port. Rates are max-min fair: the most
-crowded of these gives each of its transfers an equal part; what they leave is shared by the others in the same way.
+Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share them, and
+between these there is only the pair's link. Rates are max-min fair: the most crowded of these gives each of its
+transfers an equal part; what they leave is shared by the others in the same way.
 Only transfers connected to the one that starts or ends are looked at again.
 """
 
@@ -57,11 +58,16 @@ class Network:
 
     def _resources(self, source: str, target: str) -> tuple[Resource, ...]:
         found: list[Resource] = []
+        sender, receiver = self.cluster.device(source), self.cluster.device(target)
+        a, b = sender.host_name, receiver.host_name
+        rate = self.cluster.link_between(source, target).bytes_per_second
         candidates: tuple[tuple[Resource, float], ...] = (
-            (("link", source, target), self.cluster.link_between(source, target).bytes_per_second),
-            (("up", source), self.cluster.device(source).up_bytes_per_second),
-            (("down", target), self.cluster.device(target).down_bytes_per_second),
+            (("link", a, b), rate),
+            (("up", a), sender.up_bytes_per_second),
+            (("down", b), receiver.down_bytes_per_second),
         )
+        if a == b:
+            candidates = ((("inside", source, target), rate),)
         for resource, capacity in candidates:
             if capacity < math.inf:
                 self.capacity[resource] = capacity
