@@ -20,13 +20,13 @@ def test_what_is_typed(tmp_path: Path) -> None:
     found = lab_cluster("edge-cloud", scale=200.0, traces=(str(trace),))
     assert found.traces == (("edge", str(trace)),)
     assert lab_cluster("home", slots=2, traces=(f"nano={trace}",)).traces == (("nano", str(trace)),)
-    trace.write_text("0 fast\n")
-    with pytest.raises(BadValue, match=r"trace\.txt:1: '0 fast' is not a moment and a rate"):
-        lab_cluster("edge-cloud", traces=(str(trace),))
     with pytest.raises(BadValue, match="there is no file"):
         lab_cluster("home", traces=("nowhere.txt",))
     with pytest.raises(UnknownName, match="nanoo"):
         lab_cluster("home", traces=(f"nanoo={trace}",))
+    trace.write_text("0 fast\n")
+    with pytest.raises(BadValue, match=r"trace\.txt:1: '0 fast' is not a moment and a rate"):
+        lab_cluster("edge-cloud", traces=(str(trace),))
     with pytest.raises(BadValue, match="this machine itself"):
         lab_cluster("local:2")
     with pytest.raises(UnknownName, match="pi3x7"):

@@ -9,6 +9,7 @@ It becomes the command, so that whoever started it has the command itself as its
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ def run(lab: str, device: str, command: list[str], *, only_network: bool) -> NoR
         seat = known.played.seat(device)
         groups.find().enter(lab, device)
         os.sched_setaffinity(0, seat.cores)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that
     with entered(namespace_of(lab, device)):
         os.execvp(command[0], command)
 
