@@ -125,6 +125,8 @@ def test_bad_wishes() -> None:
         Cluster.lab("pi3x6", slots=17)
     with pytest.raises(UnknownName, match="pi3-7"):
         Cluster.lab("pi3x6", traces={"pi3-7": "x.txt"})
+    with pytest.raises(BadValue, match=r"d0\.1 shares a host"):
+        Cluster.lab(with_slots(cluster_of([1.0, 2.0]), 2))
     with pytest.raises(UnknownName, match="pi3x7"):
         Cluster.lab("pi3x7")
 

@@ -44,6 +44,11 @@ class LabCluster(msgspec.Struct, frozen=True):
             raise BadValue(f"The lab's scale is {self.scale}; it must be > 0.", hint="20: everything 20 times slower.")
         if not 1 <= self.slots <= MOST_SLOTS:
             raise BadValue(f"slots is {self.slots}; it must be 1 to {MOST_SLOTS}.")
+        hosted = [device.name for device in self.cluster.devices if device.host]
+        if hosted:
+            raise BadValue(
+                f"{hosted[0]} shares a host: in a lab every device has its own.", hint="Leave out host; use slots."
+            )
         for device, _ in self.traces:
             if device not in self.cluster.names:
                 raise unknown("device", device, self.cluster.names)
