@@ -118,8 +118,8 @@ def test_a_port_follows_its_trace(tmp_path: Path) -> None:
         time.sleep(max(0.0, 6.5 - (time.monotonic() - began)))
         second = measure.rate(lab, DESK, "d1", 5e5)
         assert time.monotonic() - began < 12
-    assert first == pytest.approx(5e6, rel=0.1)
-    assert second == pytest.approx(5e5, rel=0.1)
+    assert first == pytest.approx(5e6, rel=0.2)  # how exact rates are is tested elsewhere
+    assert second == pytest.approx(5e5, rel=0.2)
     assert_nothing_left()
 
 

@@ -145,7 +145,10 @@ def test_rates_change_under_a_connection() -> None:
                 for mbit in (1000, 100, 10, 2, 400):
                     found.set_rates("x", mbit * MBIT, mbit * MBIT)
                     time.sleep(1.0)
-                    assert stream.rate(1.0) == pytest.approx(mbit * MBIT * GOODPUT, rel=0.12), (sender, mbit)
+                    rates = []  # TCP may still be finding its way; it must get there
+                    while len(rates) < 4 and rates[-1:] != [pytest.approx(mbit * MBIT * GOODPUT, rel=0.12)]:
+                        rates.append(stream.rate(1.0))
+                    assert rates[-1] == pytest.approx(mbit * MBIT * GOODPUT, rel=0.12), (sender, mbit, rates)
                 found.set_rates("x", math.inf, math.inf)
                 time.sleep(0.5)
                 assert stream.rate(0.5) > 600 * MBIT
