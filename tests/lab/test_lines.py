@@ -115,7 +115,7 @@ def test_a_burst_that_must_shrink_makes_the_qdisc_anew() -> None:
 
 def test_a_limit_that_is_lifted_leaves_the_queue() -> None:
     (found,) = lines.reshaping_lines("p1", math.inf, [], {"1:": 3028}, is_shaped=True)
-    assert found.startswith("qdisc replace dev p1 root handle 1: tbf rate 100000000000bit burst 12500000 ")
+    assert found.startswith("qdisc replace dev p1 root handle 1: tbf rate 100000000000bit burst 25000000 ")
     assert lines.reshaping_lines("p1", math.inf, [], {}, is_shaped=False) == []
 
 

@@ -71,13 +71,13 @@ class Flow:
 
 def burst_bytes(bytes_per_second: float) -> int:
     """What may pass at once: 2 packets while that is 2 ms or more, 8 while a whole piece of TCP's is 4.5 ms or more,
-    then at least such a piece and 1 ms, since timers may be late. Few steps: a rate that moves little keeps its burst.
+    then at least such a piece and 2 ms, since timers may be late. Few steps: a rate that moves little keeps its burst.
     """
     if bytes_per_second * 0.002 <= 2 * _FRAME:
         return 2 * _FRAME
     if bytes_per_second * 0.0045 <= _LARGE_BURST:
         return 8 * _FRAME
-    return max(_LARGE_BURST, round(bytes_per_second * 0.001))
+    return max(_LARGE_BURST, round(bytes_per_second * 0.002))
 
 
 def kept_burst(before: int, bytes_per_second: float) -> int:
