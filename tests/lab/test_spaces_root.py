@@ -123,18 +123,18 @@ def test_a_slow_pair_is_slow_and_others_are_not() -> None:
     with made(*ports, links=links) as found:
         with streaming(found, "x", "y") as slow:
             time.sleep(0.3)
-            assert slow.rate(1.0) == pytest.approx(5 * MBIT * GOODPUT, rel=0.06)
+            assert slow.rate(1.0) == pytest.approx(5 * MBIT * GOODPUT, rel=0.12)
             with streaming(found, "z", "y", 5001) as fast:  # both share y's port
                 time.sleep(0.3)
-                assert fast.rate(1.0) + slow.rate(1.0) == pytest.approx(50 * MBIT * GOODPUT, rel=0.1)
+                assert fast.rate(1.0) + slow.rate(1.0) == pytest.approx(50 * MBIT * GOODPUT, rel=0.15)
                 assert slow.rate(1.0) == pytest.approx(5 * MBIT * GOODPUT, rel=0.15)
         with streaming(found, "y", "x", 5002) as back:
             time.sleep(0.3)
-            assert back.rate(1.0) == pytest.approx(50 * MBIT * GOODPUT, rel=0.06)
+            assert back.rate(1.0) == pytest.approx(50 * MBIT * GOODPUT, rel=0.12)
         found.set_rates("y", 50 * MBIT, 2 * MBIT)
         with streaming(found, "x", "y", 5003) as slower:
             time.sleep(0.3)
-            assert slower.rate(1.0) == pytest.approx(2 * MBIT * GOODPUT, rel=0.06)
+            assert slower.rate(1.0) == pytest.approx(2 * MBIT * GOODPUT, rel=0.12)
 
 
 def test_rates_change_under_a_connection() -> None:
