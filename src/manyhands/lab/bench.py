@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -161,12 +160,10 @@ def _leftovers(say: Say) -> Figures:
     say("leftovers")
     left = len(_remains())
     for owned in ("owned", "left"):
-        process = subprocess.Popen([sys.executable, "-c", _OWNER, _NAME, owned], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process = subprocess.Popen([sys.executable, "-c", _OWNER, _NAME, owned], stdout=subprocess.PIPE, text=True)
+        measure.wait_for_word(process, "up")
+        process.kill()
+        process.communicate()
         if owned == "left":
             take_down(_NAME)
         end = time.monotonic() + _START_SECONDS

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import selectors
 import signal
 import subprocess
 import sys
@@ -53,11 +54,16 @@ def _running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _listening(process: subprocess.Popen[str]) -> None:
+def wait_for_word(process: subprocess.Popen[str], word: str) -> None:
+    """Until a process has said it, as its first line; one that says something else, or nothing for long, is ended."""
     assert process.stdout is not None
-    if process.stdout.readline().strip() != "listening":
-        said = process.stderr.read() if process.stderr is not None else ""
-        raise LabError(f"A probe did not start: {said.strip()[-300:]}")
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        said = process.stdout.readline().strip() if selector.select(_SPARE_SECONDS) else ""
+    if said != word:
+        process.kill()
+        _, why = process.communicate()
+        raise LabError(f"A probe did not start: {(why or said).strip()[-300:] or 'it said nothing'}")
 
 
 def _answer(process: subprocess.Popen[str], what: str, seconds: float) -> float:
@@ -105,7 +111,7 @@ def rate(lab: Lab, sender: str, receiver: str, asked_bytes_per_second: float, ro
     address = lab.address(receiver)
     what = f"The rate from {sender} to {receiver}"
     with _running(_words(lab, receiver, "sink", address, str(_PORT), seconds, *head, only_network=True)) as sink:
-        _listening(sink)
+        wait_for_word(sink, "listening")
         with _running(_words(lab, sender, "source", address, str(_PORT), str(plan.whole_seconds), only_network=True)):
             return _answer(sink, what, plan.whole_seconds)
 
@@ -116,7 +122,7 @@ def round_trip(lab: Lab, one: str, other: str, asked_seconds: float = 0.0) -> fl
     address = lab.address(other)
     what = f"The round trip from {one} to {other}"
     with _running(_words(lab, other, "echo", address, str(_PORT), str(30 + wait), only_network=True)) as echo:
-        _listening(echo)
+        wait_for_word(echo, "listening")
         with _running(_words(lab, one, "ping", address, str(_PORT), str(count), str(wait), only_network=True)) as ping:
             return _answer(ping, what, (count + 3) * asked_seconds)
 

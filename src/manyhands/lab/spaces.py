@@ -44,7 +44,6 @@ from manyhands.lab.lines import (
     forwarding_lines,
     hub_lines,
     hub_of,
-    is_lab_name,
     making_lines,
     member_lines,
     namespace_of,
@@ -208,12 +207,6 @@ class Spaces:
     def _set(self, device: str, state: str) -> None:
         with entered(self.hub):
             run_batch("ip", [f"link set {self.port(device)} {state}"])
-
-
-def labs() -> set[str]:
-    """The labs of which a namespace is left, by name. (Others may call theirs mh-x-y too; a hub is always ours.)"""
-    found = _namespaces()
-    return {name[3:] for name in found if name.startswith("mh-") and is_lab_name(name[3:])}
 
 
 def _namespaces() -> list[str]:
