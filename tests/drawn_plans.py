@@ -61,24 +61,30 @@ def plans(
     kinds: tuple[str, ...] = ("single", "samples", "tiles", "channels"),
     orders: tuple[Order, ...] = FIXED_ORDERS,
     most_stages: int = 3,
+    repeats: bool = False,
 ) -> Plan:
+    """With `repeats`, some plans in which a device may work in several stages have devices that do."""
     layers = len(network.layers)
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)))
     micro_batches, samples = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     order = draw(st.sampled_from(orders))
     stages = []
-    used = 0
+    used = most = 0
+    again = repeats and (order in ("sequential", "gpipe", "stream") or (micro_batches, order) == (1, "1f1b"))
     for first, last in pairwise([0, *cuts, layers]):
         share, count = draw(shares(kinds, samples, first, last))
+        if again and draw(st.booleans()):
+            used = 0
         devices = tuple(f"d{number}" for number in range(used, used + count))
         used += count
+        most = max(most, used)
         codec = Codec(draw(st.sampled_from((2, 4, 8, 16, 32))), draw(st.booleans()), draw(st.booleans()))
         stages.append(Stage((first, last), devices, share, codec, "gateway" if draw(st.booleans()) else "allreduce"))
     rules: st.SearchStrategy[WarmUp] = st.sampled_from(get_args(WarmUp))
     counts = st.lists(st.integers(1, micro_batches), min_size=len(stages), max_size=len(stages))
     warm_up = draw(rules | counts.map(lambda ahead: tuple(sorted(ahead, reverse=True))))
     homes = {}
-    home = draw(st.sampled_from(("none", EVERYWHERE, "d0", f"d{used - 1}", "phone")))
+    home = draw(st.sampled_from(("none", EVERYWHERE, "d0", f"d{most - 1}", "phone")))
     if home != "none":
         homes = {network.inputs[0]: home}
     return Plan(

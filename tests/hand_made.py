@@ -48,6 +48,8 @@ def chain(
                 name=f"conv{i}", target="aten.conv2d.default", inputs=tuple(inputs), weights=(f"w{i}",),
                 outputs=(f"t{i}",), reads=tuple(Read(name, rules) for name in inputs), macs=1000,
                 moved_bytes=2 * MAP_BYTES, saved_bytes=MAP_BYTES, statistics=CHANNELS if i in statistics else 0,
+                tiling="norm" if i in statistics else "local",
+                derives_from=tuple(inputs) if i in statistics else (),
             )
         )  # fmt: skip
     layers = tuple(

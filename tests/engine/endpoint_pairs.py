@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peer_process import SIZE, random_messages
 
 from manyhands.engine.door import knock
 from manyhands.engine.frames import Header, encode
@@ -36,9 +42,7 @@ def join_all(endpoints: list[TcpEndpoint], limit_seconds: float = 10.0) -> None:
 
 
 @contextmanager
-def joined(
-    security: Security, expected: Mapping[str, int], *names: str, **options: float
-) -> Iterator[list[TcpEndpoint]]:
+def joined(security: Security, expected: Mapping[str, int], *names: str, **options: Any) -> Iterator[list[TcpEndpoint]]:
     """Connected endpoints that expect the same topics from each other, in generation 0."""
     endpoints = [TcpEndpoint(name, security, limit_seconds=20.0, **options) for name in names or ("a", "b")]
     try:
@@ -51,6 +55,26 @@ def joined(
     finally:
         for endpoint in endpoints:
             endpoint.close()
+
+
+@contextmanager
+def with_peer(
+    security: Security, what: str, silence_seconds: float, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[tuple[TcpEndpoint, int]]:
+    """'b' here, connected to 'a' in a process of its own, which is started by a command behind `prefix`."""
+    b = TcpEndpoint("b", security, host=host, limit_seconds=30, silence_seconds=silence_seconds)
+    sizes = {topic: len(content) for topic, content in random_messages(0).items()}
+    b.mailbox.open(0, {("a", topic): size for topic, size in ({"x": SIZE, "right": 1} | sizes).items()})
+    words = [security.token, security.encrypted, *b.address, silence_seconds, what]
+    script = Path(__file__).with_name("peer_process.py")
+    process = subprocess.Popen([*prefix, sys.executable, str(script), *map(str, words)])
+    try:
+        b.connect({"a": ("127.0.0.1", 0)}, 60)
+        yield b, process.pid
+    finally:
+        process.kill()
+        process.wait()
+        b.close()
 
 
 class Guest:

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from endpoint_pairs import wait_until
+from endpoint_pairs import wait_until, with_peer
 from peer_process import SIZE
 
 from manyhands.engine.security import Security
-from manyhands.engine.tcp import TcpEndpoint
 from manyhands.facts.errors import WorkerLost
-
-
-@contextmanager
-def with_peer(security: Security, what: str, silence_seconds: float) -> Iterator[tuple[TcpEndpoint, int]]:
-    """'b' here, connected to 'a' there."""
-    b = TcpEndpoint("b", security, limit_seconds=30, silence_seconds=silence_seconds)
-    b.mailbox.open(0, {("a", "x"): SIZE})
-    words = [security.token, security.encrypted, b.address[1], silence_seconds, what]
-    script = Path(__file__).with_name("peer_process.py")
-    process = subprocess.Popen([sys.executable, str(script), *map(str, words)])
-    try:
-        b.connect({"a": ("127.0.0.1", 0)}, 60)
-        yield b, process.pid
-    finally:
-        process.kill()
-        process.wait()
-        b.close()
 
 
 def test_there_and_back(security: Security) -> None:

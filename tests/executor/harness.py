@@ -28,7 +28,9 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.feeding import samples_of
+from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
+from manyhands.schedule.tiles import TileGeometry
 
 Batch = tuple[Any, Any]
 SGD = Optimizer("SGD", lr=0.05, momentum=0.9)
@@ -97,11 +99,12 @@ class Ran:
                 assert log.same_actions == steps
             else:
                 assert sorted(log.actions) == sorted(texts)
-            geometry = self.schedule.lowering.work[device].geometry
-            if geometry is not None:
-                rounds = steps * self.schedule.plan.micro_batches
-                first, last = samples_of(geometry, device)
-                assert log.operators == (geometry.last - geometry.first) * rounds
+            geometries = self.schedule.lowering.work[device].geometries
+            rounds = steps * self.schedule.plan.micro_batches
+            assert log.operators == sum(g.last - g.first for g in geometries) * rounds
+            assert log.elements == planned_elements(geometries, device) * rounds
+            if geometries:
+                first, last = samples_of(geometries[0], device)
                 assert log.samples == (last - first) * rounds
 
     def assert_equals(self, weights: Mapping[str, torch.Tensor], losses: Sequence[float]) -> None:
@@ -114,6 +117,18 @@ class Ran:
         assert {name for own in self.weights.values() for name in own} == {n for op in network.ops for n in op.weights}
         for step, (one, other) in enumerate(zip(self.losses, losses, strict=True)):
             assert abs(one - other) <= TOLERANCE * max(1.0, abs(other)), step
+
+
+def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:
+    """Elements of maps that a device computes in one pass, as its geometries have it."""
+    return sum(
+        geometry.computed[device][name].volume
+        for geometry in geometries
+        if isinstance(geometry, TileGeometry)
+        for op in geometry.ops
+        for name in op.outputs[:1]
+        if name in geometry.maps and name in geometry.computed[device] and any(t in geometry.maps for t in op.inputs)
+    )
 
 
 def run(
@@ -143,11 +158,10 @@ def run(
         board.fail_after(*fail)
     executors: dict[str, Executor] = {}
     for device in devices:
-        geometry = schedule.lowering.work[device].geometry
-        names = graph.network.weights_of(geometry.first, geometry.last) if geometry else ()
+        names = schedule.lowering.work[device].weights()
         weights = Weights.copied(graph, names)
         store_weights(graph, weights, stored or {})
-        stepper = build(optimizer or SGD, weights.trainable()) if geometry and training else None
+        stepper = build(optimizer or SGD, weights.trainable()) if names and training else None
         setting = Setting(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, with_targets=training
         )

@@ -57,7 +57,7 @@ def test_a_long_message_has_a_short_name() -> None:
     from manyhands.facts.boxes import Box
 
     parts = tuple(Part(f"weight_{number}", Box.whole((32, 32))) for number in range(200))
-    one, other = Message("weights", 0, parts, 100), Message("weights", 0, parts[:-1], 100)
+    one, other = Message("weights", 0, 0, parts, 100), Message("weights", 0, 0, parts[:-1], 100)
     assert len(one.topic) <= LONGEST_TOPIC
     assert one.topic != other.topic
-    assert Message("value", 1, parts[:1], 8).topic == str(Message("value", 1, parts[:1], 8))
+    assert Message("value", 0, 1, parts[:1], 8).topic == str(Message("value", 0, 1, parts[:1], 8))

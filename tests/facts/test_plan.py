@@ -15,8 +15,8 @@ from drawn_plans import plans
 from hand_made import chain, changed, cluster
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import Network
-from manyhands.facts.plan import ByTiles, Plan, Single
-from manyhands.facts.plan_check import layer_range, resolve
+from manyhands.facts.plan import ByTiles, Plan, Single, Stage
+from manyhands.facts.plan_check import group_ops, layer_range, resolve
 
 CHAIN = chain(6)
 CLUSTER = cluster([f"d{i}" for i in range(12)] + ["phone"])
@@ -32,7 +32,7 @@ def test_a_plan_survives_being_written_down(plan: Plan) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(plans(CHAIN))
+@given(plans(CHAIN, repeats=True))
 def test_a_drawn_plan_is_accepted_and_resolving_again_changes_nothing(plan: Plan) -> None:
     resolved = resolve(plan, CHAIN, CLUSTER)
     assert resolve(resolved, CHAIN, CLUSTER) == resolved
@@ -54,6 +54,44 @@ def test_layers_may_be_named() -> None:
     share = resolved.stages[1].share
     assert isinstance(share, ByTiles)
     assert (share.forward_groups, share.backward_groups) == ((2, 4), None)
+
+
+def test_groups_may_start_at_operators_by_name() -> None:
+    """One that starts a layer becomes that layer's number; one inside a layer keeps its name."""
+    network = chain(3, operators_per_layer=3)
+    share = ByTiles((1, 1), (1,), ("conv0", "conv2", "layer1", "conv7"), (0, "conv1", "conv6"))
+    plan = resolve(Plan("chain", 2, (Stage((0, 3), ("d0", "d1"), share),)), network)
+    resolved = plan.stages[0].share
+    assert isinstance(resolved, ByTiles)
+    assert resolved.forward_groups == (0, "conv2", 1, "conv7")
+    assert resolved.backward_groups == (0, "conv1", 2)
+    assert group_ops(resolved.forward_groups, network) == (0, 2, 3, 7)
+    assert group_ops(resolved.backward_groups, network) == (0, 1, 6)
+    assert resolve(plan, network) == plan
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize("groups", [("conv0", "conv2", "conv2"), ("conv0", "conv2", "conv1"), ("conv1", "conv2")])
+def test_groups_at_operators_must_increase_too(groups: tuple[str, ...]) -> None:
+    network = chain(3, operators_per_layer=3)
+    plan = Plan("chain", 2, (Stage((0, 3), ("d0", "d1"), ByTiles((1, 1), (1,), groups)),))
+    with pytest.raises(BadPlan, match=r"stages\[0\].share.forward_groups is .*; its first|; it must increase"):
+        resolve(plan, network)
+
+
+@pytest.mark.parametrize(
+    ("order", "micro_batches", "may"),
+    [("sequential", 4, True), ("gpipe", 4, True), ("stream", 4, True), ("1f1b", 1, True), ("1f1b", 2, False),
+     ("eager", 1, False)],
+)  # fmt: skip
+def test_a_device_may_work_in_two_stages_where_all_pass_in_one_order(order: Any, micro_batches: int, may: bool) -> None:
+    document = changed_plan({"stages.1.devices": ["d0"], "order": order, "micro_batches": micro_batches})
+    if may:
+        assert resolve(Plan.from_dict(document), CHAIN, CLUSTER).devices == ("d0",)
+        return
+    with pytest.raises(BadPlan, match="the two could wait for each other") as caught:
+        resolve(Plan.from_dict(document), CHAIN, CLUSTER)
+    assert "sequential" in caught.value.hint
 
 
 def test_devices_come_in_the_plans_order_and_homes_last() -> None:
@@ -159,7 +197,18 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"stages.1.layers": [2, 5]}, r"stages\[1\].layers ends at layer 5; chain has 6 layers"),
     ({"stages.1.layers": [2, 2]}, r"stages\[1\].layers is \[2, 2\]; it must hold at least one layer"),
     ({"stages.1.devices": []}, r"stages\[1\].devices is empty; a stage has at least one device"),
-    ({"stages.1.devices": ["d0"]}, r"stages\[1\].devices names 'd0', which already works in stages\[0\]"),
+    (
+        {"stages.1.devices": ["d0"], "micro_batches": 4},
+        r"stages\[1\].devices names 'd0', which already works in stages\[0\], and order is 1f1b with 4 micro-batches",
+    ),
+    (
+        {"stages.1.devices": ["d0"], "order": "eager"},
+        r"stages\[1\].devices names 'd0', which already works in stages\[0\], and order is eager",
+    ),
+    (
+        {"stages.1.devices": ["d1", "d1"], "stages.1.share": {"by": "samples", "samples": [4, 4]}},
+        r"stages\[1\].devices names 'd1' twice",
+    ),
     ({"stages.1.devices": ["d99"]}, r"stages\[1\].devices names 'd99', which is not in cluster made"),
     ({"stages.1.codec": {"bits": 3}}, r"stages\[1\].codec.bits is 3; it must be one of \(2, 4, 8, 16, 32\)"),
     ({"homes": {"y": "d0"}}, r"homes names input 'y'; chain has x"),
@@ -198,6 +247,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "forward_groups": ["layer33"]}},
         r"stages\[1\].share.forward_groups is 'layer33': There is no layer",
+    ),
+    (
+        {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "forward_groups": ["conv1", "conv3"]}},
+        r"stages\[1\].share.forward_groups is \[1, 3\]; its first group must start at layer 2",
     ),
     ({"stages.0.share": {"by": "channels", "groups": [1, 1]}}, "share.groups has 2 numbers; there are 1 devices"),
     (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
-from manyhands.facts.reads import Read
+from manyhands.facts.reads import Blocks, Read, Whole, Window
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph, Node, values_of
 from manyhands.graph.piece import Context, Piece
@@ -220,6 +220,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "stack": (lambda a, b: torch.stack((a, b), 1), ((2, 2), (2, 2))),
     "expand": (lambda x: x.expand(-1, 4, -1), ((1, 3),)),
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), ((4, 2, 2),)),
+    "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), ((2, 4, 6),)),
     "channel shuffle": (lambda x: torch.channel_shuffle(x, 2), ((4, 2, 1),)),
     "unsqueeze": (lambda x: x.unsqueeze(1), ((3,),)),
 }
@@ -233,9 +234,11 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "layer norm": (lambda x: F.layer_norm(x, (3,)), ((2, 3),)),
     "layer norm of two": (lambda x: F.layer_norm(x, (2, 3)), ((2, 2, 3),)),
     "group norm": (lambda x: F.group_norm(x, 2), ((4, 3),)),
-    "instance norm": (lambda x: F.instance_norm(x), ((2, 3, 3),)),
+    "instance norm": (lambda x: F.instance_norm(x), ((2, 5),)),
     "adaptive to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((2, 3, 3),)),
     "adaptive to many": (lambda x: F.adaptive_avg_pool2d(x, (2, 5)), ((2, 5, 5),)),
+    "adaptive to more": (lambda x: F.adaptive_avg_pool2d(x, (3, 7)), ((1, 7, 5),)),
+    "adaptive in one direction": (lambda x: F.adaptive_avg_pool2d(x, (1, 3)), ((1, 4, 7),)),
     "adaptive maximum": (lambda x: F.adaptive_avg_pool1d(x, 3), ((2, 4),)),
     "matmul": (torch.matmul, ((2, 3), (3, 2))),
     "attention": (F.scaled_dot_product_attention, ((2, 3), (4, 3), (4, 3))),
@@ -247,6 +250,12 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "upsample bilinear by three": (lambda x: F.interpolate(x, scale_factor=3, mode="bilinear"), ((1, 4, 2),)),
     "upsample bilinear, corners aligned": (
         lambda x: F.interpolate(x, scale_factor=3, mode="bilinear", align_corners=True), ((1, 5, 2),)),
+    "upsample nearest by a fraction": (lambda x: F.interpolate(x, scale_factor=1.7), ((1, 7, 4),)),
+    "downsample nearest": (lambda x: F.interpolate(x, size=(5, 3)), ((1, 9, 4),)),
+    "upsample bilinear by a fraction": (
+        lambda x: F.interpolate(x, scale_factor=(1.3, 2.6), mode="bilinear"), ((1, 7, 3),)),
+    "upsample bilinear to a size, corners aligned": (
+        lambda x: F.interpolate(x, size=(11, 1), mode="bilinear", align_corners=True), ((1, 5, 3),)),
     "downsample bilinear": (lambda x: F.interpolate(x, size=(2, 3), mode="bilinear"), ((1, 4, 3),)),
 }  # fmt: skip
 
@@ -273,3 +282,20 @@ def test_linear_reads_its_row_whole(bias: bool) -> None:
         check(lambda x, weight, bias=None: F.linear(x, weight, bias), (2, 4), data=data, tight=True, **weights)
 
     run()
+
+
+def test_norms_of_maps_read_rows_and_columns_one_by_one() -> None:
+    """What they sum over the map travels apart (Op.tiling), so a tile needs no halo; channels are read as before."""
+    for function, channels in ((lambda x: F.group_norm(x, 2), Whole()), (F.instance_norm, Window(1))):
+        node = one_node(capture(Calls(function), torch.randn(2, 4, 5, 6)))
+        spec = TensorSpec("input_0", (1, 4, 5, 6), "float32", 0)
+        (read,) = reads_of(node, {"input_0": spec}, {})
+        assert read.rules == (Window(0), channels, Window(2), Window(3))
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("extent", [1, 7, 608])
+def test_up_sampling_by_whole_factors_reads_no_more_than_blocks(factor: int, extent: int) -> None:
+    node = one_node(capture(Calls(lambda x: F.interpolate(x, scale_factor=factor)), torch.randn(2, 1, extent, 2)))
+    (read,) = reads_of(node, {"input_0": TensorSpec("input_0", (1, 1, extent, 2), "float32", 0)}, {})
+    assert read.rules[2] == (Window(2) if factor == 1 else Blocks(2, 1, factor))

@@ -14,15 +14,16 @@ from manyhands.facts.boxes import Box
 from manyhands.observe.plots import draw_predicted_beside_measured
 from manyhands.observe.timeline import COLOURS
 from manyhands.observe.trace import combined_trace, trace_events
-from manyhands.schedule.actions import KINDS, Action, Backward, Forward, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import KINDS, Action, Backward, Forward, Loss, Message, Part, Receive, Reduce, Send, Step
 from manyhands.simulator.result import Span
 
-MESSAGE = Message("value", 1, (Part("x", Box(((0, 1),))),), 4)
+MESSAGE = Message("value", 0, 1, (Part("x", Box(((0, 1),))),), 4)
 ACTIONS: list[Action] = [
     Receive("b", MESSAGE),
     Forward(0, 1, 0, 4),
     Reduce(0, "statistics", 0, 4, ("a", "b"), 4, 1),
     Send("b", MESSAGE),
+    Loss(0, 1),
     Backward(0, 1, 0, 4),
     Step(0),
 ]
@@ -48,7 +49,7 @@ def predicted(device: str) -> list[Span]:
 
 def test_every_kind_has_a_colour() -> None:
     kinds = {span.kind for span in measured("a")}
-    assert kinds == {"forward", "backward", "step", "send", "receive", "reduce"}
+    assert kinds == {"forward", "loss", "backward", "step", "send", "receive", "reduce"}
     assert kinds | set(KINDS) <= COLOURS.keys()
     assert len(set(COLOURS.values())) == len(COLOURS)
 
@@ -58,7 +59,7 @@ def test_measured_spans_begin_at_zero() -> None:
     complete = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert min(event["ts"] for event in complete) == 0.0
     assert len(complete) == len(measured("a"))
-    assert {event["name"] for event in complete} == {"F1", "B1", "step", "send", "receive", "reduce"}
+    assert {event["name"] for event in complete} == {"F1", "loss", "B1", "step", "send", "receive", "reduce"}
     assert document["otherData"] == {"title": "t", "simulated": False, "spans_left_out": 0}
 
 

@@ -15,6 +15,7 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Backward, Forward, Message, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.work import geometry_of
 
 NETWORK = chain(4, operators_per_layer=3)
 TIMES = [(0.01, 0.02), (0.03, 0.05), (0.02, 0.07), (0.04, 0.01)]
@@ -81,7 +82,7 @@ def test_between_measured_points(samples: float, forward: float, backward: float
 
 def geometry(share: Share, samples: int = 4) -> StageGeometry:
     plan = Plan("chain", samples, (Stage((0, 4), ("a", "b"), share),))
-    return StageGeometry(resolve(plan, NETWORK), 0, NETWORK)
+    return geometry_of(resolve(plan, NETWORK), 0, NETWORK)
 
 
 def test_a_share_of_the_samples() -> None:
@@ -101,7 +102,8 @@ def test_a_tile_costs_its_part_of_every_operator() -> None:
 
 def test_backward_groups_price_their_regions() -> None:
     stage = geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3), backward_groups=(0,)))
-    regions = (4 / 8 + 5 / 8 + 6 / 8) / 3
+    # The gradients of inputs over the region, those of weights over what is owned; the input of operator 0 has none.
+    regions = (4 / 8 + (5 / 8 + 4 / 8) / 2 + (6 / 8 + 4 / 8) / 2) / 3
     forward = (6 / 8 + 5 / 8 + 4 / 8) / 3
     assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(4 * 0.01 * forward)
     assert model().compute_seconds(stage, "a", Backward(0, 0, 0, 3)) == pytest.approx(4 * 0.02 * regions)
@@ -109,6 +111,16 @@ def test_backward_groups_price_their_regions() -> None:
     assert last > model().compute_seconds(
         geometry(ByTiles((1, 1), forward_groups=(0, 1, 2, 3))), "a", Backward(0, 0, 9, 12)
     )
+
+
+@pytest.mark.parametrize("groups", [None, (0,)])
+def test_the_two_parts_of_a_backward_are_all_of_it(groups: tuple[int, ...] | None) -> None:
+    stage = geometry(ByTiles((1, 1), backward_groups=groups))
+    whole, *parts = (
+        model().compute_seconds(stage, "a", Backward(0, 0, 4, 5, part)) for part in ("", "inputs", "weights")
+    )
+    assert all(part > 0 for part in parts)
+    assert sum(parts) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2])
@@ -147,7 +159,7 @@ def test_moving_bytes_takes_computing_where_cores_are_short() -> None:
     reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
     moved = sum(size for pair, size in costs.reduction_bytes(reduce).items() if "b" in pair)
     assert costs.copy_seconds("b", reduce) == pytest.approx(moved * 2e-3)
-    message = Message("value", 0, (), 500)
+    message = Message("value", 0, 0, (), 500)
     assert costs.copy_seconds("a", Send("b", message)) == costs.copy_seconds("b", Receive("a", message)) == 1.0
     free = CostModel(NETWORK, cluster(names, Link(1e6, 0.001)), PROFILE)
     assert free.copy_seconds("a", reduce) == 0.0

@@ -1,5 +1,7 @@
 """A small interpreter for tests: operators on crops, devices as NaN-filled buffers, exchanges as slicing.
 
+For shares that the executor does not run yet, by channels; tiles are tested with the executor itself.
+
 Whatever a device reads without having it is NaN, and a NaN spreads: so a box that is too small cannot go unnoticed.
 """
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from manyhands.facts.boxes import Box
 from manyhands.facts.moves import adjoint
 from manyhands.facts.network import Network, Op
-from manyhands.facts.reads import Blocks, Read, Window
+from manyhands.facts.reads import Blocks, Window
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph, Node
 from manyhands.schedule.geometry import StageGeometry
@@ -164,7 +166,7 @@ class Whole:
 
 
 @dataclass
-class Tiled:
+class Split:
     """One stage on its devices, every device with a whole-sized buffer per tensor, NaN where it has nothing."""
 
     graph: Graph
@@ -225,8 +227,8 @@ class Tiled:
             self.made[device, name] = inside[name]
             part(self.values[device][name], box).copy_(inside[name].detach())
 
-    def backward_by_adjoint(self, leaving: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Backward as the schedule has it without backward groups. Returns the gradients of what entered."""
+    def backward(self, leaving: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Backward as the schedule has it. Returns the gradients of what entered."""
         geometry, network = self.geometry, self.network
         deltas = {d: {n: torch.zeros_like(t) for n, t in self.values[d].items()} for d in geometry.devices}
         entering = {name: torch.zeros_like(tensor) for name, tensor in self.entering.items()}
@@ -262,72 +264,3 @@ class Tiled:
                     if (move.source, name) in returned:
                         part(deltas[move.target][name], move.box).add_(part(returned[move.source, name], move.box))
         return entering
-
-    def backward_by_groups(self, leaving: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Backward with TILE's backward groups: exchanged deltas and values, then nothing until the next group."""
-        geometry, network = self.geometry, self.network
-        assert geometry.backward_groups is not None
-        for name in network.inputs:  # without a home, an input is at hand wherever it is read
-            for device in geometry.devices if name in self.entering else ():
-                self.values[device][name].copy_(self.entering[name])
-        nobody = {n: torch.stack([self.values[d][n].isnan() for d in geometry.devices]).all(0) for n in network.tensors}
-        deltas = {d: {n: torch.zeros_like(t) for n, t in self.values[d].items()} for d in geometry.devices}
-        for device in geometry.devices:
-            for name, gradient in leaving.items():
-                own = geometry.owned(name).hull(device)
-                part(deltas[device][name], own).copy_(part(gradient, own))
-        for group in geometry.backward_groups:
-            for found, buffers in ((group.deltas, deltas), (group.values, self.values)):
-                for name, moves in found.items():
-                    for move in moves:
-                        sent = part(buffers[move.source][name], move.box)
-                        assert not sent.isnan().any(), f"{move.source} has no {name}{move.box} to send"
-                        part(buffers[move.target][name], move.box).copy_(sent)
-            for device in geometry.devices:
-                for index in reversed(range(group.first, group.last)):
-                    self._op_backward(index, device, deltas[device], group.regions, nobody)
-        found_entering = {}
-        for name, tensor in self.entering.items():
-            found_entering[name] = torch.full_like(tensor, NAN)
-            for device, box in geometry.owned(name).pieces():
-                part(found_entering[name], box).copy_(part(deltas[device][name], box))
-        return found_entering
-
-    def _op_backward(
-        self,
-        index: int,
-        device: str,
-        deltas: dict[str, Tensor],
-        regions: dict[str, dict[str, Box]],
-        nobody: dict[str, Tensor],
-    ) -> None:
-        """Input gradients over the grown region, weight gradients over the owned one."""
-        geometry, op = self.geometry, self.network.ops[index]
-        name = op.outputs[0]
-        region, own = regions[name][device], geometry.owned(name).hull(device)
-        for box, for_weights in ((region, False), (own, True)):
-            if box.is_empty or (for_weights and not op.weights):
-                continue
-            inputs = [self._filled(device, read, box, nobody) for read in op.reads]
-            weights = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in self.weights[device].items()}
-            made = run_op(self.network, self.graph.nodes[index], op, weights, inputs, box)
-            torch.autograd.backward([made], [part(deltas[name], box)])
-            if for_weights:
-                for weight in op.weights:
-                    if weights[weight].grad is not None:
-                        held = self.weights[device][weight]
-                        gradient = weights[weight].grad
-                        held.grad = gradient if held.grad is None else held.grad + gradient  # type: ignore[operator]
-                continue
-            for read, crop in zip(op.reads, inputs):
-                wanted = read.demand(box, geometry.shape(read.tensor))
-                target = regions.get(read.tensor, {}).get(device) or geometry.owned(read.tensor).hull(device)
-                common = wanted.intersect(target)
-                if not common.is_empty and crop.grad is not None:
-                    part(deltas[read.tensor], common).add_(part(crop.grad, common.relative_to(wanted)))
-
-    def _filled(self, device: str, read: Read, box: Box, nobody: dict[str, Tensor]) -> Tensor:
-        wanted = read.demand(box, self.geometry.shape(read.tensor))
-        crop = part(self.values[device][read.tensor], wanted).clone()
-        crop[part(nobody[read.tensor], wanted)] = 0.0
-        return crop.requires_grad_()

@@ -17,6 +17,7 @@ from manyhands.schedule.actions import (
     Action,
     Backward,
     Forward,
+    Loss,
     Message,
     Part,
     Receive,
@@ -39,7 +40,8 @@ messages = st.builds(
     Message,
     st.sampled_from(KINDS),
     numbers,
-    st.lists(st.builds(Part, tensor_names, boxes), min_size=1, max_size=3).map(tuple),
+    numbers,
+    st.lists(st.builds(Part, tensor_names, boxes, st.booleans()), min_size=1, max_size=3).map(tuple),
     numbers,
 )
 reductions = st.builds(
@@ -63,7 +65,8 @@ reductions = st.builds(
 )
 actions = st.one_of(
     st.builds(Forward, numbers, numbers, numbers, numbers),
-    st.builds(Backward, numbers, numbers, numbers, numbers),
+    st.builds(Loss, numbers, numbers),
+    st.builds(Backward, numbers, numbers, numbers, numbers, st.sampled_from(("", "inputs", "weights"))),
     st.builds(Send, device_names, messages),
     st.builds(Receive, device_names, messages),
     reductions,
@@ -85,16 +88,22 @@ def test_any_schedule_survives_being_printed(schedule: dict[str, tuple[Action, .
 
 
 @settings(max_examples=30, deadline=None)
-@given(plans(CHAIN))
+@given(plans(CHAIN, repeats=True))
 def test_a_plans_schedule_survives_being_printed(plan: Plan) -> None:
     schedule = Schedule(resolve(plan, CHAIN), CHAIN) if "phone" not in plan.devices else Schedule(plan, CHAIN)
     assert parse_schedule(print_schedule(schedule.actions)) == schedule.actions
 
 
 def test_actions_print_as_documented() -> None:
-    message = Message("value", 3, (Part("relu_3", Box.of((0, 4), (0, 64))), Part("mask", Box.of())), 802816)
+    message = Message("value", 1, 3, (Part("relu_3", Box.of((0, 4), (0, 64))), Part("mask", Box.of())), 802816)
     assert str(Forward(0, 3, 0, 12)) == "forward s0 m3 0:12"
-    assert str(Send("pi-2", message)) == "send pi-2 m3 value relu_3[0:4,0:64]+mask[] 802816B"
+    assert str(Loss(1, 3)) == "loss s1 m3"
+    assert str(Backward(0, 3, 0, 12)) == "backward s0 m3 0:12"
+    assert str(Backward(0, 3, 4, 5, "inputs")) == "backward s0 m3 4:5 inputs"
+    assert str(Backward(0, 3, 4, 5, "weights")) == "backward s0 m3 4:5 weights"
+    assert str(Send("pi-2", message)) == "send pi-2 s1 m3 value relu_3[0:4,0:64]+mask[] 802816B"
+    rim = Message("halo-gradient", 0, 3, (Part("a", Box.of((0, 1))), Part("b", Box.of((1, 2)), is_value=True)), 8)
+    assert str(Receive("pi-1", rim)) == "receive pi-1 s0 m3 halo-gradient a[0:1]+=b[1:2] 8B"
     assert str(Reduce(0, "gradients", 0, 12, ("pi-1", "pi-2"), 44)) == "reduce s0 gradients 0:12 pi-1,pi-2 44B"
     statistics = Reduce(0, "statistics", 7, 8, ("a", "b"), 516, 3, True)
     assert str(statistics) == "reduce s0 statistics m3b 7:8 a,b 516B"
@@ -108,12 +117,17 @@ def test_actions_print_as_documented() -> None:
         "forward s0 m3",
         "forward s0 m3 0-12",
         "forward s-1 m3 0:12",
-        "send pi m3 value relu[0:4] 12",
-        "send pi m3 values relu[0:4] 12B",
-        "send pi m3 value relu 12B",
-        "send pi m3 value relu[0:4]junk 12B",
-        "send pi m3 value relu[0:x] 12B",
-        "receive pi m3 value [0:4] 12B",
+        "forward s0 m3 0:1 inputs",
+        "backward s0 m3 0:1 outputs",
+        "loss s0",
+        "send pi s1 m3 value relu[0:4] 12",
+        "send pi s1 m3 values relu[0:4] 12B",
+        "send pi s1 m3 value relu 12B",
+        "send pi s1 m3 value relu[0:4]junk 12B",
+        "send pi s1 m3 value relu[0:x] 12B",
+        "send pi s1 m3 value ==relu[0:4] 12B",
+        "send pi m3 value relu[0:4] 12B",
+        "receive pi s1 m3 value [0:4] 12B",
         "reduce s0 weights 0:3 a,b 4B",
         "step 0",
     ],

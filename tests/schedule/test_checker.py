@@ -39,7 +39,7 @@ def shared(share: BySamples | ByTiles | ByChannels) -> Plan:
 @given(data=st.data())
 def test_every_drawn_plan_has_a_schedule_that_ends(network: object, data: st.DataObject) -> None:
     chosen = CHAIN if network is CHAIN else SKIPPING
-    plan = data.draw(plans(chosen, most_stages=4))
+    plan = data.draw(plans(chosen, most_stages=4, repeats=True))
     schedule = Schedule(plan, chosen)
     checked = check(schedule)
     assert checked.actions == sum(map(len, schedule.actions.values()))
@@ -147,8 +147,8 @@ def test_a_first_stage_that_does_not_run_ahead_enough() -> None:
         check(schedule)
     report = str(caught.value)
     assert "d0, action" in report
-    assert "-> receive d1 m0 gradient" in report
-    assert "-> receive d0 m1 value" in report
+    assert "-> receive d1 s1 m0 gradient" in report
+    assert "-> receive d0 s1 m1 value" in report
 
 
 def test_many_stuck_devices_are_counted() -> None:
@@ -207,7 +207,7 @@ def test_everything_is_given_back_at_the_end() -> None:
     for order in FIXED_ORDERS:
         schedule = Schedule(pipeline(order), CHAIN)
         for device, own in schedule.actions.items():
-            memory = DeviceMemory(schedule.plan, CHAIN, schedule.lowering.work[device].geometry, device)
+            memory = DeviceMemory(schedule.plan, CHAIN, schedule.lowering.work[device].geometries, device)
             for action in own:
                 memory.act(action)
             assert memory.held_bytes == pytest.approx(0)

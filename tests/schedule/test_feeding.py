@@ -12,7 +12,8 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.network import Network
 from manyhands.facts.plan import EVERYWHERE, BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
-from manyhands.schedule.feeding import fed_inputs, feed_topic, result_topic, samples_of
+from manyhands.schedule.actions import Part
+from manyhands.schedule.feeding import AT_HOME, fed_inputs, feed_topic, result_topic, samples_of
 from manyhands.schedule.work import Lowering
 
 SKIPPING = chain(4, skips={3: 0})
@@ -35,23 +36,23 @@ def test_every_sample_is_fed_once_to_each_stage_that_reads_it(plan: Plan) -> Non
     whole = Box.whole(SKIPPING.tensors["x"].shape_for(plan.micro_batch_size))
     home = plan.homes.get("x", EVERYWHERE)
     if home != EVERYWHERE:
-        assert [(device, parts[0].tensor, parts[0].box) for device, parts in fed.items()] == [(home, "x", whole)]
-        assert len(fed[home]) == 1
+        assert fed == {home: ((AT_HOME, Part("x", whole)),)}
         return
     readers = [g for g in lowering.geometries if any("x" in op.inputs for op in SKIPPING.ops[g.first : g.last])]
     assert set(fed) == {device for geometry in readers for device in geometry.devices}
     for geometry in readers:
-        rows = [part.box.intervals[0] for device in geometry.devices for part in fed[device]]
+        assert all(stage == geometry.index for device in geometry.devices for stage, _ in fed[device])
+        rows = [part.box.intervals[0] for device in geometry.devices for _, part in fed[device]]
         samples = sorted(sample for first, last in rows for sample in range(first, last))
         assert samples == list(range(plan.micro_batch_size))
-        assert all(part.box.intervals[1:] == whole.intervals[1:] for d in geometry.devices for part in fed[d])
+        assert all(part.box.intervals[1:] == whole.intervals[1:] for d in geometry.devices for _, part in fed[d])
 
 
 def test_a_stage_is_fed_its_own_share() -> None:
     fed = fed_inputs(lowered(SKIPPING, two_stages()))
-    assert {device: [part.box.intervals[0] for part in parts] for device, parts in fed.items()} == {
-        "a": [(0, 3)],
-        "b": [(3, 4)],
+    assert {device: [(stage, part.box.intervals[0]) for stage, part in parts] for device, parts in fed.items()} == {
+        "a": [(0, (0, 3))],
+        "b": [(0, (3, 4))],
     }
 
 
@@ -59,7 +60,8 @@ def test_a_home_is_fed_the_whole_and_passes_it_on() -> None:
     lowering = lowered(SKIPPING, two_stages(homes={"x": "b"}))
     fed = fed_inputs(lowering)
     assert list(fed) == ["b"]
-    assert fed["b"][0].box.intervals[0] == (0, 4)
+    ((stage, part),) = fed["b"]
+    assert (stage, part.box.intervals[0]) == (AT_HOME, (0, 4))
     assert [action.message.parts[0].box.intervals[0] for action in lowering.work["b"].before] == [(0, 3)]  # type: ignore[union-attr]
 
 
@@ -74,8 +76,7 @@ def test_an_input_returned_by_the_network_is_fed_to_the_last_stage_too() -> None
 @pytest.mark.parametrize(("device", "samples"), [("a", (0, 3)), ("b", (3, 4)), ("c", (0, 4))])
 def test_samples_of_a_device(device: str, samples: tuple[int, int]) -> None:
     lowering = lowered(SKIPPING, two_stages())
-    geometry = lowering.work[device].geometry
-    assert geometry is not None
+    (geometry,) = lowering.work[device].geometries
     assert samples_of(geometry, device) == samples
 
 

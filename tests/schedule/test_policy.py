@@ -10,7 +10,7 @@ from hand_made import MAP_BYTES, chain, cluster, even_profile
 from manyhands.facts.cluster import Link
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
-from manyhands.schedule.actions import Action, Backward, Forward, Receive, Send
+from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Send
 from manyhands.schedule.checker import check
 from manyhands.schedule.orders import Pass
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, FixedOrder, Schedule
@@ -57,8 +57,8 @@ def test_eager_waits_and_takes_what_has_arrived() -> None:
     assert last.next(state) == WAIT
     receive = next(a for a in schedule.lowering.work["d1"].forward(0) if isinstance(a, Receive))
     state.arrived.add((receive.source, receive.message))
-    answers = [last.next(state) for _ in range(4)]
-    assert [type(answer) for answer in answers] == [Receive, Forward, Backward, Send]
+    answers = [last.next(state) for _ in range(5)]
+    assert [type(answer) for answer in answers] == [Receive, Forward, Loss, Backward, Send]
     assert last.next(state) == WAIT
 
     first, nothing = schedule.policies()["d0"], DeviceState()

@@ -14,8 +14,11 @@ from drawn_plans import plans
 from hand_made import CHANNELS, COLUMNS, MAP_BYTES, ROWS, WEIGHT_BYTES, chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import DTYPE_BYTES, Network
-from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Plan, Stage
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, Send, Step
+from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Order, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Receive, Reduce, Send, Step
+from manyhands.schedule.checker import check
+from manyhands.schedule.policy import Schedule
 from manyhands.schedule.work import HEADER_BYTES, DeviceWork, Lowering
 
 CHAIN = chain(4)
@@ -193,13 +196,13 @@ def test_statistics_are_added_up_before_they_are_needed() -> None:
     work = Lowering(plan, network).work["a"]
     size = (2 * CHANNELS + 1) * 4
     assert texts(work.forward(5)) == [
-        "forward s0 m5 0:1", f"reduce s0 statistics m5 1:2 a,b {size}B", "forward s0 m5 1:3",
+        "forward s0 m5 0:1", f"reduce s0 statistics m5 1:2 a,b {size}B", "forward s0 m5 1:3", "loss s0 m5",
     ]  # fmt: skip
     assert texts(work.backward(5, is_last=False)) == [
         "backward s0 m5 2:3", f"reduce s0 statistics m5b 1:2 a,b {size - 4}B", "backward s0 m5 0:2",
     ]  # fmt: skip
     local = Lowering(Plan("chain", 2, plan.stages, batch_norm="local"), network).work["a"]
-    assert texts(local.forward(0)) == ["forward s0 m0 0:3"]
+    assert texts(local.forward(0)) == ["forward s0 m0 0:3", "loss s0 m0"]
 
 
 def test_buckets_are_reduced_as_soon_as_they_are_complete() -> None:
@@ -264,3 +267,247 @@ def test_an_output_made_early_goes_to_the_stage_of_the_loss() -> None:
     assert ("a", "gradient", "t0") in back
     one = Lowering(plan, CHAIN).work
     assert {to for to, _ in sent_by(one["a"])} == {"b"}
+
+
+# The loss
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "sequential"])
+def test_the_loss_comes_after_the_last_stages_forward(order: Order) -> None:
+    stages = (Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), BySamples((1, 1))))
+    work = Lowering(Plan("chain", 2, stages, order=order), CHAIN).work
+    assert not any(isinstance(action, Loss) for action in work["a"].forward(0))
+    for device in "bc":
+        assert texts(work[device].forward(3)[-2:]) == ["forward s1 m3 2:4", "loss s1 m3"]
+
+
+def test_a_stream_has_no_loss() -> None:
+    for share in (BySamples((1, 1)), ByTiles((1, 1))):
+        plan = Plan("chain", 2, (Stage((0, 4), ("a", "b"), share),), order="stream")
+        work = Lowering(plan, CHAIN).work
+        assert not any(isinstance(action, Loss) for device in "ab" for action in work[device].forward(0))
+
+
+@pytest.mark.parametrize("groups", [None, (0,)])
+def test_the_first_tile_gathers_the_output_and_computes_the_loss(groups: tuple[int, ...] | None) -> None:
+    plan = Plan("chain", 1, (Stage((0, 4), ("a", "b"), ByTiles((1, 1), backward_groups=groups)),))
+    work = Lowering(plan, CHAIN).work
+    size = MAP_BYTES // 2
+    assert texts(work["a"].forward(2)[-2:]) == [
+        f"receive b s0 m2 output t3[0:1,0:4,4:8,0:6] {size}B", "loss s0 m2",
+    ]  # fmt: skip
+    assert texts(work["b"].forward(2)[-1:]) == [f"send a s0 m2 output t3[0:1,0:4,4:8,0:6] {size}B"]
+    back = f"s0 m2 output-gradient t3[0:1,0:4,4:8,0:6] {size}B"
+    assert texts(work["a"].backward(2, is_last=False)[:1]) == [f"send b {back}"]
+    assert texts(work["b"].backward(2, is_last=False)[:1]) == [f"receive a {back}"]
+
+
+# Tiles: what is sent at once, and what is computed while it travels
+
+
+def test_the_weights_gradients_are_computed_while_the_rims_travel() -> None:
+    plan = Plan("chain", 1, (Stage((0, 2), ("a", "b"), ByTiles((1, 1))), Stage((2, 4), ("c",))))
+    row = 4 * CHANNELS * COLUMNS
+    actions = texts(Lowering(plan, CHAIN).work["a"].backward(0, is_last=False))
+    assert actions == [
+        f"receive c s1 m0 gradient t1[0:1,0:4,0:4,0:6] {MAP_BYTES // 2}B",
+        "backward s0 m0 1:2 inputs",
+        f"send b s0 m0 halo-gradient t0[0:1,0:4,4:5,0:6] {row}B",
+        "backward s0 m0 1:2 weights",
+        f"receive b s0 m0 halo-gradient t0[0:1,0:4,3:4,0:6] {row}B",
+        "backward s0 m0 0:1",
+    ]
+
+
+def test_a_gradient_for_the_stage_before_leaves_before_the_weights_gradients() -> None:
+    plan = Plan("chain", 1, (Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), ByTiles((1, 1), backward_groups=(2,)))))
+    kinds = [(type(action), getattr(action, "part", "")) for action in Lowering(plan, CHAIN).work["b"].backward(0, is_last=True)]
+    assert kinds == [
+        (Send, ""), (Send, ""), (Receive, ""),  # the output's gradient; then what the group starts with
+        (Backward, ""), (Backward, "inputs"), (Send, ""), (Backward, "weights"), (Reduce, ""),
+    ]  # fmt: skip
+
+
+def test_nothing_is_split_where_nothing_is_sent_or_there_are_no_two_parts() -> None:
+    """Without a message in between, without weights, or where the input has no gradient."""
+    frozen = msgspec.structs.replace(
+        CHAIN, weights={n: msgspec.structs.replace(w, trainable=False) for n, w in CHAIN.weights.items()}
+    )
+    tiles = Stage((0, 4), ("a", "b"), ByTiles((1, 1)))
+    for network, stage in ((frozen, tiles), (CHAIN, Stage((0, 4), ("a", "b"), BySamples((1, 1))))):
+        actions = Lowering(Plan("chain", 2, (stage,)), network).work["a"].backward(0, is_last=False)
+        assert all(action.part == "" for action in actions if isinstance(action, Backward))
+    actions = Lowering(Plan("chain", 2, (tiles,)), CHAIN).work["a"].backward(0, is_last=False)
+    assert [a.first for a in actions if isinstance(a, Backward) and a.part == ""] == [0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(SKIPPING, orders=("1f1b",), kinds=("tiles", "single")))
+def test_every_operator_is_differentiated_once(plan: Plan) -> None:
+    """Its inputs' gradients and its weights', in one action or in two, the inputs' first; last operator first."""
+    lowering = Lowering(plan, SKIPPING)
+    for work in lowering.work.values():
+        for is_last in (False, True):
+            actions = [a for a in work.backward(0, is_last=is_last) if isinstance(a, Backward)]
+            for part in ("inputs", "weights"):
+                order = [op for a in actions if a.part in ("", part) for op in range(a.last - 1, a.first - 1, -1)]
+                assert order == [op for g in reversed(work.geometries) for op in range(g.last - 1, g.first - 1, -1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(SKIPPING, orders=("1f1b",), kinds=("tiles",)))
+def test_one_packed_message_for_each_peer_at_each_group_start(plan: Plan) -> None:
+    """Between two computations a device sends at most one message of a kind to another for each of its stages."""
+    for work in Lowering(plan, SKIPPING).work.values():
+        for actions in (work.forward(0), work.backward(0, is_last=False)):
+            sent: set[tuple[str, str, int]] = set()
+            for action in actions:
+                if isinstance(action, (Forward, Backward)):
+                    sent.clear()
+                elif isinstance(action, Send):
+                    key = (action.to, action.message.kind, action.message.stage)
+                    assert key not in sent
+                    sent.add(key)
+                    names = [(part.tensor, part.is_value, part.box) for part in action.message.parts]
+                    assert len(set(names)) == len(names)
+
+
+def test_deltas_and_values_travel_in_one_message() -> None:
+    """A backward group's start: gradients of t3, and the rows of t2 that its derivative and region want."""
+    ops = [msgspec.structs.replace(op, derives_from=op.inputs) for op in CHAIN.ops]
+    network = msgspec.structs.replace(CHAIN, ops=tuple(ops))
+    plan = Plan("chain", 1, (Stage((0, 4), ("a", "b"), ByTiles((1, 1), backward_groups=(0, 3))),))
+    actions = Lowering(plan, network).work["b"].backward(0, is_last=False)
+    sent = [str(a.message) for a in actions if isinstance(a, Send) and a.message.kind == "halo-gradient"]
+    row = 4 * CHANNELS * COLUMNS
+    assert sent[0] == f"s0 m0 halo-gradient t3[0:1,0:4,4:5,0:6]+=t2[0:1,0:4,5:6,0:6] {2 * row}B"
+    assert len(sent) == 2
+
+
+def test_a_group_start_stops_for_statistics_inside_it_only() -> None:
+    network = chain(3, statistics=[1])
+    plan = Plan("chain", 2, (Stage((0, 3), ("a", "b"), ByTiles((1, 1), forward_groups=(0,))),))
+    work = Lowering(plan, network).work["b"]
+    size = (2 * CHANNELS + 1) * 4
+    assert texts(work.forward(0)[:3]) == [
+        "forward s0 m0 0:1", f"reduce s0 statistics m0 1:2 a,b {size}B", "forward s0 m0 1:3",
+    ]  # fmt: skip
+    local = Lowering(Plan("chain", 2, plan.stages, batch_norm="local"), network).work["b"]
+    assert texts(local.forward(0)[:3]) == texts(work.forward(0)[:3])  # a tile has no samples of its own
+
+
+def test_sums_per_sample_are_counted_by_samples_and_needed_in_a_stream_too() -> None:
+    ops = list(CHAIN.ops)
+    ops[1] = msgspec.structs.replace(ops[1], tiling="norm", tile_sums=6, macs=0)
+    network = msgspec.structs.replace(CHAIN, ops=tuple(ops))
+    stage = Stage((0, 4), ("a", "b"), ByTiles((1, 1)))
+    for order in ("1f1b", "stream"):
+        work = Lowering(Plan("chain", 3, (stage,), order=order), network).work["a"]  # type: ignore[arg-type]
+        (found,) = [action for action in work.forward(0) if isinstance(action, Reduce)]
+        assert (found.first, found.bytes) == (1, 3 * 6 * 4)
+    back = Lowering(Plan("chain", 3, (stage,)), network).work["a"].backward(0, is_last=False)
+    assert [(a.bytes, a.backward) for a in back if isinstance(a, Reduce)] == [(3 * 6 * 4, True)]
+
+
+# A device in several stages
+
+
+def twice(order: Order = "sequential", micro_batches: int = 2, reduce: str = "allreduce") -> Plan:
+    """Tiles on two devices, the tail on the first of them, and a last stage on the other."""
+    stages = (
+        Stage((0, 2), ("a", "b"), ByTiles((1, 1)), reduce=reduce),  # type: ignore[arg-type]
+        Stage((2, 3), ("a",)),
+        Stage((3, 4), ("b",)),
+    )
+    return resolve(Plan("chain", 2 * micro_batches, stages, micro_batches, order), CHAIN)
+
+
+def test_what_a_device_hands_to_itself_is_no_message() -> None:
+    lowering = Lowering(twice(), CHAIN)
+    half, other = Box.parse("[0:2,0:4,0:4,0:6]"), Box.parse("[0:2,0:4,4:8,0:6]")
+    assert lowering.handed_over("a") == [(0, 1, "t1", half)]
+    assert lowering.handed_over("b") == []
+    crossing = [(to, m.kind, m.stage, [str(part) for part in m.parts]) for to, m in sent_by(lowering.work["b"])]
+    assert ("a", "value", 1, [f"t1{other}"]) in crossing
+    assert ("a", "gradient", 2, ["t2[0:2,0:4,0:8,0:6]"]) in crossing
+    for device, work in lowering.work.items():
+        assert all(to != device for to, _ in sent_by(work))
+
+
+def test_a_device_in_two_stages_goes_through_them_in_order() -> None:
+    work = Lowering(twice(), CHAIN).work
+    assert [geometry.index for geometry in work["a"].geometries] == [0, 1]
+    assert (work["a"].stage, work["a"].geometry(1).first) == (0, 2)
+    assert work["a"].weights() == ("w0", "w1", "w2")
+    assert work["b"].weights() == ("w0", "w1", "w3")
+    passes = [str(a) for a in work["a"].forward(1) if isinstance(a, (Forward, Loss))]
+    assert passes == ["forward s0 m1 0:1", "forward s0 m1 1:2", "forward s1 m1 2:3"]
+    back = [a.stage for a in work["a"].backward(1, is_last=False) if isinstance(a, Backward)]
+    assert back == sorted(back, reverse=True)
+    assert texts(work["b"].finish()) == ["step s0", "step s2"]
+
+
+@pytest.mark.parametrize("order", ["sequential", "gpipe", "stream", "1f1b"])
+@pytest.mark.parametrize("reduce", ["allreduce", "gateway"])
+def test_a_device_in_two_stages_passes_the_checker(order: Order, reduce: str) -> None:
+    plan = twice(order, 1 if order == "1f1b" else 3, reduce)
+    checked = check(Schedule(plan, CHAIN))
+    held = plan.micro_batches if order == "gpipe" else 1
+    assert checked.most_micro_batches_held == {"a": held, "b": held}
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(SKIPPING, orders=("sequential", "gpipe"), repeats=True))
+def test_every_element_comes_by_message_or_is_handed_over(plan: Plan) -> None:
+    """Stage by stage: what a device needs of tensors made before, counted by what arrives for that stage."""
+    lowering = Lowering(plan, SKIPPING)
+    for device, work in lowering.work.items():
+        got: dict[tuple[int, str], list[Box]] = defaultdict(list)
+        for action in work.forward(0):
+            if isinstance(action, Receive) and action.message.kind == "value":
+                for one in action.message.parts:
+                    got[action.message.stage, one.tensor].append(one.box)
+        for _, consumer, tensor, box in lowering.handed_over(device):
+            got[consumer, tensor].append(box)
+        for geometry in work.geometries:
+            for tensor in {name for op in geometry.ops for name in op.inputs}:
+                if tensor not in SKIPPING.inputs and not geometry.is_made_here(tensor):
+                    shape = geometry.shape(tensor)
+                    wanted = list(geometry.entering(tensor).boxes(device))
+                    np.testing.assert_array_equal(count_of(shape, got[geometry.index, tensor]), count_of(shape, wanted))
+
+
+# The end of a round
+
+
+def test_the_end_has_phases_for_all_stages_of_a_device() -> None:
+    """Partial sums leave first, then those of others come, then all steps, then weights leave and come: no device
+    that is a gateway of one stage and a member of another waits for itself."""
+    stages = (
+        Stage((0, 2), ("a", "b"), ByTiles((1, 1)), reduce="gateway"),
+        Stage((2, 3), ("b", "a"), ByTiles((1, 1)), reduce="gateway"),
+        Stage((3, 4), ("c",)),
+    )
+    plan = resolve(Plan("chain", 2, stages, order="sequential"), CHAIN)
+    schedule = Schedule(plan, CHAIN)
+    check(schedule)
+    two, one = 2 * WEIGHT_BYTES, WEIGHT_BYTES
+    whole = "[0:100]"
+    assert texts(schedule.lowering.work["a"].finish()) == [
+        f"send b s1 m0 weight-gradient w2{whole} {one}B",
+        f"receive b s0 m0 weight-gradient w0{whole}+w1{whole} {two}B",
+        "step s0",
+        f"send b s0 m0 weights w0{whole}+w1{whole} {two}B",
+        f"receive b s1 m0 weights w2{whole} {one}B",
+    ]
+    assert [type(action) for action in schedule.lowering.work["b"].finish()] == [Send, Receive, Step, Send, Receive]
+    assert texts(schedule.lowering.work["c"].finish()) == ["step s2"]
+
+
+def test_a_gateway_of_nothing_trained_only_steps() -> None:
+    weights = {n: msgspec.structs.replace(w, trainable=False) for n, w in CHAIN.weights.items()}
+    stages = (Stage((0, 4), ("a", "b"), ByTiles((1, 1)), reduce="gateway"),)
+    lowering = Lowering(Plan("chain", 2, stages), msgspec.structs.replace(CHAIN, weights=weights))
+    assert {device: texts(work.finish()) for device, work in lowering.work.items()} == {
+        "a": ["step s0"], "b": ["step s0"],
+    }  # fmt: skip

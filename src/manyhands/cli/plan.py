@@ -29,6 +29,17 @@ def plan(
     strategy: Annotated[
         str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")
     ] = "auto",
+    grid: Annotated[
+        str | None, typer.Option("--grid", help="Rows x columns of tiles, like 2x3. For --share tiles.")
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            "--costs",
+            help="Show only where an interior tile best exchanges its boundary, by the tiling paper's model, if a "
+            "multiply-accumulate, a boundary element and an exchange cost so much: 0.1,2,0. Needs no cluster.",
+        ),
+    ] = None,
     micro_batches: MicroBatches = None,
     order: Order = None,
     input: Input = "",
@@ -40,11 +51,30 @@ def plan(
 ) -> None:
     """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
     from manyhands.api import public
+    from manyhands.api.networks import load_network, parse_input
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
-    from manyhands.cli.tables import print_candidates, print_plan
+    from manyhands.cli.tables import print_candidates, print_plan, print_tile_groups
+    from manyhands.facts.errors import BadValue
     from manyhands.files.documents import write_document
 
+    if costs is not None:
+        makes_plans = {
+            "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--profile": profile,
+            "--out": out, "--schedule": schedule,
+        }  # fmt: skip
+        tiles, prices = public.parse_tile_costs(strategy, grid, costs, makes_plans)
+        with working(f"capturing {model}"):
+            captured = load_network(model, parse_input(input), granularity)
+        groups = public.tile_groups(captured, tiles, prices)
+        if json:
+            print_json(public.tile_groups_document(captured, groups))
+        else:
+            print_tile_groups(groups, captured)
+        return
+    if grid is not None:
+        rows, columns = public.parse_grid(grid)
+        raise BadValue(f"--grid {rows}x{columns} without --costs is not there yet.", hint="Add --costs 0,1,0.")
     network, machines, known = load_task(model, input, granularity, cluster, profile)
     with working("planning"):
         planned = public.plan(

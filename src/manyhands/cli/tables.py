@@ -10,12 +10,13 @@ import typer
 from manyhands.cli.show import print_table
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Share
 from manyhands.facts.plan_check import layer_range
-from manyhands.facts.units import format_bytes, format_seconds
+from manyhands.facts.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
+    from manyhands.planner.grouping import TileGroups
     from manyhands.planner.strategies import Candidate
     from manyhands.simulator.result import Simulation
 
@@ -113,3 +114,39 @@ def print_candidates(candidates: list[Candidate]) -> None:
                 [candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"]
             )
     print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])
+
+
+def print_tile_groups(groups: TileGroups, network: Network) -> None:
+    """Where an interior tile exchanges its boundary, layer by layer, and what that costs beside the extremes."""
+    ways = (("forward", groups.forward), ("backward", groups.backward))
+    rows = []
+    for number, (layer, tile) in enumerate(zip(groups.layers, groups.tiles)):
+        kind = "pooling" if layer.is_pool else "convolution"
+        rows.append(
+            [str(number), layer.name, f"{kind} {_by(layer.kernel)}, stride {_by(layer.stride)}",
+             _by((layer.channels_in, *layer.input_size)), _by(tile),
+             *(str(sum(start <= number for start in found.best.starts)) for _, found in ways)]
+        )  # fmt: skip
+    costs = groups.costs
+    title = (
+        f"{network.name} ({network.input_text}) in {_by(groups.grid)} tiles, an interior one: groups at costs of "
+        f"{costs.computation:g} a multiply-accumulate, {costs.communication:g} a boundary element, "
+        f"{costs.fixed:g} an exchange"
+    )
+    headings = ["", "layer", "", "input", "tile", "forward group", "backward group"]
+    print_table(title, headings, rows, numbers=["input", "tile", "forward group", "backward group"])
+    rows = [
+        [name, str(len(found.best.starts)), *map(_cost, (found.best.cost, found.one_group, found.every_layer)),
+         ", ".join(map(str, found.exchanges))]
+        for name, found in ways
+    ]  # fmt: skip
+    headings = ["", "groups", "cost", "one group", "every layer", "exchanges at maps"]
+    print_table("Costs (map n is the input of layer n)", headings, rows, numbers=headings[1:5])
+
+
+def _by(numbers: tuple[int, ...]) -> str:
+    return "x".join(map(str, numbers))
+
+
+def _cost(cost: float) -> str:
+    return format_count(cost) if cost >= 1e6 else f"{cost:,.6g}"

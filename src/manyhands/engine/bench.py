@@ -24,6 +24,8 @@ from manyhands.engine.bench_links import (
     LIMIT_SECONDS,
     LINKS,
     PINGS_AT_ONCE,
+    SIZES,
+    messages_of,
 )
 from manyhands.facts.errors import TimedOut, WorkerLost
 
@@ -111,7 +113,8 @@ class _Pair:
 
 
 def bench_engine(quick: bool = False, on_progress: Callable[[str], None] = lambda _: None) -> dict[str, float | str]:
-    """Flat names: '<candidate>_latency_us', '<candidate>_throughput_mb_per_s', '<candidate>_kill_seconds', ratios."""
+    """Flat names: '<candidate>_latency_us', '<candidate>_throughput_mb_per_s', '<candidate>_kill_seconds', ratios;
+    of memory in common and TCP also '<candidate>_latency_us_<size>' and '<candidate>_stream_gb_s_<size>'."""
     found: dict[str, float | str] = {}
     kinds = list(LINKS)
     if importlib.util.find_spec("zmq") is None:
@@ -124,6 +127,7 @@ def bench_engine(quick: bool = False, on_progress: Callable[[str], None] = lambd
             pairs.append(_Pair(kind))
         found |= _latency(pairs, 5 if quick else 15, on_progress)
         found |= _throughput(pairs, 5 if quick else 15, on_progress)
+        found |= _sharing(pairs, 5 if quick else 15, on_progress)
         for pair in pairs:
             on_progress(f"killing a {pair.kind} sender in the middle of a message")
             found |= _kill(pair)
@@ -165,6 +169,30 @@ def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], No
     }
     found["exchange_efficiency"] = _ratio(seconds["raw"], seconds["tcp"])
     found["tls_exchange_efficiency"] = _ratio(seconds["raw"], seconds["tls"])
+    return found
+
+
+def _sharing(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:
+    """Memory in common against TCP, at every size. A ratio above 1 says that memory in common is the faster one."""
+    compared = [pair for pair in pairs if pair.kind in ("tcp", "shm")]
+    found: dict[str, float | str] = {}
+    for name, size in SIZES.items():
+        on_progress(f"memory in common, {name}")
+        latency: dict[str, list[float]] = {pair.kind: [] for pair in compared}
+        stream: dict[str, list[float]] = {pair.kind: [] for pair in compared}
+        for number in range(rounds + 1):
+            for pair in compared:
+                measured = pair.both("compare", size)
+                assert isinstance(measured, list)
+                if number:
+                    latency[pair.kind].append(measured[0] / 2)
+                    stream[pair.kind].append(measured[1])
+        for kind in latency:
+            found[f"{kind}_latency_us_{name}"] = round(statistics.median(latency[kind]) * 1e6, 1)
+            rate = size * messages_of(size) / statistics.median(stream[kind])
+            found[f"{kind}_stream_gb_s_{name}"] = round(rate / 1e9, 3)
+        found[f"shm_latency_ratio_{name}"] = _ratio(latency["tcp"], latency["shm"])
+        found[f"shm_stream_ratio_{name}"] = _ratio(stream["tcp"], stream["shm"])
     return found
 
 

@@ -13,6 +13,7 @@ import datetime
 import importlib
 import json
 import socket
+import statistics
 import sys
 import time
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ BURST_MESSAGE_BYTES = 16 * 2**20
 BURST_MESSAGES = 4
 DYING_BYTES = 256 * 2**20
 PINGS_AT_ONCE = 200
+SIZES = {"4kb": 4096, "64kb": 64 * 1024, "128kb": 128 * 1024, "1mb": 2**20, "16mb": 16 * 2**20}
+"""At which sizes memory in common is compared with TCP."""
+MOST_MESSAGES_OF_A_SIZE = 32
 LIMIT_SECONDS = 30.0
 GLOO_LIMIT_SECONDS = 10.0
 HOST = "127.0.0.1"
@@ -103,21 +107,29 @@ class RawLink:
         self._receive(self.dying)
 
 
+def messages_of(size: int) -> int:
+    """How many of this size make a stream."""
+    return max(2, min(MOST_MESSAGES_OF_A_SIZE, 32 * 2**20 // size))
+
+
 class EndpointLink:
-    """This package's engine."""
+    """This package's engine, over TCP alone."""
 
     encrypted = False
+    shared_bytes = 0
 
     def __init__(self, role: str) -> None:
         import torch
 
         from manyhands.engine.security import Security
+        from manyhands.engine.sharing import SharingSetting
         from manyhands.engine.tcp import TcpEndpoint
 
         torch.set_num_threads(1)
         self.is_a, self.peer = role == "a", "b" if role == "a" else "a"
         security = Security("a token for a benchmark on one machine", self.encrypted)
-        self.endpoint = TcpEndpoint(role, security, limit_seconds=LIMIT_SECONDS)
+        sharing = SharingSetting(self.shared_bytes, smallest_bytes=1)
+        self.endpoint = TcpEndpoint(role, security, limit_seconds=LIMIT_SECONDS, sharing=sharing)
         self.small = [torch.zeros(PING_BYTES, dtype=torch.uint8)]
         self.large = [[torch.zeros(BURST_MESSAGE_BYTES, dtype=torch.uint8)] for _ in range(BURST_MESSAGES)]
         self.word = [torch.zeros(1, dtype=torch.uint8)]
@@ -129,6 +141,8 @@ class EndpointLink:
     def connect(self, address: str) -> None:
         expected = {(self.peer, f"ping {number}"): PING_BYTES for number in range(PINGS_AT_ONCE)}
         expected |= {(self.peer, f"burst {number}"): BURST_MESSAGE_BYTES for number in range(BURST_MESSAGES)}
+        for size in SIZES.values():
+            expected |= {(self.peer, f"{size} {number}"): size for number in range(messages_of(size))}
         expected |= {(self.peer, "word"): 1, (self.peer, "dying"): DYING_BYTES}
         self.endpoint.mailbox.open(0, expected)
         self.endpoint.connect({self.peer: (HOST, int(address or 0))}, LIMIT_SECONDS)
@@ -148,18 +162,43 @@ class EndpointLink:
         self.endpoint.mailbox.begin_step(self.step)
 
     def burst(self) -> None:
+        self._stream({f"burst {number}": tensors for number, tensors in enumerate(self.large)})
+
+    def _stream(self, messages: dict[str, Any]) -> None:
         self._next_step()
-        for number, tensors in enumerate(self.large):
+        for topic, tensors in messages.items():
             if self.is_a:
-                self.endpoint.send(self.peer, self.step, f"burst {number}", tensors)
+                self.endpoint.send(self.peer, self.step, topic, tensors)
             else:
-                self.endpoint.mailbox.post(self.peer, self.step, f"burst {number}", tensors)
+                self.endpoint.mailbox.post(self.peer, self.step, topic, tensors)
         if self.is_a:
             self.endpoint.mailbox.receive(self.peer, self.step, "word", self.word)
             return
-        for number, tensors in enumerate(self.large):
-            self.endpoint.mailbox.receive(self.peer, self.step, f"burst {number}", tensors)
+        for topic, tensors in messages.items():
+            self.endpoint.mailbox.receive(self.peer, self.step, topic, tensors)
         self.endpoint.send(self.peer, self.step, "word", self.word)
+
+    def compare(self, size: int) -> list[float]:
+        """Seconds of one message there and back, the median of some, and of a stream of them with a word back."""
+        tensors = self._of_size(size)
+        self._next_step()
+        seconds = []
+        for number, one in enumerate(tensors):
+            start = time.perf_counter()
+            if self.is_a:
+                self.endpoint.send(self.peer, self.step, f"{size} {number}", one)
+            self.endpoint.mailbox.receive(self.peer, self.step, f"{size} {number}", one)
+            if not self.is_a:
+                self.endpoint.send(self.peer, self.step, f"{size} {number}", one)
+            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        self._stream({f"{size} {number}": one for number, one in enumerate(tensors)})
+        return [statistics.median(seconds), time.perf_counter() - start]
+
+    def _of_size(self, size: int) -> list[Any]:
+        """Messages of this size, each in memory of its own."""
+        count = len(self.large)
+        return [[self.large[number % count][0][number // count * size :][:size]] for number in range(messages_of(size))]
 
     def prepare_dying(self) -> None:
         import torch
@@ -177,6 +216,12 @@ class EndpointLink:
 
 class EncryptedEndpointLink(EndpointLink):
     encrypted = True
+
+
+class SharedEndpointLink(EndpointLink):
+    """The engine with every payload, however small, through memory in common."""
+
+    shared_bytes = 8 * 2**20
 
 
 class ZeroMqLink:
@@ -302,6 +347,7 @@ LINKS: dict[str, Any] = {
     "raw": RawLink,
     "tcp": EndpointLink,
     "tls": EncryptedEndpointLink,
+    "shm": SharedEndpointLink,
     "zeromq": ZeroMqLink,
     "zeromq_curve": CurveLink,
     "gloo": GlooLink,
@@ -335,6 +381,9 @@ def serve(kind: str, role: str) -> None:
             start = time.perf_counter()
             link.burst()
             _answer(time.perf_counter() - start)
+        elif command == "compare":
+            assert isinstance(link, EndpointLink)
+            _answer(link.compare(argument))
         elif command == "send_dying":
             link.prepare_dying()
             _answer("go")

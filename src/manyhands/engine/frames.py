@@ -40,10 +40,21 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the whole message."""
     offset: int
     length: int
+    place: int = -1
+    """Where the payload lies in memory that both ends have in common (`shared_memory`); -1: behind the header."""
 
 
-BEAT = Header("", -1, 0, "beat", 0, 0, 0)
-"""Says only that its sender is alive. Never delivered."""
+def control(topic: str, size: int) -> Header:
+    """Of a frame between the engines themselves. Never delivered."""
+    return Header("", -1, 0, topic, size, 0, size)
+
+
+BEAT = control("beat", 0)
+"""Says only that its sender is alive."""
+OFFER, ANSWER = "memory offered", "memory found"
+"""See `sharing`."""
+CONTROL_TOPICS = frozenset({BEAT.topic, OFFER, ANSWER})
+LARGEST_CONTROL_BYTES = 4096
 
 
 class BadFrame(Exception):
@@ -70,6 +81,15 @@ def header_bytes(prelude: bytes | bytearray | memoryview) -> int:
     if not 0 < size <= LARGEST_HEADER_BYTES:
         raise BadFrame(f"a header of {size} bytes; at most {LARGEST_HEADER_BYTES} are read")
     return int(size)
+
+
+def is_control(header: Header) -> bool:
+    """Whether a frame is for the engine. One that is must be small and whole."""
+    if header.generation != BEAT.generation or header.origin != BEAT.origin or header.topic not in CONTROL_TOPICS:
+        return False
+    if header.length > LARGEST_CONTROL_BYTES or header.length != header.bytes or header.place >= 0:
+        raise BadFrame(f"'{header.topic}' has {header.length} of {header.bytes} bytes; all are read, if at most 4096")
+    return True
 
 
 def decode(body: bytes | bytearray | memoryview) -> Header:

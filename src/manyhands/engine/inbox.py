@@ -2,12 +2,16 @@
 
 A small frame costs one system call: header and payload are read together and copied from there. Of a large one only
 the first bytes are; the rest goes straight to its destination, and the header behind it comes with the same call.
+A payload in memory in common is copied from there, straight to its destination too.
 """
 
 from __future__ import annotations
 
-from manyhands.engine.frames import BEAT, PRELUDE, Header, decode, header_bytes
+from collections.abc import Callable
+
+from manyhands.engine.frames import PRELUDE, BadFrame, Header, decode, header_bytes, is_control
 from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.shared_memory import EmptyingRing
 from manyhands.engine.wire import MOST_BUFFERS, Wire
 
 _BUFFER_BYTES = 32 * 1024
@@ -16,8 +20,15 @@ _BUFFER_BYTES = 32 * 1024
 class Inbox:
     """The reading side of one connection; used by the engine's thread only."""
 
-    def __init__(self, peer: str, wire: Wire, mailbox: Mailbox) -> None:
-        self._peer, self._wire, self._mailbox = peer, wire, mailbox
+    def __init__(
+        self,
+        peer: str,
+        wire: Wire,
+        mailbox: Mailbox,
+        on_control: Callable[[str, bytes], None] = lambda topic, content: None,
+    ) -> None:
+        self._peer, self._wire, self._mailbox, self._on_control = peer, wire, mailbox, on_control
+        self.ring: EmptyingRing | None = None
         self._is_encrypted = wire.encrypted
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
@@ -39,7 +50,7 @@ class Inbox:
         return total
 
     def _read_ahead(self) -> tuple[int, int]:
-        """Headers and small frames, into the buffer. What is in it is less than a header."""
+        """Headers and small frames, into the buffer. What is in it is less than a header, or than a control frame."""
         if self._start:
             rest = self._end - self._start
             self._buffer[:rest] = bytes(self._buffer[self._start : self._end])
@@ -101,20 +112,41 @@ class Inbox:
             if end > self._end:
                 return
             header = decode(buffer[body:end])
+            if header.place >= 0:
+                self._start = end
+                self._take(header)
+                continue
             whole = end + header.length
+            if is_control(header):
+                if whole > self._end:
+                    return
+                self._start = whole
+                self._on_control(header.topic, bytes(buffer[end:whole]))
+                continue
             if whole > self._end:
                 self._start = end
                 self._begin(header)
                 continue
             self._start = whole
-            if header.generation != BEAT.generation or header.topic != BEAT.topic:
-                self._mailbox.deliver(self._peer, header, buffer[end:whole])
+            self._mailbox.deliver(self._peer, header, buffer[end:whole])
+
+    def _take(self, header: Header) -> None:
+        """A payload that lies in the ring, all of it."""
+        ring, size = self.ring, self.ring.size if self.ring is not None else 0
+        if ring is None or header.length > size or header.place >= size:
+            place = f"{header.length} bytes at {header.place}"
+            raise BadFrame(f"{place} of memory in common, of which there are {size}")
+        views = self._mailbox.accept(self._peer, header)
+        with self._mailbox.writing:
+            is_wanted = views is not None and self._mailbox.wants(header)
+            if views is not None and is_wanted:
+                ring.read(header.place, header.length, views)
+        if is_wanted:
+            self._mailbox.wrote(header)
+        ring.free(header.length)
 
     def _begin(self, header: Header) -> None:
         self._left = header.length
-        if header.generation == BEAT.generation and header.topic == BEAT.topic:
-            self._header = None
-            return
         views = self._mailbox.accept(self._peer, header)
         if views is None:
             self._header = None

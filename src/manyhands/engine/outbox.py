@@ -2,6 +2,7 @@
 
 Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
 What the link does not take at once is left to the engine's thread; all of it where the link is shaped (see `shaping`).
+Payloads go through memory in common where there is some, with room for them, and the link is not shaped.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from manyhands.engine.frames import BEAT, CHUNK_BYTES, Header, encode
+import msgspec
+
+from manyhands.engine.frames import BEAT, CHUNK_BYTES, Header, encode, is_control
 from manyhands.engine.mailbox import window
 from manyhands.engine.shaping import Shaper
+from manyhands.engine.shared_memory import FillingRing
 from manyhands.engine.wire import MOST_BUFFERS, Wire
 
 _MESSAGES_TAKING_TURNS = 4
@@ -32,16 +36,16 @@ class Outgoing:
     is_detached: bool = False
     handed_at: float = -math.inf
 
-    def next_frame(self) -> list[memoryview]:
-        """The next chunk with its header, no byte of it copied."""
+    def next_part(self) -> tuple[Header, list[memoryview]]:
+        """The next chunk: its header and its payload, no byte of it copied."""
         start = self.start
         if start.length == start.bytes:
-            return [memoryview(encode(start)), *self.views]
+            return start, self.views
         length = min(CHUNK_BYTES, start.bytes - self.offset)
         header = Header(start.origin, start.generation, start.step, start.topic, start.bytes, self.offset, length)
         views = window(self.views, self.offset - self.copied_at, length)
         self.offset += length
-        return [memoryview(encode(header)), *views]
+        return header, views
 
     def detach(self) -> None:
         """Go on from a copy of what is left."""
@@ -70,6 +74,8 @@ class Outbox:
         self.shaper: Shaper | None = None
         self._awaits_shape = False
         self._must_queue = wire.encrypted
+        self.ring: FillingRing | None = None
+        self.smallest_shared_bytes = 0
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
         message.handed_at = time.monotonic()
@@ -122,17 +128,23 @@ class Outbox:
         try:
             if self.has_work:
                 return False
-            head = encode(start)
-            frame = [memoryview(head), *views]
-            self.frames += 1
+            frame = self._framed(start, views, self.ring)
             written = self._wire.write(frame)
-            if written < len(head) + start.bytes:
+            if written < sum(map(len, frame)):
                 self._frame = frame
                 self._cut(written)
                 self.is_blocked = True
             return True
         finally:
             self.writing.release()
+
+    def _framed(self, header: Header, views: list[memoryview], ring: FillingRing | None) -> list[memoryview]:
+        """A frame as it leaves: the header alone where its payload has gone into the ring."""
+        self.frames += 1
+        is_large = header.length >= self.smallest_shared_bytes and not is_control(header)
+        if ring is not None and is_large and (place := ring.put(views, header.length)) >= 0:
+            return [memoryview(encode(msgspec.structs.replace(header, place=place)))]
+        return [memoryview(encode(header)), *views]
 
     def _cut(self, count: int) -> int:
         """Drop what has left from the frame under way; how many of its pieces that were."""
@@ -165,21 +177,22 @@ class Outbox:
         return self.is_blocked
 
     def _write(self) -> int:
-        frame = self._frame
+        frame, shared = self._frame, 0
         if not frame and not (self._is_encrypted and self._wire.has_unsent):
             message = self._choose()
             if message is None:
                 return 0
-            frame = self._frame = message.next_frame()
-            self.frames += 1
+            header, views = message.next_part()
+            frame = self._frame = self._framed(header, views, self.ring)
+            shared = header.length if len(frame) == 1 else 0
         written = self._wire.write(frame)
         if not self._is_encrypted and written == sum(map(len, frame)):
             frame.clear()
-            return written
+            return written + shared
         place = self._cut(written)
         # A plain link that took a part is full; an encrypted one takes parts while it has room.
         self.is_blocked = self._wire.has_unsent or (bool(frame) and not self._is_encrypted and place < MOST_BUFFERS)
-        return written
+        return written + shared
 
     def _choose(self, latest: float = math.inf) -> Outgoing | None:
         """The message that goes on, of those handed over until then."""
@@ -231,8 +244,7 @@ class Outbox:
             if message is None:
                 waiting = [queue[0].handed_at for queue in (self._urgent, self._bulk) if queue]
                 return min(waiting, default=math.inf) + delay_seconds
-            self._frame = message.next_frame()
-            self.frames += 1
+            self._frame = self._framed(*message.next_part(), None)
             shaper.begin(message.handed_at + delay_seconds)
         return shaper.due(sum(map(len, self._frame)), now)
 

@@ -7,7 +7,8 @@
     endpoint.send("pi-2", step, topic, [tensor])
 
 It reads everything that comes, whether anybody waits for it or not, so devices that send to each other never
-wait for each other.
+wait for each other. Between processes of one machine the payloads of larger messages go through memory in common,
+where both can see it (`sharing`); everything else is the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import partial
 
 import torch
 
-from manyhands.engine.frames import CHUNK_BYTES, LONGEST_TOPIC, BadFrame, Header
+from manyhands.engine.frames import ANSWER, CHUNK_BYTES, LONGEST_TOPIC, OFFER, BadFrame, Header, control
 from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
@@ -31,6 +32,7 @@ from manyhands.engine.outbox import Outbox, Outgoing
 from manyhands.engine.poller import READ, WRITE, Poller
 from manyhands.engine.security import Security
 from manyhands.engine.shaping import Port, Shaper
+from manyhands.engine.sharing import Sharing, SharingSetting
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
 from manyhands.facts.cluster import HERE, Link
@@ -42,6 +44,8 @@ interpreter's lock: which lasts a second or two at most."""
 _BEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
 """How much one connection is read or written before others get their turn."""
+_SHARED_AT_ONCE_BYTES = 4 * CHUNK_BYTES
+"""How much a sender's own thread puts into memory in common: to wake the engine's thread takes longer than that."""
 _FLUSH_POLL_SECONDS = 0.001
 _SEGMENTS_AT_ONCE = 16
 """How much leaves over shaped links before the sockets are looked at again."""
@@ -50,13 +54,47 @@ _SEGMENTS_AT_ONCE = 16
 class Connection:
     """To one peer."""
 
-    def __init__(self, peer: str, wire: Wire, mailbox: Mailbox) -> None:
-        self.peer, self.wire = peer, wire
-        self.outbox, self.inbox = Outbox(wire), Inbox(peer, wire, mailbox)
+    def __init__(
+        self,
+        peer: str,
+        wire: Wire,
+        mailbox: Mailbox,
+        setting: SharingSetting,
+        on_answer: Callable[[Connection], None],
+    ) -> None:
+        self.peer, self.wire, self._on_answer = peer, wire, on_answer
+        self.outbox, self.inbox = Outbox(wire), Inbox(peer, wire, mailbox, self._hear)
+        self.sharing = Sharing(wire, setting)
+        self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
         self.frames_at_last_beat = 0
         self.events = READ
         self.is_registered = False
+
+    def offer_sharing(self) -> None:
+        """From any thread, before the first large message."""
+        with self.outbox.writing:  # not while it is closed
+            content = self.sharing.offer() if self.sharing.may_offer and not self.outbox.is_shaped else None
+        if content is not None:
+            self.outbox.put(Outgoing(control(OFFER, len(content)), [memoryview(content)]), urgent=True)
+
+    def _hear(self, topic: str, content: bytes) -> None:
+        """What the other engine says; called by whoever holds the wheel."""
+        if topic == OFFER:
+            answer = self.sharing.answer(content, is_welcome=not self.outbox.is_shaped)
+            self.inbox.ring = self.sharing.emptying
+            views = [memoryview(answer)] if answer else []
+            self.outbox.put(Outgoing(control(ANSWER, len(answer)), views), urgent=True)
+            self._on_answer(self)
+        elif topic == ANSWER:
+            self.sharing.conclude(content)
+            self.outbox.ring = self.sharing.filling
+
+    def close(self) -> None:
+        with self.outbox.writing:
+            self.wire.close()
+            self.outbox.ring = self.inbox.ring = None
+            self.sharing.close()
 
 
 class TcpEndpoint:
@@ -71,11 +109,13 @@ class TcpEndpoint:
         port: int = 0,
         limit_seconds: float = WAIT_LIMIT_SECONDS,
         silence_seconds: float | None = None,
+        sharing: SharingSetting | None = None,
     ) -> None:
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
         self.silence_seconds = silence_seconds = silence_seconds or SILENCE_SECONDS * security.patience
+        self.sharing = sharing or SharingSetting.of_environment()
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}
         self._lost: set[str] = set()
@@ -139,12 +179,15 @@ class TcpEndpoint:
         with self._lock:
             self.sent_bytes[to] += size
         outbox = connection.outbox
+        if size >= self.sharing.smallest_bytes and connection.sharing.may_offer and not outbox.is_shaped:
+            connection.offer_sharing()
         try:
+            most_bytes = CHUNK_BYTES if outbox.ring is None else _SHARED_AT_ONCE_BYTES
             if outbox.send_now(start, views):
-                is_left = outbox.has_work and outbox.pump(CHUNK_BYTES)  # somebody may have added to it meanwhile
+                is_left = outbox.has_work and outbox.pump(most_bytes)  # somebody may have added to it meanwhile
             else:
                 outbox.put(Outgoing(start, views), urgent=urgent)
-                is_left = outbox.pump(CHUNK_BYTES)
+                is_left = outbox.pump(most_bytes)
             if is_left:
                 self._ask(partial(self._go_on_writing, connection))
         except Broken as error:
@@ -211,7 +254,7 @@ class TcpEndpoint:
     # Connections come and go
 
     def _install(self, peer: str, wire: Wire) -> None:
-        connection = Connection(peer, wire, self.mailbox)
+        connection = Connection(peer, wire, self.mailbox, self.sharing, self._write_soon)
         with self._lock:
             if self._is_closing or peer in self._connections:
                 raise Broken("closed" if self._is_closing else f"{peer} is connected already")
@@ -303,6 +346,10 @@ class TcpEndpoint:
         except BadFrame as error:
             self._lose(connection, f"what it sent is no frame: {error}")
 
+    def _write_soon(self, connection: Connection) -> None:
+        """Said inside a turn of the wheel, which ends with what was asked."""
+        self._asked.append(partial(self._go_on_writing, connection))
+
     def _go_on_writing(self, connection: Connection) -> None:
         outbox = connection.outbox
         try:
@@ -376,8 +423,7 @@ class TcpEndpoint:
         self._buffered.discard(connection)
         self._writers.discard(connection)
         self._held.pop(connection, None)
-        with connection.outbox.writing:
-            connection.wire.close()
+        connection.close()
 
     def _beat(self, now: float) -> None:
         """Say that we are alive where nothing else was said; see who has not."""

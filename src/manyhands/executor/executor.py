@@ -1,6 +1,7 @@
 """Interprets a schedule's actions with torch: one device's part of a run, as the simulator does under a virtual clock.
 
-forward, backward     segments of the captured graph (segments.py)
+forward, backward     by whoever runs the stage (runner.py): whole samples (segments.py), or tiles (tiles.py)
+loss                  the captured loss of what the network returned (loss.py)
 send, receive         boxes of tensors through the engine (boxes.py)
 reduce                statistics at once (statistics.py), gradients on a thread of their own (reducer.py)
 step                  the optimiser, once all gradients are added up
@@ -15,27 +16,28 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.engine.endpoint import Endpoint
-from manyhands.executor.boxes import cut_out, dtype_of, empty, place_of
-from manyhands.executor.flight import Flight
+from manyhands.executor.boxes import cut_out, empty
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.reducer import Reducer, dense_gradient
-from manyhands.executor.segments import Segments, bounds_of
-from manyhands.executor.statistics import merged, own_moments
+from manyhands.executor.runner import Runner, SegmentRunner
+from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import NotFinite
-from manyhands.facts.plan import EVERYWHERE
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, Send, Step
-from manyhands.schedule.feeding import feed_topic, result_topic, samples_of
+from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
+from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
+from manyhands.schedule.tiles import TileGeometry
+from manyhands.schedule.work import entering_input
 
 
 @dataclass
@@ -45,6 +47,15 @@ class RoundResult:
     step: int
     loss: float | None = None
     seconds: float = 0.0
+
+
+@dataclass
+class Fed:
+    """What the coordinator handed to this device for one micro-batch, beside what its stages read."""
+
+    at_home: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Inputs that this device has for others, whole."""
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,31 +86,30 @@ class Executor:
         self.device = endpoint.name
         self.weights, self.stepper = weights, stepper
         self.torch_device = torch.device(setting.torch_device)
-        work = schedule.lowering.work[self.device]
+        self.work = schedule.lowering.work[self.device]
         runs_here(self.plan, self.network)
-        self.geometry = work.geometry
         self.actions = tuple(schedule.every_action(self.device))
         self.recorder = Recorder(DeviceLog(self.device), setting.trace_steps)
         self.feed = feed_parts(graph, schedule.lowering, self.device, targets=setting.with_targets)
-        self.flights: dict[int, Flight] = {}
-        self.boxes: dict[str, Box] = {}
+        self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
+        self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
+        self._handed_over = schedule.lowering.handed_over(self.device)
+        self._fed: dict[int, Fed] = {}
         self._reducer = Reducer(endpoint, self.network, self._reduced)
-        self._is_last = False
-        self._read_here: set[str] = set()
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
-        self._landed: int | None = None
-        """The micro-batch whose last pass has just ended."""
-        if self.geometry is not None:
-            norms = {a.first for a in self.actions if isinstance(a, Reduce) and a.what == "statistics"}
-            calls = kernel_calls(graph, setting.kernels)
-            bounds = bounds_of(self.actions, norms)
-            self.segments = Segments(graph, weights, bounds, kernels=calls, shared_norms=norms)
-            self._is_last = self.geometry.last == len(self.network.ops)
-            self.samples = samples_of(self.geometry, self.device)
-            self._read_here = {name for piece in self.segments.pieces.values() for name in piece.inputs}
-            self._completed = completed_at(self.network, self.geometry.first, self.geometry.last)
-        self.loss = ShareLoss(graph, self.plan, self.torch_device) if self._is_last and setting.with_targets else None
+        self._landed: tuple[int, int] | None = None
+        """The stage and micro-batch whose last pass has just ended."""
+        self._completed = {g.index: completed_at(self.network, g.first, g.last) for g in self.work.geometries}
+        has_loss = setting.with_targets and any(isinstance(action, Loss) for action in self.actions)
+        self.loss = ShareLoss(graph, self.plan, self.torch_device) if has_loss else None
+
+    def _runner(self, geometry: StageGeometry) -> Runner:
+        kernels = self.setting.kernels
+        if isinstance(geometry, TileGeometry):
+            return TileRunner(self.graph, self.weights, geometry, self.device, kernels, self.torch_device)
+        calls = kernel_calls(self.graph, kernels)
+        return SegmentRunner(self.graph, self.weights, geometry, self.device, self.actions, calls)
 
     def expected(self) -> dict[tuple[str, str], int]:
         """(source, topic) -> bytes of every message of a round that comes here."""
@@ -113,6 +123,7 @@ class Executor:
     def log(self) -> DeviceLog:
         """What was done so far."""
         log = self.recorder.log
+        log.elements = sum(runner.elements for runner in self.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
         log.refused_frames = self.endpoint.mailbox.refused
         return log
@@ -127,7 +138,7 @@ class Executor:
         start = time.monotonic()
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
-        self.step, self.result, self._landed = step, RoundResult(step), None
+        self.step, self.result, self._landed, self._has_stepped = step, RoundResult(step), None, False
         state, policy = DeviceState(), self.schedule.policy_of(self.device)
         while (action := self._next(policy, state)) is not None:
             began = time.monotonic()
@@ -135,15 +146,18 @@ class Executor:
             if self.torch_device.type == "cuda" and step in self.setting.trace_steps:
                 torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
             self.recorder.took(action, began, time.monotonic())
-        self.flights.clear()
+        for runner in self.runners.values():
+            for micro_batch in range(self.plan.micro_batches):
+                runner.drop(micro_batch)
+        self._fed.clear()
         self.recorder.end()
-        self.recorder.log.samples += self._samples_here * self.plan.micro_batches
+        self.recorder.log.samples += self._samples_in(self.work.stage) * self.plan.micro_batches
         self.result.seconds = time.monotonic() - start
         return self.result
 
-    @property
-    def _samples_here(self) -> int:
-        return self.samples[1] - self.samples[0] if self.geometry is not None else 0
+    def _samples_in(self, stage: int) -> int:
+        first, last = self.samples.get(stage, (0, 0))
+        return last - first
 
     def _next(self, policy: Policy, state: DeviceState) -> Action | None:
         seen = 0
@@ -171,46 +185,52 @@ class Executor:
         return seen
 
     def _act(self, action: Action) -> None:
-        if isinstance(action, (Forward, Backward)) and self._landed not in (None, action.micro_batch):
-            self.flights.pop(self._landed, None)  # what others need of it has been sent by now
         if isinstance(action, Forward):
             self._forward(action)
+        elif isinstance(action, Loss):
+            self._loss(action)
         elif isinstance(action, Backward):
-            assert self.geometry is not None
-            self.segments.backward(self.flights[action.micro_batch], action.first, action.last)
-            if action.first == self.geometry.first:
-                self._landed = action.micro_batch
+            self._backward(action)
         elif isinstance(action, Send):
             self._send(action)
         elif isinstance(action, Receive):
             self._receive(action)
         elif isinstance(action, Reduce):
             if action.what == "gradients":
-                names = [n for op in range(action.last - 1, action.first - 1, -1) for n in self._completed.get(op, ())]
+                completed = self._completed[action.stage]
+                names = [n for op in range(action.last - 1, action.first - 1, -1) for n in completed.get(op, ())]
                 self._reducer.start(action, self.step, [dense_gradient(self.weights.tensors[n]) for n in names])
             else:
                 self._statistics(action)
         elif isinstance(action, Step):
-            self._reducer.wait()
-            assert self.stepper is not None
-            for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
-                self.weights.tensors[name].grad = None
-            self.stepper.step()
-            self.stepper.zero()
+            self._step(action)
+
+    def _step(self, action: Step) -> None:
+        """The optimiser, for all stages of this device at the first of their steps: all gradients are on their way."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        self._reducer.wait()
+        assert self.stepper is not None
+        for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
+            self.weights.tensors[name].grad = None
+        self.stepper.step()
+        self.stepper.zero()
 
     def _reduced(self, reduce: Reduce, start: float, end: float) -> None:
         self.recorder.span(reduce, str(reduce), start, end)
 
     # Computing
 
-    def _flight(self, micro_batch: int) -> Flight:
-        found = self.flights.get(micro_batch)
+    def _prepared(self, micro_batch: int) -> Fed:
+        """What was fed for a micro-batch; the first who asks takes it."""
+        found = self._fed.get(micro_batch)
         if found is None:
-            found = self.flights[micro_batch] = Flight()
+            found = self._fed[micro_batch] = Fed()
             self._take_feed(found, micro_batch)
         return found
 
-    def _take_feed(self, flight: Flight, micro_batch: int) -> None:
+    def _take_feed(self, fed: Fed, micro_batch: int) -> None:
         """Inputs and targets that the coordinator hands to this device."""
         if not self.feed:
             return
@@ -219,50 +239,78 @@ class Executor:
         for part, tensor in zip(self.feed, tensors):
             here = tensor.to(self.torch_device, non_blocking=True)
             if part.is_target:
-                flight.targets[part.name] = here
-            elif self.plan.homes.get(part.name, EVERYWHERE) == EVERYWHERE:
-                flight.values[part.name] = here
-                self.boxes[part.name] = part.box
-            else:  # the whole of it is here, of which this device may read its own share
-                flight.at_home[part.name] = here
-                if part.name in self._read_here:
-                    flight.values[part.name] = here[place_of(self._hull(part.name), part.box)]
+                fed.targets[part.name] = here
+            elif part.stage != AT_HOME:
+                self.runners[part.stage].put_value(micro_batch, part.name, part.box, here)
+            else:  # the whole of it is here, of which this device's stages may read their own share
+                fed.at_home[part.name] = here
+                for runner in self.runners.values():
+                    layout = entering_input(runner.geometry, part.name)
+                    for box in layout.boxes(self.device) if layout is not None else ():
+                        runner.put_value(micro_batch, part.name, box, here[box.slices()])
 
-    def _context(self, micro_batch: int) -> Context:
-        first, last = self.samples
+    def _context(self, stage: int, micro_batch: int) -> Context:
+        first, last = self.samples[stage]
         place = micro_batch * self.plan.micro_batch_size + first
         return Context(self.plan.is_training, self.setting.seed, self.step, place, last - first)
 
-    def _forward(self, action: Forward) -> None:
-        flight = self._flight(action.micro_batch)
-        self.segments.forward(flight, action.first, action.last, self._context(action.micro_batch))
-        assert self.geometry is not None
-        if action.last != self.geometry.last:
-            return
-        if not self.plan.is_training:
-            self._landed = action.micro_batch
-        if not self._is_last:
-            return
-        if self.loss is not None:
-            value, gradients = self.loss(flight.values, flight.targets, self._samples_here)
-            number = float(value)
-            if number != number or number in (float("inf"), float("-inf")):
-                raise self._not_finite(action.micro_batch, number)
-            self.result.loss = number + (self.result.loss or 0.0)
-            if self.plan.is_training:
-                flight.add_gradients(gradients)
-        if not self.plan.is_training:
-            outputs = [flight.values[name].detach().contiguous().cpu() for name in self.graph.outputs]
-            self.endpoint.send(COORDINATOR, self.step, result_topic(action.micro_batch), outputs)
+    def _drop_landed(self, stage: int, micro_batch: int) -> None:
+        """Forget the flight that ended, now that others have what they need of it."""
+        if self._landed is not None and self._landed != (stage, micro_batch):
+            self.runners[self._landed[0]].drop(self._landed[1])
+            self._landed = None
 
-    def _not_finite(self, micro_batch: int, number: float) -> NotFinite:
+    def _forward(self, action: Forward) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        runner = self.runners[stage]
+        self._prepared(micro_batch)
+        if action.first == runner.geometry.first:
+            for producer, consumer, tensor, box in self._handed_over:
+                if consumer == stage:
+                    data = self.runners[producer].value(micro_batch, tensor, box).to(self.torch_device)
+                    runner.put_value(micro_batch, tensor, box, data)
+        self._drop_landed(stage, micro_batch)
+        runner.forward(action, self._context(stage, micro_batch))
+        if action.last != runner.geometry.last or self.plan.is_training:
+            return
+        self._landed = (stage, micro_batch)
+        if runner.geometry.is_last:
+            results = runner.results(micro_batch)
+            if results:
+                self.endpoint.send(COORDINATOR, self.step, result_topic(micro_batch), results)
+
+    def _loss(self, action: Loss) -> None:
+        if self.loss is None:
+            return
+        runner = self.runners[action.stage]
+        targets, samples = self._prepared(action.micro_batch).targets, self._samples_in(action.stage)
+        value, gradients = self.loss(runner.outputs(action.micro_batch), targets, samples)
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            raise self._not_finite(action, number)
+        self.result.loss = number + (self.result.loss or 0.0)
+        runner.take_gradients(action.micro_batch, gradients)
+
+    def _backward(self, action: Backward) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        runner = self.runners[stage]
+        if action.last == runner.geometry.last and action.part != "weights":
+            for producer, consumer, tensor, box in self._handed_over:
+                if producer == stage and self.network.tensors[tensor].differentiable:
+                    data = self.runners[consumer].gradient(micro_batch, tensor, box).to(self.torch_device)
+                    runner.add_gradient(micro_batch, tensor, box, data)
+        self._drop_landed(stage, micro_batch)
+        runner.backward(action, self._context(stage, micro_batch))
+        if action.first == runner.geometry.first and action.part != "inputs":
+            self._landed = (stage, micro_batch)
+
+    def _not_finite(self, action: Loss, number: float) -> NotFinite:
         """Where it began, as far as this device can tell."""
-        tensor = self.segments.first_not_finite(self.flights[micro_batch], self._context(micro_batch))
+        tensor = self._first_not_finite(action.micro_batch)
         if tensor is None:
             where = "the loss itself: every layer's output is finite"
         elif tensor in self.network.producer:
-            layer = self.network.layers[self.network.layer_of_op[self.network.producer[tensor]]]
-            where = f"layer {layer.name} ({tensor})"
+            where = f"layer {self._layer_of(tensor)} ({tensor})"
         else:
             where = f"the input '{tensor}': the data holds a number that is none"
         return NotFinite(
@@ -270,28 +318,32 @@ class Executor:
             hint="Lower the learning rate, or look at the data of that step. The last checkpoint is from before it.",
         )
 
+    def _first_not_finite(self, micro_batch: int) -> str | None:
+        for stage, runner in self.runners.items():
+            tensor = runner.first_not_finite(micro_batch, self._context(stage, micro_batch))
+            if tensor is not None:
+                return tensor
+        return None
+
+    def _layer_of(self, tensor: str) -> str:
+        return self.network.layers[self.network.layer_of_op[self.network.producer[tensor]]].name
+
     def diagnose(self, step: int) -> str:
-        """After an interruption: the layer of this stage where numbers stopped being numbers, or nothing."""
-        if self.geometry is None or step != self.step:
+        """After an interruption: the layer of this device where numbers stopped being numbers, or nothing."""
+        if step != self.step:
             return ""
-        for micro_batch in sorted(self.flights):
-            tensor = self.segments.first_not_finite(self.flights[micro_batch], self._context(micro_batch))
+        for micro_batch in sorted(self._fed):
+            tensor = self._first_not_finite(micro_batch)
             if tensor is not None and tensor in self.network.producer:
-                return self.network.layers[self.network.layer_of_op[self.network.producer[tensor]]].name
+                return self._layer_of(tensor)
         return ""
 
     def _statistics(self, reduce: Reduce) -> None:
-        """Batch-norm sums of everybody, waited for."""
-        flight, norm = self._flight(reduce.micro_batch), self.segments.norms[reduce.first]
-        data = flight.values[norm.input]
-        if not reduce.backward:
-            flight.moments[reduce.first] = merged(self._exchange(reduce, own_moments(data)))
-            return
-        gradient = flight.gradients.get(norm.output)
-        if gradient is None:
-            gradient = torch.zeros_like(data)
-        scaled, own = norm.own_sums(data, gradient, flight.moments[reduce.first])
-        flight.scaled[reduce.first] = (scaled, own, self._exchange(reduce, own))
+        """Sums of everybody, waited for."""
+        self._prepared(reduce.micro_batch)
+        runner = self.runners[reduce.stage]
+        row = runner.own_row(reduce, self._context(reduce.stage, reduce.micro_batch))
+        runner.take_rows(reduce, self._exchange(reduce, row))
 
     def _exchange(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's row, in the order of the devices."""
@@ -310,37 +362,34 @@ class Executor:
 
     # Messages
 
-    def _hull(self, tensor: str) -> Box:
-        """The box of a tensor that this device holds."""
-        found = self.boxes.get(tensor)
-        if found is None:
-            assert self.geometry is not None
-            made_here = self.geometry.first <= self.network.producer.get(tensor, -1) < self.geometry.last
-            layout = self.geometry.owned(tensor) if made_here else self.geometry.entering(tensor)
-            found = self.boxes[tensor] = layout.hull(self.device)
-        return found
+    def _maker(self, tensor: str) -> Runner:
+        """The runner of the stage, of those on this device, that makes a tensor."""
+        return next(runner for runner in self.runners.values() if runner.geometry.is_made_here(tensor))
 
     def _send(self, action: Send) -> None:
         message = action.message
-        parts = [self._outgoing(message, part.tensor, part.box) for part in message.parts]
+        parts = [self._outgoing(message, part) for part in message.parts]
         urgent = message.kind not in ("weights", "weight-gradient")
+        self.recorder.sent(message)
         self.endpoint.send(action.to, self.step, message.topic, parts, urgent=urgent)
 
-    def _outgoing(self, message: Message, tensor: str, box: Box) -> torch.Tensor:
+    def _outgoing(self, message: Message, part: Part) -> torch.Tensor:
+        tensor, box, micro_batch = part.tensor, part.box, message.micro_batch
         if message.kind == "weights":
             return self.weights.tensors[tensor].detach().contiguous().cpu().clone()
         if message.kind == "weight-gradient":
             return dense_gradient(self.weights.tensors[tensor]).contiguous().cpu()
-        flight = self._flight(message.micro_batch)
         if message.kind == "input":
-            whole = flight.at_home[tensor]
+            whole = self._prepared(micro_batch).at_home[tensor]
             return cut_out(whole, Box.whole(whole.shape), box)
-        if message.kind == "gradient":
-            found = flight.gradients.get(tensor)
-            if found is None:
-                return torch.zeros(box.shape, dtype=dtype_of(self.network.tensors[tensor].dtype))
-            return cut_out(found, self._hull(tensor), box)
-        return cut_out(flight.values[tensor], self._hull(tensor), box)
+        if message.kind == "value":
+            return self._maker(tensor).value(micro_batch, tensor, box)
+        runner = self.runners[message.stage]
+        if message.kind == "output-gradient":
+            return runner.output_gradient(micro_batch, tensor, box)
+        if part.is_value or message.kind in ("halo", "output"):
+            return runner.value(micro_batch, tensor, box)
+        return runner.gradient(micro_batch, tensor, box)
 
     def _receive(self, action: Receive) -> None:
         message = action.message
@@ -349,31 +398,21 @@ class Executor:
         tensors = [empty(part.box, table[part.tensor].dtype) for part in message.parts]
         self.endpoint.mailbox.receive(action.source, self.step, message.topic, tensors)
         for part, tensor in zip(message.parts, tensors):
-            self._incoming(message, part.tensor, part.box, tensor)
+            self._incoming(message, part, tensor)
 
     @torch.no_grad()
-    def _incoming(self, message: Message, name: str, box: Box, tensor: torch.Tensor) -> None:
-        here = tensor.to(self.torch_device)
+    def _incoming(self, message: Message, part: Part, tensor: torch.Tensor) -> None:
+        here, name, micro_batch = tensor.to(self.torch_device), part.tensor, message.micro_batch
         if message.kind == "weights":
             self.weights.tensors[name].copy_(here)
             self.weights.tensors[name].grad = None
-            return
-        if message.kind == "weight-gradient":
+        elif message.kind == "weight-gradient":
             dense_gradient(self.weights.tensors[name]).add_(here)
-            return
-        flight, hull = self._flight(message.micro_batch), self._hull(name)
-        if message.kind == "gradient":
-            known = flight.gradients.get(name)
-            if known is None and box == hull:
-                flight.gradients[name] = here
-                return
-            if known is None:
-                known = flight.gradients[name] = here.new_zeros(hull.shape)
-            known[place_of(box, hull)] += here
-            return
-        if box == hull:
-            flight.values[name] = here
-            return
-        if name not in flight.values:
-            flight.values[name] = here.new_empty(hull.shape)
-        flight.values[name][place_of(box, hull)] = here
+        elif message.kind == "gradient":
+            self._maker(name).add_gradient(micro_batch, name, part.box, here)
+        elif message.kind == "output":
+            self.runners[message.stage].put_output(micro_batch, name, part.box, here)
+        elif message.kind in ("halo-gradient", "output-gradient") and not part.is_value:
+            self.runners[message.stage].add_gradient(micro_batch, name, part.box, here)
+        else:
+            self.runners[message.stage].put_value(micro_batch, name, part.box, here)

@@ -13,10 +13,10 @@ from manyhands.executor.loss import target_names
 from manyhands.executor.messages import FeedPart, feed_parts
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData
-from manyhands.facts.network import DTYPE_BYTES, TensorSpec
+from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_inputs, bind_tree
-from manyhands.schedule.feeding import feed_topic, result_topic, samples_of
+from manyhands.schedule.feeding import feed_topic, result_topic
 from manyhands.schedule.policy import Schedule
 
 
@@ -98,35 +98,38 @@ class Feeder:
     def expected_results(self) -> dict[tuple[str, str], int]:
         """(device, topic) -> bytes of the outputs that come back in a round of a stream."""
         found = {}
-        for device, specs in self._result_shapes().items():
-            size = sum(torch.Size(shape).numel() * DTYPE_BYTES[dtype] for shape, dtype in specs.values())
+        for device, parts in self._returning().items():
+            size = sum(box.volume * DTYPE_BYTES[self._network.tensors[name].dtype] for name, box in parts)
             for micro_batch in range(self.plan.micro_batches):
                 found[(device, result_topic(micro_batch))] = size
         return found
 
-    def _result_shapes(self) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
+    @property
+    def _network(self) -> Network:
+        return self.schedule.network
+
+    def _returning(self) -> dict[str, list[tuple[str, Box]]]:
+        """Device -> the boxes of each output that it hands back, in the order they travel."""
         last = self.schedule.lowering.geometries[-1]
-        network = self.schedule.network
-        found = {}
-        for device in last.devices:
-            first, end = samples_of(last, device)
-            found[device] = {
-                name: (network.tensors[name].shape_for(end - first), network.tensors[name].dtype)
-                for name in self.graph.outputs
-            }
+        found: dict[str, list[tuple[str, Box]]] = {}
+        for name in self.graph.outputs:
+            for device, box in last.returning(name).pieces():
+                found.setdefault(device, []).append((name, box))
         return found
 
     def gather(self, step: int) -> dict[str, torch.Tensor]:
         """The outputs of one round of a stream, whole."""
-        network = self.schedule.network
+        network, samples = self._network, self.plan.micro_batch_size
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.graph.outputs}
-        shapes = self._result_shapes()
         for micro_batch in range(self.plan.micro_batches):
-            for device, specs in shapes.items():
-                tensors = [torch.empty(shape, dtype=dtype_of(dtype)) for shape, dtype in specs.values()]
+            for name, own in rows.items():
+                spec = network.tensors[name]
+                own.append(torch.empty(spec.shape_for(samples), dtype=dtype_of(spec.dtype)))
+            for device, parts in self._returning().items():
+                tensors = [torch.empty(box.shape, dtype=rows[name][-1].dtype) for name, box in parts]
                 self.endpoint.mailbox.receive(device, step, result_topic(micro_batch), tensors)
-                for name, tensor in zip(specs, tensors):
-                    rows[name].append(tensor)
+                for (name, box), tensor in zip(parts, tensors):
+                    rows[name][-1][box.slices()] = tensor
         return {
             name: torch.cat(parts, axis) if (axis := network.tensors[name].batch_axis) is not None else parts[0]
             for name, parts in rows.items()

@@ -19,8 +19,6 @@ class Flight:
     """Tensors by name; of a shared tensor, this device's box of it."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
-    at_home: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Inputs that this device has for others: whole, where `values` has its own box."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     entered: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Segment (by its first operator) -> the detached tensors it was given."""
@@ -28,7 +26,6 @@ class Flight:
     moments: dict[int, Moments] = field(default_factory=dict)
     scaled: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     """Batch norm -> what the way back through it was prepared with."""
-    targets: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
         known = self.gradients.get(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.schedule.actions import Action, Backward, Forward, Reduce
+from manyhands.schedule.actions import Action, Backward, Forward, Message, Reduce
 
 MOST_SPANS = 20_000
 
@@ -37,6 +37,10 @@ class DeviceLog(msgspec.Struct):
     """Samples put through this device's part of the network."""
     operators: int = 0
     """Operator executions forward, counted once for each micro-batch."""
+    elements: int = 0
+    """Elements of feature maps computed forward as a tile, what overlaps with others' tiles included."""
+    sent_kinds: dict[str, int] = {}
+    """Payload bytes of messages by what they carry (Message.kind); reductions are not among them."""
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link, by receiver."""
     received_bytes: dict[str, int] = {}
@@ -74,6 +78,9 @@ class Recorder:
             self.log.busy_seconds += end - start
         if not (isinstance(action, Reduce) and action.what == "gradients"):
             self.span(action, text, start, end)
+
+    def sent(self, message: Message) -> None:
+        self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes
 
     def span(self, action: Action, text: str, start: float, end: float) -> None:
         if self.step in self.trace_steps and len(self.log.spans) < MOST_SPANS:

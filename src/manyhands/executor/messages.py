@@ -9,11 +9,11 @@ from manyhands.executor.loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
-from manyhands.facts.plan import ByChannels, ByTiles, Plan, Stage
+from manyhands.facts.plan import ByChannels, Plan, Stage
 from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import Action, Receive, Reduce
-from manyhands.schedule.feeding import fed_inputs, samples_of
+from manyhands.schedule.feeding import AT_HOME, fed_inputs, samples_of
 from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
 from manyhands.schedule.work import Lowering
 
@@ -28,6 +28,8 @@ class FeedPart:
     name: str
     box: Box
     dtype: str
+    stage: int = AT_HOME
+    """The stage that reads it."""
     is_target: bool = False
 
     @property
@@ -39,9 +41,9 @@ def feed_parts(graph: Graph, lowering: Lowering, device: str, *, targets: bool) 
     """What a device is fed, in the order it travels."""
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
-    found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype) for part in inputs]
+    found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
     last = lowering.geometries[-1]
-    if targets and graph.loss is not None and device in last.devices:
+    if targets and graph.loss is not None and device in last.loss_devices:
         specs = {spec.name: spec for spec in graph.loss.inputs}
         rows = samples_of(last, device)
         found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
@@ -75,11 +77,10 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
 def runs_here(plan: Plan, network: Network) -> None:
     """Refuse what the executor cannot run yet, by name; the simulator can."""
     for index, stage in enumerate(plan.stages):
-        if isinstance(stage.share, (ByTiles, ByChannels)) and len(stage.devices) > 1:
-            by = "tiles" if isinstance(stage.share, ByTiles) else "channels"
+        if isinstance(stage.share, ByChannels) and len(stage.devices) > 1:
             raise BadPlan(
-                f"stages[{index}] is shared by {by}, which is simulated but not yet executed.",
-                hint="Share it by samples, or give it to a single device.",
+                f"stages[{index}] is shared by channels, which is simulated but not yet executed.",
+                hint="Share it by samples or tiles, or give it to a single device.",
             )
         if not plan.is_training and plan.batch_norm == "synchronised" and len(stage.devices) > 1:
             _has_running_statistics(index, stage, network)

@@ -108,6 +108,13 @@ class Op(msgspec.Struct, frozen=True):
     """Buffers it writes in training."""
     module: str = ""
     where: str = ""
+    tiling: str = ""
+    """How a tiled stage computes it on maps. "local": from boxes, by its read rules; "norm": the same, after sums over
+    all tiles; "pool": the sums of all tiles are its result, which every tile has whole; "": not at all."""
+    derives_from: tuple[str, ...] = ()
+    """Activations, of its inputs and outputs, whose values the gradients of its inputs read."""
+    tile_sums: int = 0
+    """Numbers per sample that tiles add up for it, forward and again backward (`statistics` apart)."""
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -165,6 +172,10 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def layer_of_op(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) for _ in range(layer.first, layer.last))
+
+    @cached_property
+    def op_index(self) -> dict[str, int]:
+        return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
     def layer_index(self) -> dict[str, int]:

@@ -44,9 +44,10 @@ class BySamples(msgspec.Struct, frozen=True, tag="samples", tag_field="by", forb
 class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
     """Each device owns a tile of every feature map; devices fill the grid row by row.
 
-    `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers
-    at which boundary data is exchanged (TILE §4.2): None exchanges at every layer; without `backward_groups`, backward
-    is the adjoint of forward.
+    `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers,
+    or the operators, at which boundary data is exchanged (TILE §4.2). Without `forward_groups` it is exchanged before
+    every operator that reads beyond its own tile; without `backward_groups`, backward is the adjoint of forward: each
+    device sends what its gradients add to the others' tiles.
     """
 
     rows: tuple[float, ...]
@@ -110,6 +111,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_training(self) -> bool:
         return self.order != "stream"
+
+    @property
+    def may_repeat_devices(self) -> bool:
+        """Whether a device may work in several stages: all go through the passes in one order."""
+        return self.order in ("sequential", "gpipe", "stream") or (self.micro_batches == 1 and self.order == "1f1b")
 
     @property
     def devices(self) -> tuple[str, ...]:

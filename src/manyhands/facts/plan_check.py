@@ -65,11 +65,26 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
     share = stage.share
     if isinstance(share, ByTiles):
         groups = {
-            field: None if given is None else tuple(_layer(network, g, f"stages[{index}].share.{field}") for g in given)
+            field: None if given is None else tuple(_group(network, g, f"stages[{index}].share.{field}") for g in given)
             for field, given in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
         }
         share = msgspec.structs.replace(share, **groups)
     return msgspec.structs.replace(stage, layers=(first, last), share=share)
+
+
+def _group(network: Network, name: LayerName, field: str) -> LayerName:
+    """The layer at which a group starts, as a number; an operator inside a layer keeps its name."""
+    index = network.op_index.get(name) if isinstance(name, str) and name not in network.layer_index else None
+    if index is None:
+        return _layer(network, name, field)
+    number = network.layer_of_op[index]
+    return number if network.layers[number].first == index else name
+
+
+def group_ops(groups: tuple[LayerName, ...], network: Network) -> tuple[int, ...]:
+    """The operators at which the groups of a resolved plan start."""
+    firsts = [*(layer.first for layer in network.layers), len(network.ops)]
+    return tuple(firsts[g] if isinstance(g, int) else network.op_index[g] for g in groups)
 
 
 def layer_range(stage: Stage) -> tuple[int, int]:
@@ -107,9 +122,15 @@ def _check_devices(plan: Plan, network: Network, cluster: Cluster | None) -> Non
     for index, stage in enumerate(plan.stages):
         if not stage.devices:
             raise BadPlan(f"stages[{index}].devices is empty; a stage has at least one device.")
-        for name in stage.devices:
-            if name in used:
-                raise BadPlan(f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}].")
+        for place, name in enumerate(stage.devices):
+            if name in stage.devices[:place]:
+                raise BadPlan(f"stages[{index}].devices names '{name}' twice.")
+            if name in used and not plan.may_repeat_devices:
+                raise BadPlan(
+                    f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}], and order is "
+                    f"{plan.order} with {plan.micro_batches} micro-batches: the two could wait for each other.",
+                    hint="Use order: sequential, or another device.",
+                )
             if cluster is not None and name not in cluster.names:
                 raise BadPlan(
                     f"stages[{index}].devices names '{name}', which is not in cluster {cluster.name}.",
@@ -192,20 +213,21 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
     if not all(0 < number < inf for number in (*share.rows, *share.columns)):
         raise BadPlan(f"{field}.share has rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0.")
     first, last = layer_range(stage)
+    start, end = op_range(stage, network)
     for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):
         if groups is None:
             continue
-        starts = [g for g in groups if isinstance(g, int)]
-        if not starts or starts[0] != first:
+        starts = group_ops(groups, network)
+        if not starts or starts[0] != start:
             raise BadPlan(
-                f"{field}.share.{name} is {starts}; its first group must start at layer {first}, "
+                f"{field}.share.{name} is {list(groups)}; its first group must start at layer {first}, "
                 "where the stage starts."
             )
-        if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= last:
+        if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= end:
             raise BadPlan(
-                f"{field}.share.{name} is {starts}; it must increase and stay below layer {last}, where the stage ends."
+                f"{field}.share.{name} is {list(groups)}; it must increase and stay below layer {last}, "
+                "where the stage ends."
             )
-    start, _ = op_range(stage, network)
     image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
     if image is not None and len(image.shape) == 4:
         for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
@@ -273,7 +295,7 @@ def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) ->
         least = min(stage.share.samples)
     first, last = op_range(stage, network)
     for op in network.ops[first:last]:
-        if op.statistics and not isinstance(stage.share, ByTiles):
+        if op.statistics:
             spec = network.tensors[op.inputs[0]]
             if least * spec.elements // op.statistics <= 1:
                 raise BadPlan(
@@ -292,7 +314,6 @@ def _check_loss(plan: Plan, network: Network) -> None:
     hint = "Use micro_batches: 1 and a single device for the last stage (--plan single)."
     if plan.micro_batches > 1:
         raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
-    if len(last.devices) > 1 and isinstance(last.share, (BySamples, ByTiles)):
-        by = "samples" if isinstance(last.share, BySamples) else "tiles"
+    if len(last.devices) > 1 and isinstance(last.share, BySamples):
         field = f"stages[{len(plan.stages) - 1}]"
-        raise BadPlan(f"{field} is shared by {by} among {len(last.devices)} devices. {what}.", hint=hint)
+        raise BadPlan(f"{field} is shared by samples among {len(last.devices)} devices. {what}.", hint=hint)

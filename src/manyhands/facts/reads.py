@@ -14,6 +14,7 @@ Sharing by samples, by tiles and by channels are the same walk over these rules;
 
 from __future__ import annotations
 
+from math import ceil, floor
 from typing import ClassVar
 
 import msgspec
@@ -135,7 +136,60 @@ class Shifted(AxisRule, frozen=True, tag="shifted"):
         return _clip(needed[0] + self.offset, needed[1] + self.offset, extent) if needed[0] < needed[1] else (0, 0)
 
 
-Rule = Whole | Window | Spread | Blocks | Shifted
+class Adaptive(AxisRule, frozen=True, tag="adaptive"):
+    """Adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋, ⌈(i+1)·n/m⌉)."""
+
+    axis: int
+    inputs: int
+    outputs: int
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        a, b = output
+        if a >= b:
+            return (0, 0)
+        return _clip(a * self.inputs // self.outputs, -(-b * self.inputs // self.outputs), extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        a, b = needed
+        if a >= b:
+            return (0, 0)
+        return _clip(a * self.outputs // self.inputs, -(-b * self.outputs // self.inputs), extent)
+
+
+class Resampled(AxisRule, frozen=True, tag="resampled"):
+    """Resampling by any factor: output i looks at the place p = scale·(i + half) - half, and reads ⌊p⌋ (nearest) or
+    ⌊p⌋ and the next (linear), inside the axis. A little slack covers what p loses in a device's own arithmetic."""
+
+    axis: int
+    inputs: int
+    scale: float
+    half: float = 0.0
+    reach: int = 0
+
+    @property
+    def _slack(self) -> float:
+        return 1e-6 * self.inputs
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        a, b = output
+        if a >= b:
+            return (0, 0)
+        low = floor(max(0.0, self.scale * (a + self.half) - self.half - self._slack))
+        high = floor(max(0.0, self.scale * (b - 1 + self.half) - self.half + self._slack)) + self.reach + 1
+        return _clip(min(low, extent - 1), high, extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        a, b = needed
+        if a >= b:
+            return (0, 0)
+        if not self.scale:
+            return (0, extent)
+        low = ceil((a - self.reach - self._slack + self.half) / self.scale - self.half)
+        high = ceil((b + self._slack + self.half) / self.scale - self.half)
+        return _clip(0 if a <= self.reach else low, extent if b >= self.inputs else high, extent)
+
+
+Rule = Whole | Window | Spread | Blocks | Shifted | Adaptive | Resampled
 
 
 class Read(msgspec.Struct, frozen=True):

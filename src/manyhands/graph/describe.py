@@ -20,6 +20,7 @@ from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights
 from manyhands.graph.piece import Context, Piece, run_step
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
+from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
 from manyhands.graph.weights import Weights
 
 
@@ -39,6 +40,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         outers.update((spec.name, outer) for spec in node.outputs if outer != 1)
     described = []
     for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
+        reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)
         described.append(
             Op(
                 name=node.name,
@@ -46,7 +48,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 inputs=values_of(node),
                 weights=weights_of(node),
                 outputs=tuple(spec.name for spec in node.outputs) if not node.updates else (),
-                reads=reads_of(node, specs, weights),
+                reads=reads,
                 macs=macs(node, shapes),
                 moved_bytes=_moved_bytes(node, specs),
                 saved_bytes=per_sample,
@@ -57,6 +59,9 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 writes=_writes(node),
                 module=node.module,
                 where=node.where,
+                tiling=tiling,
+                derives_from=derives_from(node, specs),
+                tile_sums=tile_sums(node, tiling),
             )
         )
     return Network(

@@ -29,38 +29,40 @@ def _bits(
     stream: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Bits for a tensor of shape `like`, whose whole form is `spec`; the samples at hand start at `first_sample`."""
-    intervals = [(0, extent) for extent in like]
+    box = _box(spec, first_sample, like)
+    return bits(Draw(seed, step, node.name, stream), box, spec.shape, spec.batch_axis, device)
+
+
+def _box(spec: TensorSpec, first_sample: int, shape: torch.Size) -> Box:
+    """All of the samples at hand, the first of which is `first_sample` of the mini-batch."""
+    intervals = [(0, extent) for extent in shape]
     if spec.batch_axis is not None:
         start = first_sample * spec.rows_per_sample
-        intervals[spec.batch_axis] = (start, start + like[spec.batch_axis])
-    draw = Draw(seed, step, node.name, stream)
-    return bits(draw, Box(tuple(intervals)), spec.shape, spec.batch_axis, device)
+        intervals[spec.batch_axis] = (start, start + shape[spec.batch_axis])
+    return Box(tuple(intervals))
+
+
+def dropped(
+    node: Node, seed: int, step: int, box: Box, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a dropout multiplies the elements in `box` with, and what it adds; `box` counts rows of the mini-batch."""
+    p, spec = float(node.arguments[1]), node.outputs[0]
+    if p >= 1:
+        return torch.zeros((), dtype=dtype, device=device), None
+    shape = spec.shape
+    if "feature" in node.target:  # whole channels at once: one draw per sample and channel
+        shape, box = (*shape[:2], *(1 for _ in shape[2:])), Box((*box.intervals[:2], *((0, 1) for _ in shape[2:])))
+    kept = keep_mask(bits(Draw(seed, step, node.name), box, shape, spec.batch_axis, device), 1 - p, dtype)
+    if "alpha" not in node.target:
+        return kept.div_(1 - p), None
+    a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+    return kept * a, (kept - 1) * (_ALPHA * a) + _ALPHA * a * p
 
 
 def _dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
-    if p >= 1:
-        return x * 0.0
-    drawn = _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device)
-    return x * keep_mask(drawn, 1 - p, x.dtype).div_(1 - p)
-
-
-def _feature_dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
-    """Whole channels at once: one draw per sample and channel."""
-    if p >= 1:
-        return x * 0.0
-    spec = node.outputs[0]
-    narrow = TensorSpec(spec.name, (*spec.shape[:2], *(1 for _ in spec.shape[2:])), spec.dtype, spec.batch_axis)
-    shape = torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:])))
-    drawn = _bits(node, seed, step, first_sample, shape, narrow, x.device)
-    return x * keep_mask(drawn, 1 - p, x.dtype).div_(1 - p)
-
-
-def _alpha_dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
-    if p >= 1:
-        return x * 0.0
-    a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-    kept = keep_mask(_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device), 1 - p, x.dtype)
-    return x * (kept * a) + ((kept - 1) * (_ALPHA * a) + _ALPHA * a * p)
+    box = _box(node.outputs[0], first_sample, x.shape)
+    factor, offset = dropped(node, seed, step, box, x.dtype, x.device)
+    return x * factor if offset is None else x * factor + offset
 
 
 def _bernoulli(
@@ -163,8 +165,8 @@ _COINS = frozenset({"aten.bernoulli_.float", "aten.bernoulli.p"})
 
 RANDOM_CALLS: dict[str, RandomOperator] = {
     "aten.dropout.default": RandomOperator(_dropout, 2, probability=1),
-    "aten.feature_dropout.default": RandomOperator(_feature_dropout, 2, probability=1),
-    "aten.alpha_dropout.default": RandomOperator(_alpha_dropout, 2, probability=1),
+    "aten.feature_dropout.default": RandomOperator(_dropout, 2, probability=1),
+    "aten.alpha_dropout.default": RandomOperator(_dropout, 2, probability=1),
     "aten.bernoulli_.float": RandomOperator(_bernoulli, 2),
     "aten.bernoulli.default": RandomOperator(_bernoulli, 1),
     "aten.bernoulli.p": RandomOperator(_bernoulli, 2),

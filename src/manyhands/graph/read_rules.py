@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.facts.reads import Blocks, Read, Rule, Shifted, Spread, Whole, Window
+from manyhands.facts.reads import Adaptive, Blocks, Read, Resampled, Rule, Shifted, Spread, Whole, Window
 from manyhands.graph import ops
 from manyhands.graph.graph import Argument, Node, Samples, Value, Weight, records_of, values_of
 
@@ -135,14 +137,15 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
     if node.target in ops.POOLING and "adaptive" not in name:
         return _pooling(node, source)
     if "adaptive" in name:
-        kept = [source.shape[a] == output.shape[a] for a in range(rank)]
-        return tuple(Window(a) if a < 2 or kept[a] else Whole() for a in range(rank))
+        return _adaptive_pooling(name, source, output)
     if node.target in ops.RESAMPLING:
-        return _resampling(source, output, margin=0 if "nearest" in name else 1)
+        return _resampling(node, source, output)
+    if name in ("pixel_shuffle", "pixel_unshuffle"):
+        return _shuffle(node, rank)
     if name == "batch_norm" and is_main:
         return tuple(Window(a) for a in range(rank))
-    if name == "instance_norm" and is_main:
-        return tuple(Window(a) if a < 2 else Whole() for a in range(rank))
+    if name in ("group_norm", "instance_norm") and is_main:
+        return _group_normalisation(name, rank)
     if name == "layer_norm" and is_main:
         normalised = len(node.arguments[1])
         return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
@@ -241,16 +244,75 @@ def _pooling(node: Node, source: TensorSpec) -> tuple[Rule, ...]:
     return (*(Window(a) for a in range(lead)), *windows)
 
 
-def _resampling(source: TensorSpec, output: TensorSpec, margin: int) -> tuple[Rule, ...]:
+def _adaptive_pooling(name: str, source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
+    lead = len(source.shape) - (2 if "2d" in name else 1 if "1d" in name else 3)
     rules: list[Rule] = []
     for axis, (before, after) in enumerate(zip(source.shape, output.shape)):
-        if before == after:
+        if axis < lead or before == after:
             rules.append(Window(axis))
-        elif after % before == 0:
-            rules.append(Blocks(axis, 1, after // before, margin))
         else:
-            rules.append(Whole())
+            rules.append(Whole() if after == 1 else Adaptive(axis, before, after))
     return tuple(rules)
+
+
+def _group_normalisation(name: str, rank: int) -> tuple[Rule, ...]:
+    """On maps, rows and columns element by element: what is summed over them travels apart (Op.tiling, "norm")."""
+    inner = [Window(a) if rank == 4 else Whole() for a in range(2, rank)]
+    return (Window(0), Window(1) if name == "instance_norm" else Whole(), *inner)
+
+
+def _shuffle(node: Node, rank: int) -> tuple[Rule, ...]:
+    factor = node.arguments[1]
+    lead = rank - 3
+    channels, *inner = [(factor**2, 1), (1, factor), (1, factor)]
+    if "unshuffle" in node.target:
+        channels, *inner = [(1, factor**2), (factor, 1), (factor, 1)]
+    blocks = [Blocks(lead + number, *sizes) for number, sizes in enumerate((channels, *inner))]
+    return (*(Window(a) for a in range(lead)), *blocks)
+
+
+def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
+    spatial = len(source.shape) - 2
+    scales = resampling_scales(node, source.shape[2:], output.shape[2:])
+    is_linear = "bilinear" in node.target
+    aligned = is_linear and bool(node.arguments[2])
+    rules: list[Rule] = [Window(0), Window(1)]
+    for axis, scale in zip(range(2, 2 + spatial), scales, strict=True):
+        before, after = source.shape[axis], output.shape[axis]
+        if before == after:
+            rules.append(Window(axis) if scale == 1 else Whole())
+        elif not aligned and after % before == 0 and is_exact_factor(after // before, scale, after):
+            rules.append(Blocks(axis, 1, after // before, int(is_linear)))
+        else:
+            rules.append(Resampled(axis, before, scale, 0.5 if is_linear and not aligned else 0.0, int(is_linear)))
+    return tuple(rules)
+
+
+def resampling_factors(node: Node, axes: int) -> list[float | None]:
+    """The factors that were given for the axes, if any."""
+    given = node.arguments[3 if "bilinear" in node.target else 2 :]
+    if node.target.endswith(".vec"):
+        given = (given[0] if given else None) or ()
+    return [given[axis] if axis < len(given) else None for axis in range(axes)]
+
+
+def resampling_scales(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> list[float]:
+    """Input elements per output element on each axis, as torch computes them."""
+    if "bilinear" in node.target and node.arguments[2]:
+        return [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in zip(before, after, strict=True)]
+    factors = resampling_factors(node, len(before))
+    return [1 / f if f else a / b for a, b, f in zip(before, after, factors, strict=True)]
+
+
+def is_exact_factor(factor: int, scale: float, extent: int) -> bool:
+    """Whether every element is copied `factor` times, also in the rounded arithmetic of both kinds of floats."""
+    if abs(scale * factor - 1) > 1e-12:
+        return False
+    places = torch.arange(extent)
+    return all(
+        bool((torch.floor(places.to(dtype) * torch.tensor(scale, dtype=dtype)) == places // factor).all())
+        for dtype in (torch.float32, torch.float64)
+    )
 
 
 def _concatenation(node: Node, source: TensorSpec, specs: Specs) -> tuple[Rule, ...]:

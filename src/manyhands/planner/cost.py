@@ -43,7 +43,7 @@ class CostModel:
             samples = parts[op - geometry.first] * geometry.samples
             if samples:
                 forward, backward = self.range_seconds(own, device, op, op + 1, samples)
-                total += forward if isinstance(action, Forward) else backward
+                total += forward if isinstance(action, Forward) else backward * (0.5 if action.part else 1.0)
         return total
 
     def range_seconds(

@@ -31,7 +31,7 @@ class Gathering:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.latest: RunState | None = None
-        self._parts: dict[int, dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
+        self._parts: dict[int, dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._ended = run.first - 1
@@ -59,8 +59,8 @@ class Gathering:
             box.receive(name, first, topic, list(tensors.values()))
             with self._change:
                 parts = self._parts[message.step]
-                parts[self.run.stage_of(name)] = (tensors, message.scalars)
-                if len(parts) < len(self.run.order.plan.stages):
+                parts[name] = (tensors, message.scalars)
+                if len(parts) < len(self.run.keepers):
                     return
                 found = self._joined(message.step)
                 limit = self.run.order.wait_limit_seconds + 60  # the run itself ends before that
@@ -83,7 +83,8 @@ class Gathering:
 
     def _joined(self, step: int) -> RunState:
         found = RunState({}, steps_done=step)
-        for _, (tensors, scalars) in sorted(self._parts.pop(step).items()):
+        parts = self._parts.pop(step)
+        for tensors, scalars in (parts[name] for name in reversed(self.run.keepers)):
             found.weights |= state.of(state.WEIGHT, tensors)
             found.optimizer |= state.of(state.OPTIMIZER, tensors)
             found.scalars |= scalars

@@ -18,7 +18,7 @@ import torch
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.document import to_document
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
@@ -139,15 +139,16 @@ class Run:
     def _expected(self) -> dict[tuple[str, str], int]:
         return {} if self.order.plan.is_training else self.feeder.expected_results()
 
-    def stage_of(self, name: str) -> int:
-        return self.schedule.lowering.work[name].stage
+    @property
+    def keepers(self) -> tuple[str, ...]:
+        """The first device of every stage: together they have every weight."""
+        return tuple(dict.fromkeys(stage.devices[0] for stage in self.order.plan.stages))
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         """What a device starts with: its stage's weights, its loss' constants, its part of the optimiser's state."""
-        geometry, graph, start = self.schedule.lowering.work[name].geometry, self.order.graph, self.order.start
+        own, graph, start = self.schedule.lowering.work[name].weights(), self.order.graph, self.order.start
         found: dict[str, torch.Tensor] = {}
-        if geometry is not None:
-            own = graph.network.weights_of(geometry.first, geometry.last)
+        if own:
             found |= state.named(state.WEIGHT, {n: start.weights[n] for n in own})
             trained = set(own)
             mine = {key: t for key, t in start.optimizer.items() if key.rpartition("/")[0] in trained}
@@ -157,11 +158,10 @@ class Run:
         return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
 
     def _job(self, name: str, document: dict[str, Any]) -> Job:
-        order, stage = self.order, self.stage_of(name)
+        order = self.order
         kernels = dict(order.kernels.get(name, {}))
-        alike = stage < 0 or all(
-            dict(order.kernels.get(other, {})) == kernels for other in order.plan.stages[stage].devices
-        )
+        together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
+        alike = all(dict(order.kernels.get(other, {})) == kernels for other in together)
         return Job(
             graph=document, network=order.graph.network, plan=order.plan,
             optimizer=order.optimizer.to_dict() if order.optimizer is not None else None, seed=order.seed,
@@ -195,7 +195,7 @@ class Run:
         raise found from error
 
     def _start(self) -> None:
-        keepers = {stage.devices[0] for stage in self.order.plan.stages}
+        keepers = self.keepers
         for name in self.names:
             tensors = list(self._tensors(name).values())
             self.coordinator.endpoint.send(name, self.first, "state", tensors)
@@ -376,7 +376,9 @@ class Run:
 
 
 def _shares_batches(plan: Plan) -> bool:
-    return plan.is_training and (plan.micro_batches > 1 or len(plan.stages[-1].devices) > 1)
+    last = plan.stages[-1]
+    shared = len(last.devices) > 1 and not isinstance(last.share, ByTiles)
+    return plan.is_training and (plan.micro_batches > 1 or shared)
 
 
 def _head(error: NotFinite) -> str:

@@ -1,9 +1,11 @@
 """What a device does, as plain actions that print and parse. Simulator and executor interpret the same ones.
 
 forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
+loss s1 m3                                          the loss, and the gradients of what the network returns
 backward s0 m3 0:12
-send pi-2 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B        does not wait
-receive pi-1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     waits for the message
+backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
+send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
+receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
 reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
 step s0                                             the optimiser's update
@@ -13,39 +15,46 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadSchedule
 
-Kind = Literal["value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient"]
+Kind = Literal[
+    "value", "gradient", "halo", "halo-gradient", "input", "output", "output-gradient", "weights", "weight-gradient"
+]
 ReduceKey = tuple[int, str, int, int, int, bool]
 LONGEST_TOPIC = 1000
-KINDS: tuple[str, ...] = ("value", "gradient", "halo", "halo-gradient", "input", "weights", "weight-gradient")
+KINDS: tuple[str, ...] = get_args(Kind)
+BackwardPart = Literal["", "inputs", "weights"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A box of one tensor inside a message."""
+    """A box of one tensor inside a message. `=x[...]`: among gradients, a value of the forward pass."""
 
     tensor: str
     box: Box
+    is_value: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tensor}{self.box}"
+        return f"{'=' if self.is_value else ''}{self.tensor}{self.box}"
 
 
 class Message(msgspec.Struct, frozen=True):
     """What travels from one device to another at once: boxes of tensors of one micro-batch, packed."""
 
     kind: Kind
+    stage: int
+    """The stage that reads the tensors; of a gradient that returns, the stage that has read them."""
     micro_batch: int
     parts: tuple[Part, ...]
     bytes: int
 
     def __str__(self) -> str:
-        return f"m{self.micro_batch} {self.kind} {'+'.join(map(str, self.parts))} {self.bytes}B"
+        parts = "+".join(map(str, self.parts))
+        return f"s{self.stage} m{self.micro_batch} {self.kind} {parts} {self.bytes}B"
 
     @property
     def topic(self) -> str:
@@ -68,6 +77,16 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
         return f"forward s{self.stage} m{self.micro_batch} {self.first}:{self.last}"
 
 
+class Loss(msgspec.Struct, frozen=True, tag="loss"):
+    """Compute the loss of what the network returned, and the gradients that backward starts with."""
+
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"loss s{self.stage} m{self.micro_batch}"
+
+
 class Backward(msgspec.Struct, frozen=True, tag="backward"):
     """Gradients of operators [first, last), last to first."""
 
@@ -75,9 +94,12 @@ class Backward(msgspec.Struct, frozen=True, tag="backward"):
     micro_batch: int
     first: int
     last: int
+    part: BackwardPart = ""
+    """Of one operator only the gradients of its inputs, which others wait for, or only those of its weights."""
 
     def __str__(self) -> str:
-        return f"backward s{self.stage} m{self.micro_batch} {self.first}:{self.last}"
+        part = f" {self.part}" if self.part else ""
+        return f"backward s{self.stage} m{self.micro_batch} {self.first}:{self.last}{part}"
 
 
 class Send(msgspec.Struct, frozen=True, tag="send"):
@@ -133,14 +155,15 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
         return f"step s{self.stage}"
 
 
-Action = Forward | Backward | Send | Receive | Reduce | Step
+Action = Forward | Loss | Backward | Send | Receive | Reduce | Step
 
-_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)")
+_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights))?")
+_LOSS = re.compile(r"loss s(\d+) m(\d+)")
 _BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"
-_NAME = r"[^\[\]+\s]+"
-_PART = re.compile(f"({_NAME})({_BOX})")
-_PARTS = rf"{_NAME}{_BOX}(?:\+{_NAME}{_BOX})*"
-_TRANSFER = re.compile(rf"(send|receive) (\S+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
+_NAME = r"[^\[\]+=\s]+"
+_PART = re.compile(f"(=?)({_NAME})({_BOX})")
+_PARTS = rf"=?{_NAME}{_BOX}(?:\+=?{_NAME}{_BOX})*"
+_TRANSFER = re.compile(rf"(send|receive) (\S+) s(\d+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
 _REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B")
 _STEP = re.compile(r"step s(\d+)")
 
@@ -149,12 +172,17 @@ def parse_action(text: str) -> Action:
     """The action that prints as `text`."""
     text = text.strip()
     if match := _COMPUTE.fullmatch(text):
-        stage, micro_batch, first, last = map(int, match.groups()[1:])
-        return (Forward if match.group(1) == "forward" else Backward)(stage, micro_batch, first, last)
+        stage, micro_batch, first, last = map(int, match.groups()[1:5])
+        if match.group(1) == "backward":
+            return Backward(stage, micro_batch, first, last, match.group(6) or "")  # type: ignore[arg-type]
+        if match.group(6) is None:
+            return Forward(stage, micro_batch, first, last)
+    if match := _LOSS.fullmatch(text):
+        return Loss(int(match.group(1)), int(match.group(2)))
     if match := _TRANSFER.fullmatch(text):
-        word, peer, micro_batch_text, kind, parts, size = match.groups()
-        boxes = tuple(Part(name, Box.parse(box)) for name, box in _PART.findall(parts))
-        message = Message(kind, int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
+        word, peer, stage_text, micro_batch_text, kind, parts, size = match.groups()
+        boxes = tuple(Part(name, Box.parse(box), bool(value)) for value, name, box in _PART.findall(parts))
+        message = Message(kind, int(stage_text), int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
         return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
         stage_text, what, at, back, first_text, last_text, devices, size = match.groups()

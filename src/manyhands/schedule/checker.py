@@ -150,7 +150,7 @@ def check(
     peaks: dict[str, float] = {}
     held: dict[str, int] = {}
     for device, run in own.items():
-        memory = DeviceMemory(schedule.plan, schedule.network, schedule.lowering.work[device].geometry, device)
+        memory = DeviceMemory(schedule.plan, schedule.network, schedule.lowering.work[device].geometries, device)
         for action in run:
             memory.act(action)
         peaks[device], held[device] = memory.peak_bytes, memory.most_micro_batches_held

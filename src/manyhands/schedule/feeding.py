@@ -12,22 +12,27 @@ from manyhands.schedule.actions import Part
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.work import Lowering, entering_input
 
+AT_HOME = -1
+"""In place of a stage: an input that a device has for all of them."""
 
-def fed_inputs(lowering: Lowering) -> dict[str, tuple[Part, ...]]:
-    """Device -> the boxes of graph inputs it is given, for one micro-batch. Devices that need none are absent."""
+
+def fed_inputs(lowering: Lowering) -> dict[str, tuple[tuple[int, Part], ...]]:
+    """Device -> the boxes of graph inputs it is given and the stage that reads them, for one micro-batch.
+
+    Devices that need none are absent.
+    """
     network, plan = lowering.network, lowering.plan
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[tuple[int, Part]]] = {}
     for tensor in network.inputs:
         home = plan.homes.get(tensor, EVERYWHERE)
         if home != EVERYWHERE:
             whole = Box.whole(network.tensors[tensor].shape_for(plan.micro_batch_size))
-            found.setdefault(home, []).append(Part(tensor, whole))
+            found.setdefault(home, []).append((AT_HOME, Part(tensor, whole)))
             continue
         for geometry in lowering.geometries:
             layout = entering_input(geometry, tensor)
-            if layout is not None:
-                for device in geometry.devices:
-                    found.setdefault(device, []).extend(Part(tensor, box) for box in layout.boxes(device))
+            for device, box in layout.pieces() if layout is not None else ():
+                found.setdefault(device, []).append((geometry.index, Part(tensor, box)))
     return {device: tuple(parts) for device, parts in found.items()}
 
 

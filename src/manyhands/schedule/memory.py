@@ -10,6 +10,7 @@ A received tensor that its reader also saves counts twice: the sum may be too la
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 
 from manyhands.facts.boxes import cut_points
@@ -22,49 +23,30 @@ from manyhands.schedule.geometry import StageGeometry
 class DeviceMemory:
     """Follows one device through its actions. `peak_bytes` is the most it held at once."""
 
-    def __init__(self, plan: Plan, network: Network, geometry: StageGeometry | None, device: str) -> None:
+    def __init__(self, plan: Plan, network: Network, geometries: Sequence[StageGeometry], device: str) -> None:
         self.is_training = plan.is_training
-        self.first = self.last = 0
-        self.static_bytes = 0
-        self._saved = [0.0]
-        self._workspace: list[float] = []
-        if geometry is not None:
-            self.first, self.last = geometry.first, geometry.last
-            self.static_bytes = _static_bytes(plan, network, geometry, device)
-            self._measure(network, geometry, device, plan.micro_batch_size)
-        self._received: dict[int, int] = defaultdict(int)
+        self.stages = {geometry.index: _StageBytes(plan, network, geometry, device) for geometry in geometries}
+        self.static_bytes = sum(stage.static_bytes for stage in self.stages.values())
+        self._received: dict[tuple[int, int], int] = defaultdict(int)
         self.held_bytes = 0.0
         self.peak_bytes: float = self.static_bytes
         self.peak_action: Action | None = None
         self.micro_batches_held = 0
         self.most_micro_batches_held = 0
 
-    def _measure(self, network: Network, geometry: StageGeometry, device: str, samples: int) -> None:
-        parts = geometry.fractions(device)
-        operators = network.ops[self.first : self.last]
-        saved = [
-            op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
-            for op, part in zip(operators, parts)
-        ]
-        self._saved = list(accumulate(saved, initial=0.0))
-        self._workspace = [op.moved_bytes * samples * part for op, part in zip(operators, parts)]
-
-    def _range(self, first: int, last: int) -> tuple[float, float]:
-        low, high = first - self.first, last - self.first
-        return self._saved[high] - self._saved[low], max(self._workspace[low:high], default=0.0)
-
     def act(self, action: Action) -> float:
         """Follow one action; returns the most bytes held during it."""
         now = self.static_bytes + self.held_bytes
-        if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo"):
-            self._received[action.message.micro_batch] += action.message.bytes
+        if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo", "output"):
+            self._received[action.message.stage, action.message.micro_batch] += action.message.bytes
             self.held_bytes += action.message.bytes
             now = self.static_bytes + self.held_bytes
         elif isinstance(action, Receive):
             now += action.message.bytes
         elif isinstance(action, Forward):
-            saved, workspace = self._range(action.first, action.last)
-            if action.first == self.first:
+            stage = self.stages[action.stage]
+            saved, workspace = stage.range(action.first, action.last)
+            if action.first == stage.first and stage is next(iter(self.stages.values())):
                 self.micro_batches_held += 1
                 self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
             if self.is_training:
@@ -72,21 +54,43 @@ class DeviceMemory:
                 now = self.static_bytes + self.held_bytes + workspace
             else:
                 now += workspace
-                if action.last == self.last:
-                    self._release(action.micro_batch)
-        elif isinstance(action, Backward):
-            saved, workspace = self._range(action.first, action.last)
+                if action.last == stage.last:
+                    self._release(action.stage, action.micro_batch)
+        elif isinstance(action, Backward) and action.part != "weights":
+            stage = self.stages[action.stage]
+            saved, workspace = stage.range(action.first, action.last)
             now += workspace
             self.held_bytes -= saved
-            if action.first == self.first:
-                self._release(action.micro_batch)
+            if action.first == stage.first:
+                self._release(action.stage, action.micro_batch)
         if now > self.peak_bytes:
             self.peak_bytes, self.peak_action = now, action
         return now
 
-    def _release(self, micro_batch: int) -> None:
-        self.held_bytes -= self._received.pop(micro_batch, 0)
-        self.micro_batches_held -= 1
+    def _release(self, stage: int, micro_batch: int) -> None:
+        self.held_bytes -= self._received.pop((stage, micro_batch), 0)
+        if stage == next(iter(self.stages)):
+            self.micro_batches_held -= 1
+
+
+class _StageBytes:
+    """What one stage takes on a device: for good, for each micro-batch in flight, and while an operator runs."""
+
+    def __init__(self, plan: Plan, network: Network, geometry: StageGeometry, device: str) -> None:
+        self.first, self.last = geometry.first, geometry.last
+        self.static_bytes = _static_bytes(plan, network, geometry, device)
+        parts, samples = geometry.fractions(device), plan.micro_batch_size
+        saved = [
+            op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
+            for op, part in zip(geometry.ops, parts)
+        ]
+        self._saved = list(accumulate(saved, initial=0.0))
+        self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
+
+    def range(self, first: int, last: int) -> tuple[float, float]:
+        """Bytes that operators [first, last) keep for backward, and the most that one of them works with."""
+        low, high = first - self.first, last - self.first
+        return self._saved[high] - self._saved[low], max(self._workspace[low:high], default=0.0)
 
 
 def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:

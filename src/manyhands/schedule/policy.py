@@ -121,7 +121,7 @@ class Schedule:
 
     def _list(self, work: DeviceWork) -> list[Action]:
         plan = self.plan
-        if work.geometry is None:
+        if not work.geometries:
             return [action for number in range(plan.micro_batches) for action in work.inputs(number)]
         result = [action for number in range(self._lead) for action in work.inputs(number)]
         done = 0
@@ -144,7 +144,7 @@ class Schedule:
         work, count = self.lowering.work[device], self.plan.micro_batches
         for number in range(count):
             yield from work.inputs(number)
-            if work.geometry is not None:
+            if work.geometries:
                 yield from work.forward(number)
                 yield from work.backward(number, is_last=number == count - 1)
         yield from work.finish()
@@ -154,7 +154,7 @@ class Schedule:
         if self.is_fixed:
             return FixedOrder(self.actions[device])
         work = self.lowering.work[device]
-        if work.geometry is None:
+        if not work.geometries:
             return FixedOrder(self._list(work))
         return EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
 

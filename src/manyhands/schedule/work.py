@@ -15,10 +15,14 @@ import msgspec
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
-from manyhands.facts.plan import EVERYWHERE, ByChannels, Codec, Plan
-from manyhands.schedule.actions import Action, Backward, Forward, Kind, Message, Part, Receive, Reduce, Send, Step
+from manyhands.facts.plan import EVERYWHERE, ByChannels, ByTiles, Codec, Plan
+from manyhands.schedule.actions import Action, Backward, Forward, Kind, Loss, Message, Part, Receive, Reduce, Send, Step
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.reduction import completed_at
+from manyhands.schedule.tiles import TileGeometry
+
+Moves = dict[str, tuple[Move, ...]]
+"""Tensor -> who sends what of it to whom."""
 
 HEADER_BYTES = 8
 """A packed tensor carries its range (two floats) beside its bits."""
@@ -29,8 +33,8 @@ class DeviceWork:
     """The templates of one device. Micro-batch numbers are filled in by its methods."""
 
     device: str
-    stage: int
-    geometry: StageGeometry | None
+    geometries: list[StageGeometry] = field(default_factory=list)
+    """Of the stages it works in, in order; none: it only has inputs."""
     before: list[Action] = field(default_factory=list)
     """Inputs this device has and others read."""
     forward_actions: list[Action] = field(default_factory=list)
@@ -38,6 +42,19 @@ class DeviceWork:
     last_backward_actions: list[Action] = field(default_factory=list)
     """The backward pass of the round's last micro-batch, with gradient reductions in between."""
     end: list[Action] = field(default_factory=list)
+
+    @property
+    def stage(self) -> int:
+        """The first stage it works in; -1: none."""
+        return self.geometries[0].index if self.geometries else -1
+
+    def geometry(self, stage: int) -> StageGeometry:
+        return next(geometry for geometry in self.geometries if geometry.index == stage)
+
+    def weights(self) -> tuple[str, ...]:
+        """The weights it needs, each once."""
+        found = (name for g in self.geometries for name in g.network.weights_of(g.first, g.last))
+        return tuple(dict.fromkeys(found))
 
     def inputs(self, micro_batch: int) -> list[Action]:
         """Sending the inputs that others read."""
@@ -56,14 +73,9 @@ class DeviceWork:
 
 def _numbered(action: Action, micro_batch: int) -> Action:
     if isinstance(action, (Send, Receive)):
-        old = action.message
-        message = Message(old.kind, micro_batch, old.parts, old.bytes)
+        message = msgspec.structs.replace(action.message, micro_batch=micro_batch)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
-    if isinstance(action, Forward):
-        return Forward(action.stage, micro_batch, action.first, action.last)
-    if isinstance(action, Backward):
-        return Backward(action.stage, micro_batch, action.first, action.last)
-    if isinstance(action, Reduce) and action.what == "statistics":
+    if isinstance(action, (Forward, Loss, Backward)) or (isinstance(action, Reduce) and action.what == "statistics"):
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
 
@@ -71,11 +83,29 @@ def _numbered(action: Action, micro_batch: int) -> Action:
 def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
     """What a stage's devices need of a graph input: to read it, or to hand it to the loss as it is."""
     network = geometry.network
-    if any(tensor in op.inputs for op in network.ops[geometry.first : geometry.last]):
+    if any(tensor in op.inputs for op in geometry.ops):
         return geometry.entering(tensor)
-    if tensor in network.outputs and geometry.last == len(network.ops):
-        return geometry.owned(tensor)
+    if tensor in network.outputs and geometry.is_last:
+        return geometry.passing(tensor)
     return None
+
+
+def geometry_of(plan: Plan, index: int, network: Network) -> StageGeometry:
+    stage = plan.stages[index]
+    is_tiled = isinstance(stage.share, ByTiles) and len(stage.devices) > 1
+    return TileGeometry(plan, index, network) if is_tiled else StageGeometry(plan, index, network)
+
+
+Packed = list[tuple[str, str, Message]]
+"""(source, target, what goes from one to the other at once)."""
+
+
+def _sends(device: str, packed: Packed) -> list[Action]:
+    return [Send(target, message) for source, target, message in packed if source == device]
+
+
+def _receives(device: str, packed: Packed) -> list[Action]:
+    return [Receive(source, message) for source, target, message in packed if target == device]
 
 
 class Lowering:
@@ -83,23 +113,22 @@ class Lowering:
 
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan, self.network = plan, network
-        self.geometries = [StageGeometry(plan, index, network) for index in range(len(plan.stages))]
-        self.work = {
-            device: DeviceWork(device, index, geometry)
-            for index, geometry in enumerate(self.geometries)
-            for device in geometry.devices
-        }
-        for device in plan.devices:  # a device that only has inputs
-            self.work.setdefault(device, DeviceWork(device, -1, None))
-        self.incoming: dict[str, list[tuple[str, Message]]] = defaultdict(list)
-        self.outgoing: dict[str, list[tuple[str, Message]]] = defaultdict(list)
+        self.geometries = [geometry_of(plan, index, network) for index in range(len(plan.stages))]
+        self.work = {device: DeviceWork(device) for device in plan.devices}
+        for geometry in self.geometries:
+            for device in geometry.devices:
+                self.work[device].geometries.append(geometry)
+        self.incoming: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
+        """(stage, device) -> from whom it gets what before it starts."""
+        self.outgoing: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
         self._connect_stages()
         self._connect_inputs()
-        for index, geometry in enumerate(self.geometries):
-            self._lower_forward(index, geometry)
-            if plan.is_training:
-                self._lower_backward(index, geometry)
-                self._lower_end(index, geometry)
+        for geometry in self.geometries:
+            self._lower_forward(geometry)
+        if plan.is_training:
+            for geometry in reversed(self.geometries):
+                self._lower_backward(geometry)
+            self._lower_end()
 
     def _bytes(self, tensor: str, boxes: Iterable[Box], codec: Codec | None) -> int:
         elements = [box.volume for box in boxes]
@@ -110,43 +139,54 @@ class Lowering:
         return sum(elements) * DTYPE_BYTES[dtype]
 
     def _packed(
-        self, found: dict[str, tuple[Move, ...]], kind: Kind, codec: Codec | None
-    ) -> dict[tuple[str, str], Message]:
-        """One message per pair of devices."""
+        self, found: Moves, kind: Kind, stage: int, codec: Codec | None = None, values: Moves | None = None
+    ) -> Packed:
+        """One message per pair of devices; `values`: of the forward pass, among gradients."""
         parts: dict[tuple[str, str], list[Part]] = defaultdict(list)
         sizes: dict[tuple[str, str], int] = defaultdict(int)
-        for tensor, own in found.items():
-            for move in own:
+        for own, is_value in ((found, False), (values or {}, True)):
+            for tensor, move in ((tensor, move) for tensor, several in own.items() for move in several):
                 if not move.is_local and not move.box.is_empty:
                     pair = (move.source, move.target)
-                    parts[pair].append(Part(tensor, move.box))
+                    parts[pair].append(Part(tensor, move.box, is_value))
                     sizes[pair] += self._bytes(tensor, [move.box], codec)
-        return {pair: Message(kind, 0, tuple(own), sizes[pair]) for pair, own in parts.items()}
+        return [(*pair, Message(kind, stage, 0, tuple(own), sizes[pair])) for pair, own in parts.items()]
 
     def _connect_stages(self) -> None:
         """Every tensor goes straight from the stage that makes it to each stage that reads it.
 
         The last stage reads what the network returns: it computes the loss.
         """
-        self.between: list[tuple[int, int, dict[str, tuple[Move, ...]]]] = []
+        self.between: list[tuple[int, int, Moves]] = []
         for consumer, geometry in enumerate(self.geometries):
-            reads = dict.fromkeys(n for op in self.network.ops[geometry.first : geometry.last] for n in op.inputs)
-            if geometry.last == len(self.network.ops):
+            reads = dict.fromkeys(n for op in geometry.ops for n in op.inputs)
+            if geometry.is_last:
                 reads.update(dict.fromkeys(self.network.outputs))
-            by_producer: dict[int, dict[str, tuple[Move, ...]]] = defaultdict(dict)
+            by_producer: dict[int, Moves] = defaultdict(dict)
             for tensor in reads:
                 made = self.network.producer.get(tensor)
                 if made is not None and made < geometry.first:
                     producer = next(i for i, g in enumerate(self.geometries) if g.first <= made < g.last)
                     made_as = self.geometries[producer].owned(tensor)
-                    is_read = any(geometry.first <= reader for reader in self.network.readers.get(tensor, ()))
-                    wanted = geometry.entering(tensor) if is_read else geometry.owned(tensor)
+                    is_read = any(tensor in op.inputs for op in geometry.ops)
+                    wanted = geometry.entering(tensor) if is_read else geometry.passing(tensor)
                     by_producer[producer][tensor] = moves(made_as, wanted)
             self.between.extend((producer, consumer, found) for producer, found in by_producer.items())
-        for _, consumer, found in self.between:
-            for (source, target), message in self._packed(found, "value", self.plan.stages[consumer].codec).items():
-                self.outgoing[source].append((target, message))
-                self.incoming[target].append((source, message))
+        for producer, consumer, found in self.between:
+            codec = self.plan.stages[consumer].codec
+            for source, target, message in self._packed(found, "value", consumer, codec):
+                self.outgoing[producer, source].append((target, message))
+                self.incoming[consumer, target].append((source, message))
+
+    def handed_over(self, device: str) -> list[tuple[int, int, str, Box]]:
+        """(producer, consumer, tensor, box) of what one stage hands to another on the same device: no message."""
+        return [
+            (producer, consumer, tensor, move.box)
+            for producer, consumer, found in self.between
+            for tensor, own in found.items()
+            for move in own
+            if move.is_local and move.source == device and not move.box.is_empty
+        ]
 
     def _connect_inputs(self) -> None:
         """Inputs with a home are sent from there to whoever reads them."""
@@ -154,7 +194,7 @@ class Lowering:
             if home == EVERYWHERE:
                 continue
             whole = Box.whole(self.network.tensors[tensor].shape_for(self.plan.micro_batch_size))
-            for geometry in self.geometries:
+            for stage, geometry in enumerate(self.geometries):
                 layout = entering_input(geometry, tensor)
                 if layout is None:
                     continue
@@ -163,130 +203,160 @@ class Lowering:
                     for device in geometry.devices
                     for box in layout.boxes(device)
                 ]
-                for (source, target), message in self._packed({tensor: tuple(found)}, "input", None).items():
+                for source, target, message in self._packed({tensor: tuple(found)}, "input", stage):
                     self.work[source].before.append(Send(target, message))
-                    self.incoming[target].insert(0, (source, message))
+                    self.incoming[stage, target].insert(0, (source, message))
 
-    def _statistics(self, first: int, last: int) -> list[int]:
-        """Operators in a range at which a shared stage must add up batch statistics."""
+    def _statistics(self, geometry: StageGeometry, first: int, last: int) -> list[int]:
+        """Operators in a range at which the devices of a stage must add up."""
+        if len(geometry.devices) == 1 or isinstance(geometry.stage.share, ByChannels):
+            return []
+        if isinstance(geometry, TileGeometry):
+            return [i for i in range(first, last) if geometry.adds_up(self.network.ops[i])]
         if self.plan.batch_norm == "local" or not self.plan.is_training:
             return []
         return [i for i in range(first, last) if self.network.ops[i].statistics]
 
-    def _statistics_bytes(self, op: int, *, backward: bool = False) -> int:
-        """Forward: the count, and mean and variance per channel. Backward: two sums per channel."""
-        spec = self.network.tensors[self.network.ops[op].inputs[0]]
-        return (2 * self.network.ops[op].statistics + (0 if backward else 1)) * DTYPE_BYTES[spec.dtype]
+    def _sum(self, geometry: StageGeometry, index: int, *, backward: bool = False) -> Reduce:
+        """Batch norm, forward: the count, and mean and variance per channel; backward: two sums per channel.
 
-    def _shares_statistics(self, geometry: StageGeometry) -> bool:
-        return len(geometry.devices) > 1 and not isinstance(geometry.stage.share, ByChannels)
+        Other operators of a tiled stage add up some numbers per sample, each way.
+        """
+        op = self.network.ops[index]
+        count = 2 * op.statistics + (0 if backward else 1) if op.statistics else op.tile_sums * geometry.samples
+        size = count * DTYPE_BYTES[self.network.tensors[op.inputs[0]].dtype]
+        return Reduce(geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward)
 
-    def _lower_forward(self, index: int, geometry: StageGeometry) -> None:
+    def _lower_forward(self, geometry: StageGeometry) -> None:
+        stage = geometry.index
         for device in geometry.devices:
             out = self.work[device].forward_actions
-            out.extend(Receive(source, message) for source, message in self.incoming[device])
+            out.extend(Receive(source, message) for source, message in self.incoming[stage, device])
         for group in geometry.groups:
-            halos = self._packed(group.fetches, "halo", None)
+            halos = self._packed(group.fetches, "halo", stage)
             for device in geometry.devices:
                 out = self.work[device].forward_actions
-                out.extend(Send(target, m) for (source, target), m in halos.items() if source == device)
-                out.extend(Receive(source, m) for (source, target), m in halos.items() if target == device)
+                out += _sends(device, halos) + _receives(device, halos)
                 start = group.first
-                if self._shares_statistics(geometry):
-                    for op in self._statistics(group.first, group.last):
-                        if op > start:
-                            out.append(Forward(index, 0, start, op))
-                        out.append(
-                            Reduce(index, "statistics", op, op + 1, geometry.devices, self._statistics_bytes(op), 0)
-                        )
-                        start = op
-                out.append(Forward(index, 0, start, group.last))
+                for op in self._statistics(geometry, group.first, group.last):
+                    if op > start:
+                        out.append(Forward(stage, 0, start, op))
+                    out.append(self._sum(geometry, op))
+                    start = op
+                out.append(Forward(stage, 0, start, group.last))
+        gathered = self._packed(self._outputs(geometry), "output", stage) if self.plan.is_training else []
         for device in geometry.devices:
-            sends = (Send(target, message) for target, message in self.outgoing[device])
-            self.work[device].forward_actions.extend(sends)
+            out = self.work[device].forward_actions
+            out.extend(Send(target, message) for target, message in self.outgoing[stage, device])
+            out += _sends(device, gathered) + _receives(device, gathered)
+            if geometry.is_last and self.plan.is_training and device in geometry.loss_devices:
+                out.append(Loss(stage, 0))
 
-    def _backward_messages(self, index: int) -> tuple[dict[tuple[str, str], Message], dict[tuple[str, str], Message]]:
-        """Gradients this stage receives (from later stages) and sends (to earlier ones)."""
-        receives: dict[tuple[str, str], Message] = {}
-        sends: dict[tuple[str, str], Message] = {}
+    def _outputs(self, geometry: StageGeometry) -> Moves:
+        """What the network returns, to the device of a tiled stage that computes the loss."""
+        if not isinstance(geometry, TileGeometry) or not geometry.is_last:
+            return {}
+        target = {t: geometry.passing(t) for t in self.network.outputs if t in geometry.maps}
+        return {t: moves(geometry.owned(t), layout) for t, layout in target.items()}
+
+    def _backward_messages(self, geometry: StageGeometry) -> tuple[Packed, Packed, Packed]:
+        """Gradients from later stages, to earlier ones, and from the device of this stage that computes the loss."""
+        receives: Packed = []
+        sends: Packed = []
         for producer, consumer, found in self.between:
-            if index not in (producer, consumer):
-                continue
-            back = {
-                t: self._way_back(t, producer, consumer, own)
-                for t, own in found.items()
-                if self.network.tensors[t].differentiable
-            }
-            codec = self.plan.stages[consumer].codec
-            packed = self._packed(back, "gradient", codec if codec.gradients else None)
-            (receives if index == producer else sends).update(packed)
-        return receives, sends
+            if geometry.index in (producer, consumer):
+                back = {
+                    t: self._way_back(t, producer, consumer, own)
+                    for t, own in found.items()
+                    if self.network.tensors[t].differentiable
+                }
+                codec = self.plan.stages[consumer].codec
+                packed = self._packed(back, "gradient", consumer, codec if codec.gradients else None)
+                (receives if geometry.index == producer else sends).extend(packed)
+        returned = {
+            t: adjoint(own) for t, own in self._outputs(geometry).items() if self.network.tensors[t].differentiable
+        }
+        return receives, sends, self._packed(returned, "output-gradient", geometry.index)
 
     def _way_back(self, tensor: str, producer: int, consumer: int, there: tuple[Move, ...]) -> tuple[Move, ...]:
         """Gradients return as values came, sums of what overlaps; a stage with backward groups has them complete."""
         geometry = self.geometries[consumer]
-        if geometry.backward_groups is None:
+        if not isinstance(geometry, TileGeometry) or geometry.backward_groups is None or tensor not in geometry.maps:
             return adjoint(there)
         return moves(geometry.owned(tensor), self.geometries[producer].owned(tensor))
 
-    def _lower_backward(self, index: int, geometry: StageGeometry) -> None:
-        receives, sends = self._backward_messages(index)
+    def _lower_backward(self, geometry: StageGeometry) -> None:
+        receives, sends, returned = self._backward_messages(geometry)
+        runs, exchanges = self._backward_runs(geometry)
         buckets = self._buckets(geometry)
         for device in geometry.devices:
-            for actions, ends in (
-                (self.work[device].backward_actions, {}),
-                (self.work[device].last_backward_actions, buckets),
-            ):
-                actions.extend(Receive(source, m) for (source, target), m in receives.items() if target == device)
-                self._backward_groups(index, geometry, device, actions, ends)
-                # The stage before waits for these; the last bucket's reduction is only waited for by the step.
-                last = [actions.pop()] if isinstance(actions[-1], Reduce) else []
-                actions.extend(Send(target, m) for (source, target), m in sends.items() if source == device)
-                actions.extend(last)
+            work = self.work[device]
+            no_ends: dict[int, Reduce] = {}
+            for actions, ends in ((work.backward_actions, no_ends), (work.last_backward_actions, buckets)):
+                actions += _receives(device, receives)
+                actions += _sends(device, returned) + _receives(device, returned)
+                actions += _sends(device, exchanges[0]) + _receives(device, exchanges[0])
+                for (first, last), exchange in zip(runs, exchanges[1:]):
+                    leaving = exchange + sends if first == geometry.first else exchange
+                    body, later = self._backward_run(geometry, first, last, ends, split=bool(leaving))
+                    # Others wait for what is sent; the weights' gradients are only waited for by the step.
+                    actions += body + _sends(device, leaving) + later + _receives(device, exchange)
 
-    def _backward_groups(
-        self, index: int, geometry: StageGeometry, device: str, actions: list[Action], ends: dict[int, Reduce]
-    ) -> None:
-        own = geometry.backward_groups
+    def _backward_runs(self, geometry: StageGeometry) -> tuple[list[tuple[int, int]], list[Packed]]:
+        """Operators [first, last) that are differentiated without communication, in the order of the backward pass, and
+        what is exchanged before the first, between them, and after the last."""
+        stage = geometry.index
+        own = geometry.backward_groups if isinstance(geometry, TileGeometry) else None
         if own is not None:
-            for group in own:
-                deltas = self._packed(group.deltas, "halo-gradient", None)
-                values = self._packed(group.values, "halo", None)
-                for messages in (deltas, values):
-                    actions.extend(Send(target, m) for (source, target), m in messages.items() if source == device)
-                    actions.extend(Receive(source, m) for (source, target), m in messages.items() if target == device)
-                self._backward_run(index, geometry, group.first, group.last, actions, ends)
-            return
-        for forward_group in reversed(geometry.groups):
-            self._backward_run(index, geometry, forward_group.first, forward_group.last, actions, ends)
-            back = {
-                t: adjoint(found)
-                for t, found in forward_group.fetches.items()
-                if self.network.tensors[t].differentiable
-            }
-            halos = self._packed(back, "halo-gradient", None)
-            actions.extend(Send(target, m) for (source, target), m in halos.items() if source == device)
-            actions.extend(Receive(source, m) for (source, target), m in halos.items() if target == device)
+            before = [self._packed(group.deltas, "halo-gradient", stage, values=group.values) for group in own]
+            return [(group.first, group.last) for group in own], [*before, []]
+        runs: list[tuple[int, int]] = []
+        exchanges: list[Packed] = [[]]
+        for group in reversed(geometry.groups):
+            back = {t: adjoint(ms) for t, ms in group.fetches.items() if self.network.tensors[t].differentiable}
+            runs.append((group.first, group.last))
+            exchanges.append(self._packed(back, "halo-gradient", stage))
+        return runs, exchanges
 
     def _backward_run(
-        self, index: int, geometry: StageGeometry, first: int, last: int, actions: list[Action], ends: dict[int, Reduce]
-    ) -> None:
-        """Backward over operators [first, last), stopping at batch statistics and at the ends of gradient buckets."""
-        statistics = set(self._statistics(first, last)) if self._shares_statistics(geometry) else set()
-        high = last
+        self, geometry: StageGeometry, first: int, last: int, ends: dict[int, Reduce], *, split: bool
+    ) -> tuple[list[Action], list[Action]]:
+        """Backward over operators [first, last), stopping at statistics and at the ends of gradient buckets.
+
+        The second list is what nobody waits for: with `split`, the first operator's weight gradients.
+        """
+        stage, high = geometry.index, last
+        statistics = {
+            op for op in self._statistics(geometry, first, last)
+            if self.network.tensors[self.network.ops[op].outputs[0]].differentiable
+        }  # fmt: skip
+        actions: list[Action] = []
         for op in range(last - 1, first - 1, -1):
+            if op == first and split and isinstance(geometry, TileGeometry) and self._may_split(op):
+                if op + 1 < high:
+                    actions.append(Backward(stage, 0, op + 1, high))
+                actions.append(Backward(stage, 0, op, op + 1, "inputs"))
+                later: list[Action] = [Backward(stage, 0, op, op + 1, "weights")]
+                return actions, [*later, ends[op]] if op in ends else later
             if op in statistics:
                 if op + 1 < high:
-                    actions.append(Backward(index, 0, op + 1, high))
-                size = self._statistics_bytes(op, backward=True)
-                actions.append(Reduce(index, "statistics", op, op + 1, geometry.devices, size, 0, backward=True))
+                    actions.append(Backward(stage, 0, op + 1, high))
+                actions.append(self._sum(geometry, op, backward=True))
                 high = op + 1
             if op in ends:
-                actions.append(Backward(index, 0, op, high))
-                actions.append(ends[op])
+                actions += [Backward(stage, 0, op, high), ends[op]]
                 high = op
         if high > first:
-            actions.append(Backward(index, 0, first, high))
+            actions.append(Backward(stage, 0, first, high))
+        if isinstance(actions[-1], Reduce):
+            return actions[:-1], actions[-1:]
+        return actions, []
+
+    def _may_split(self, index: int) -> bool:
+        """Whether an operator's weight gradients are worth computing apart from those of its inputs."""
+        op = self.network.ops[index]
+        trains = any(self.network.weights[name].trainable for name in op.weights)
+        return bool(op.macs) and trains and any(self.network.tensors[name].differentiable for name in op.inputs)
 
     def _buckets(self, geometry: StageGeometry) -> dict[int, Reduce]:
         """Operator at which a bucket of gradients is complete in backward -> its reduction."""
@@ -304,22 +374,25 @@ class Lowering:
                 pending, high = 0, op
         return found
 
-    def _lower_end(self, index: int, geometry: StageGeometry) -> None:
-        step = Step(index)
-        gateway, *others = geometry.devices
-        names = [n for n in self.network.weights_of(geometry.first, geometry.last) if self.network.weights[n].trainable]
-        if geometry.stage.reduce != "gateway" or not others or not names:
-            for device in geometry.devices:
-                self.work[device].end.append(step)
-            return
-        # TILE Algorithm 1: partial sums go to the gateway, updated weights come back.
-        parts = tuple(Part(name, Box.whole(self.network.weights[name].shape)) for name in names)
-        size = sum(self.network.weights[name].bytes for name in names)
-        partial = Message("weight-gradient", 0, parts, size)
-        updated = Message("weights", 0, parts, size)
-        end = self.work[gateway].end
-        end.extend(Receive(other, partial) for other in others)
-        end.append(step)
-        end.extend(Send(other, updated) for other in others)
-        for other in others:
-            self.work[other].end.extend([Send(gateway, partial), Receive(gateway, updated)])
+    def _lower_end(self) -> None:
+        """The optimiser's step. Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and
+        updated weights come back after."""
+        partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
+        updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
+        for device, work in self.work.items():
+            mine = [g for g in work.geometries if g.index in partial and g.devices[0] == device]
+            others = [g for g in work.geometries if g.index in partial and g.devices[0] != device]
+            work.end.extend(Send(g.devices[0], partial[g.index]) for g in others)
+            work.end.extend(Receive(other, partial[g.index]) for g in mine for other in g.devices[1:])
+            work.end.extend(Step(g.index) for g in work.geometries if g not in others)
+            work.end.extend(Send(other, updated[g.index]) for g in mine for other in g.devices[1:])
+            work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)
+
+    def _weights_of(self, geometry: StageGeometry, kind: Kind) -> Message | None:
+        """All trained weights of a stage that has a gateway, or their gradients, as one message."""
+        weights = self.network.weights
+        names = [n for n in self.network.weights_of(geometry.first, geometry.last) if weights[n].trainable]
+        if geometry.stage.reduce != "gateway" or len(geometry.devices) == 1 or not names:
+            return None
+        parts = tuple(Part(name, Box.whole(weights[name].shape)) for name in names)
+        return Message(kind, geometry.index, 0, parts, sum(weights[name].bytes for name in names))

@@ -23,7 +23,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
 from manyhands.planner.cost import CostModel
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Reduce, ReduceKey, Send, Step
+from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Receive, Reduce, ReduceKey, Send, Step
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
 from manyhands.schedule.work import DeviceWork
@@ -97,7 +97,7 @@ class _Run:
         self.devices: dict[str, _Device] = {}
         for name, policy in policies.items():
             work = schedule.lowering.work[name]
-            memory = DeviceMemory(self.plan, schedule.network, work.geometry, name)
+            memory = DeviceMemory(self.plan, schedule.network, work.geometries, name)
             budget = cluster.device(name).memory_bytes
             self.devices[name] = _Device(name, work, policy, memory, DeviceResult(name, memory_bytes=budget))
 
@@ -178,14 +178,14 @@ class _Run:
         """Start an action. True if the processor is busy with it."""
         if isinstance(action, Send):
             self._send(device.name, action)
-        geometry = device.work.geometry
         if isinstance(action, (Send, Receive, Reduce)):
             seconds = self.costs.copy_seconds(device.name, action)
         elif isinstance(action, (Forward, Backward)):
-            assert geometry is not None
-            seconds = self.costs.compute_seconds(geometry, device.name, action)
+            seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
+        elif isinstance(action, Loss):  # small beside the network: a profile does not know it
+            seconds = 0.0
         else:
-            assert geometry is not None
+            geometry = device.work.geometry(action.stage)
             seconds = self.costs.step_seconds(geometry, device.name, self.plan.optimizer_slots)
         device.result.busy_seconds += seconds
         is_computing = isinstance(action, (Forward, Backward, Step))

@@ -1,0 +1,179 @@
+"""An operator of a tiled stage: forward on boxes and backward on boxes, with nothing recorded in between.
+
+    inputs over their demand ──forward──▶ a box of the output
+    gradient over a box of the output ──input_gradients──▶ gradients over the demand of that box
+                                      ──weight_gradients─▶ added to the weights' own
+
+The boxes come from outside: an operator knows nothing of tiles, groups or messages. What it does not know a formula for
+it runs again on the crops, under autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.network import TensorSpec
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+
+
+@dataclass
+class Held:
+    """A tensor that holds `box` of a whole one. Where the box reaches over the true border the tensor holds zeros."""
+
+    box: Box
+    tensor: Tensor
+
+    def view(self, box: Box) -> Tensor:
+        """The part of it that `box` names, in place."""
+        if box == self.box:
+            return self.tensor
+        assert self.box.contains(box), f"{box} is wanted, and only {self.box} is here"
+        return self.tensor[box.relative_to(self.box).slices()]
+
+
+class TileOperator:
+    """One operator of a graph, on boxes. This class runs any operator again to have its gradients."""
+
+    def __init__(self, graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> None:
+        self.graph, self.index, self.weights, self.kernel = graph, index, weights, kernel
+        self.node, self.op = graph.nodes[index], graph.network.ops[index]
+        self.output = self.node.outputs[0]
+        self.sources: list[TensorSpec] = [graph.network.tensors[read.tensor] for read in self.op.reads]
+        self.dtype: torch.dtype = getattr(torch, self.output.dtype)
+
+    def samples(self, out: Box) -> int:
+        """How many samples a box of the output is of."""
+        axis = self.output.batch_axis
+        return 1 if axis is None else out.shape[axis] // self.output.rows_per_sample
+
+    def extents(self, number: int, out: Box) -> tuple[int, ...]:
+        """The whole shape of an input, for as many samples as `out` has."""
+        return self.sources[number].shape_for(self.samples(out))
+
+    def demand(self, number: int, out: Box) -> Box:
+        """The box of an input that makes `out`."""
+        return self.op.reads[number].demand(out, self.extents(number, out))
+
+    def raw_demand(self, number: int, out: Box) -> Box:
+        """The same, with the zeros beyond the border that the operator would like to find in place."""
+        return self.demand(number, out)
+
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        """`out` of the output, from inputs that hold at least its demand; written to `into` where that is given."""
+        with torch.no_grad():
+            return placed(self._again(self._crops(inputs, out), out, context), into)
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        """Gradients of the wanted inputs, over boxes that contain their demand; None where that is empty.
+
+        `inputs` and `output` hold what `op.derives_from` names, over the demand of `out` and over `out`. The result may
+        be (or be a part of) `gradient` itself: whoever adds to it must own it first.
+        """
+        if not any(wanted):
+            return [None for _ in wanted]
+        crops = self._crops(inputs, out)
+        leaves = [crop.detach().requires_grad_() if want else crop for crop, want in zip(crops, wanted, strict=True)]
+        with torch.enable_grad():
+            made = self._again(leaves, out, context)
+        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        found = iter(torch.autograd.grad(made, asked, gradient, allow_unused=True) if made.requires_grad else ())
+        gradients = [next(found, None) if want else None for want in wanted]
+        return [
+            None if part is None or part.numel() == 0 else Held(self.demand(number, out), part)
+            for number, part in enumerate(gradients)
+        ]
+
+    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+        """Add to the gradients of the trainable weights what the gradient over `out` gives."""
+        if not self.trainable:
+            return
+        with torch.enable_grad():
+            made = self._again(self._crops(inputs, out), out, context)
+        found = torch.autograd.grad(made, self.trainable, gradient, allow_unused=True)
+        for parameter, part in zip(self.trainable, found, strict=True):
+            if part is not None:
+                add_gradient(parameter, part)
+
+    @cached_property
+    def trainable(self) -> list[Tensor]:
+        """Its weights that collect gradients."""
+        return [self.weights.tensors[name] for name in self.op.weights if self.weights.tensors[name].requires_grad]
+
+    @cached_property
+    def _piece(self) -> Piece:
+        calls = {} if self.kernel is None else kernel_calls(self.graph, {self.node.name: self.kernel})
+        return Piece(self.graph, self.weights, self.index, self.index + 1, kernels=calls)
+
+    def _crops(self, inputs: Sequence[Held | None], out: Box) -> list[Tensor]:
+        """Each input over its demand; where only its shape matters, something of that shape."""
+        crops = []
+        for number, held in enumerate(inputs):
+            box = self.demand(number, out)
+            if held is not None:
+                crops.append(held.view(box))
+            else:
+                crops.append(blank(box, getattr(torch, self.sources[number].dtype), self.weights.device))
+        return crops
+
+    def _again(self, crops: Sequence[Tensor], out: Box, context: Context) -> Tensor:
+        values = {read.tensor: crop for read, crop in zip(self.op.reads, crops, strict=True)}
+        made = self._piece(values, replace(context, samples=self.samples(out)))
+        return made[self.output.name]
+
+
+def placed(made: Tensor, into: Tensor | None) -> Tensor:
+    """What was made, in the place asked for."""
+    return made if into is None else into.copy_(made)
+
+
+def blank(box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Something of the shape of a box, without its memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(box.shape)
+
+
+@torch.no_grad()
+def add_gradient(parameter: Tensor, part: Tensor) -> None:
+    """Add to a weight's gradient; the first part, which must be the caller's to give, becomes it."""
+    parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+
+
+def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
+    """A tensor of `box` as one of `wide`, which need not contain it: cut, and filled up with `value`."""
+    if box == wide:
+        return tensor
+    amounts: list[int] = []
+    for (low, high), (first, last) in zip(reversed(box.intervals), reversed(wide.intervals)):
+        amounts += [low - first, last - high]
+    if all(amount <= 0 for amount in amounts):
+        return Held(box, tensor).view(wide)
+    if box.intersect(wide).is_empty:
+        return tensor.new_full(wide.shape, value)
+    return torch.constant_pad_nd(tensor, amounts, value)
+
+
+def each(given: Any, count: int, default: int) -> list[int]:
+    """One number for each axis."""
+    if given is None or given in ((), []):
+        return [default] * count
+    if isinstance(given, int):
+        return [given] * count
+    return list(given) if len(given) == count else [given[0]] * count

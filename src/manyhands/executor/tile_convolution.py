@@ -1,0 +1,205 @@
+"""Convolutions on boxes, plain and transposed, by the kernel chosen for them.
+
+    input held with its padding in place      the convolution pads nothing
+    input held up to the border               equal zeros on both sides by the convolution, others beforehand
+
+Both gradients are calls of their own, so that weights can be derived while a halo travels. The input's needs no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.executor.tile_base import Held, TileOperator, add_gradient, placed, widened
+from manyhands.facts.boxes import Box, Interval
+from manyhands.facts.reads import Spread, Window
+from manyhands.graph.graph import Weight
+from manyhands.graph.kernels import Flags
+from manyhands.graph.piece import Context
+
+_aten = torch.ops.aten
+
+
+class _Convolution(TileOperator):
+    """What plain and transposed convolutions share."""
+
+    transposed = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.axes = [rule for rule in self.op.reads[0].rules[2:] if isinstance(rule, (Window, Spread))]
+        assert len(self.axes) == 2, f"{self.node.name} is not a convolution over rows and columns"
+        given = (*self.node.arguments, *(None for _ in range(7)))
+        assert isinstance(given[1], Weight)
+        self.weight = self.weights.tensors[given[1].name]
+        self.bias = self.weights.tensors[given[2].name] if isinstance(given[2], Weight) else None
+        self.groups = int(given[6] or 1)
+        self.stride = [rule.stride for rule in self.axes]
+        self.dilation = [rule.dilation for rule in self.axes]
+        kernel = self.kernel
+        self.format = torch.channels_last if kernel is not None and kernel.channels_last else torch.contiguous_format
+        self.has_flags = kernel is not None and not (kernel.onednn and not kernel.threads)
+
+    def _flags(self) -> AbstractContextManager[None]:
+        return Flags(self.kernel) if self.has_flags and self.kernel is not None else nullcontext()
+
+    def _formatted(self, tensor: Tensor) -> Tensor:
+        """In the format its kernel reads; without a kernel, as it is."""
+        return tensor if self.kernel is None else tensor.contiguous(memory_format=self.format)
+
+    def _convolved(self, data: Tensor, padding: list[int]) -> Tensor:
+        with self._flags():
+            made: Tensor = _aten.convolution.default(
+                self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding, self.dilation,
+                self.transposed, [0, 0], self.groups,
+            )  # fmt: skip
+        return made
+
+    def _derived(self, gradient: Tensor, data: Tensor, padding: list[int], mask: list[bool]) -> list[Tensor]:
+        bias_shape = None if self.bias is None else list(self.bias.shape)
+        with self._flags():
+            found: list[Tensor] = _aten.convolution_backward.default(
+                self._formatted(gradient), data, self._formatted(self.weight), bias_shape, self.stride, padding,
+                self.dilation, self.transposed, [0, 0], self.groups, mask,
+            )  # fmt: skip
+        return found
+
+    def _like_input(self, shape: tuple[int, ...], gradient: Tensor) -> Tensor:
+        """Something with the input's shape and format: its values do not matter, its memory is not used."""
+        if self.format is torch.channels_last:
+            return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=self.format)
+        return gradient.new_empty(()).expand(shape)
+
+    def _collect(self, gradient: Tensor, data: Tensor, padding: list[int], mask: list[bool]) -> None:
+        _, of_weight, of_bias = self._derived(gradient, self._formatted(data), padding, mask)
+        if mask[1]:
+            add_gradient(self.weight, of_weight)
+        if mask[2]:
+            assert self.bias is not None
+            add_gradient(self.bias, of_bias)
+
+    @property
+    def _trainable_mask(self) -> list[bool]:
+        return [False, self.weight.requires_grad, self.bias is not None and self.bias.requires_grad]
+
+    def _input_box(self, rows: Interval, columns: Interval, out: Box) -> Box:
+        samples, channels = self.extents(0, out)[:2]
+        return Box.of((0, samples), (0, channels), rows, columns)
+
+
+class Convolution(_Convolution):
+    """A convolution with any kernel, stride, padding, dilation and groups."""
+
+    def raw_demand(self, number: int, out: Box) -> Box:
+        rows, columns = (
+            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
+            for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
+        )
+        return self._input_box(rows, columns, out)
+
+    def _data(self, held: Held, out: Box) -> tuple[Tensor, list[int]]:
+        """The input with zeros wherever windows reach over the border, but for those the convolution adds itself."""
+        raw, demand = self.raw_demand(0, out), self.demand(0, out)
+        if demand.is_empty:  # nothing but padding
+            return held.tensor.new_zeros(raw.shape), [0, 0]
+        box = raw.intersect(held.box)
+        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held.box} is here"
+        data, padding = held.view(box), _even_padding(box, raw)
+        return (data, padding) if padding is not None else (widened(data, box, raw), [0, 0])
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        return placed(self._convolved(*self._data(inputs[0], out)), into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        raw, box = self.raw_demand(0, out), self.demand(0, out)
+        if not wanted[0] or box.is_empty:
+            return [None]
+        padding = _even_padding(box, raw)
+        if padding is None:
+            box, padding = raw, [0, 0]
+        like = self._like_input(box.shape, gradient)
+        return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
+
+    @torch.no_grad()
+    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+        mask = self._trainable_mask
+        if any(mask):
+            self._collect(gradient, *self._data(inputs[0], out), mask)
+
+
+class TransposedConvolution(_Convolution):
+    """A transposed convolution: every input element spreads over a window of the output."""
+
+    transposed = True
+
+    def _full(self, demand: Box, out: Box) -> Box:
+        """What the demanded inputs make in all: mostly a little more than `out`, by output padding less."""
+        rows, columns = (
+            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
+            for w, (a, b) in zip(self.axes, demand.intervals[2:], strict=True)
+        )
+        return Box((*out.intervals[:2], rows, columns))
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        demand = self.demand(0, out)
+        full = Box(tuple((0, 0) for _ in out.intervals)) if demand.is_empty else self._full(demand, out)
+        if full.contains(out) and not full.is_empty:
+            made = self._convolved(inputs[0].view(demand), [0, 0])
+            return placed(widened(made, full, out), into)
+        made = torch.zeros(out.shape, dtype=self.dtype, device=self.weight.device) if into is None else into.zero_()
+        if self.bias is not None:
+            made += self.bias.view(1, -1, 1, 1)
+        common = full.intersect(out)
+        if not common.is_empty:
+            convolved = self._convolved(inputs[0].view(demand), [0, 0])
+            Held(out, made).view(common).copy_(Held(full, convolved).view(common))
+        return made
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        demand = self.demand(0, out)
+        if not wanted[0] or demand.is_empty:
+            return [None]
+        spread = widened(gradient, out, self._full(demand, out))
+        like = self._like_input(demand.shape, gradient)
+        return [Held(demand, self._derived(spread, like, [0, 0], [True, False, False])[0])]
+
+    @torch.no_grad()
+    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+        _, weight, bias = self._trainable_mask
+        demand = self.demand(0, out)
+        if bias and self.bias is not None:  # also of output that no input made
+            add_gradient(self.bias, gradient.sum((0, 2, 3)))
+        if weight and not demand.is_empty:
+            spread = widened(gradient, out, self._full(demand, out))
+            self._collect(spread, inputs[0].view(demand), [0, 0], [False, True, False])
+
+
+def _even_padding(box: Box, raw: Box) -> list[int] | None:
+    """The zeros on both sides that make `raw` of `box`; None where the sides differ."""
+    amounts = [(low - first, last - high) for (low, high), (first, last) in zip(box.intervals[2:], raw.intervals[2:])]
+    return [before for before, _ in amounts] if all(before == after for before, after in amounts) else None

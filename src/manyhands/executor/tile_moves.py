@@ -1,0 +1,172 @@
+"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.executor.tile_base import Held, TileOperator, placed, widened
+from manyhands.facts.boxes import Box
+from manyhands.graph.piece import Context
+from manyhands.graph.random_ops import RANDOM_CALLS, dropped
+
+
+class Concatenation(TileOperator):
+    """Maps one after the other along their channels."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        parts = self._crops(inputs, out)
+        return torch.cat(parts, 1) if into is None else torch.cat(parts, 1, out=into)
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        found: list[Held | None] = []
+        first = 0
+        for number, want in enumerate(wanted):
+            box = self.demand(number, out)
+            found.append(Held(box, gradient.narrow(1, first, box.shape[1])) if want else None)
+            first += box.shape[1]
+        return found
+
+
+class Slice(TileOperator):
+    """A range of channels, rows or columns."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        data = inputs[0].view(self.demand(0, out))
+        return data.clone() if into is None else into.copy_(data)
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        return [Held(self.demand(0, out), gradient) if wanted[0] else None]
+
+
+class Padding(TileOperator):
+    """A constant around the map; less than nothing cuts."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        position = 2 if "constant" in self.node.target else 3
+        value = float(self.node.arguments[position] or 0) if len(self.node.arguments) > position else 0.0
+        demand = self.demand(0, out)
+        if demand.is_empty:
+            return placed(inputs[0].tensor.new_full(out.shape, value), into)
+        data = inputs[0].view(demand)
+        if into is None:
+            made = widened(data, self._shifted(demand), out, value)
+            return made.clone() if made is data else made
+        into.fill_(value)
+        Held(out, into).view(self._shifted(demand)).copy_(data)
+        return into
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        demand = self.demand(0, out)
+        if not wanted[0] or demand.is_empty:
+            return [None]
+        return [Held(demand, Held(out, gradient).view(self._shifted(demand)))]
+
+    def _shifted(self, demand: Box) -> Box:
+        """Where an input box lies in the output."""
+        given = self.node.arguments[1]
+        before = [given[2 * (3 - axis)] if 2 * (3 - axis) < len(given) else 0 for axis in range(4)]
+        return demand.shift(before)
+
+
+class Shuffle(TileOperator):
+    """Channels to neighbours (pixel_shuffle) or neighbours to channels (pixel_unshuffle)."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        demand = self.demand(0, out)
+        made = self._moved(inputs[0].view(demand), "unshuffle" in self.node.target)
+        return placed(Held(self._full(demand, out), made).view(out), into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        demand = self.demand(0, out)
+        spread = widened(gradient, out, self._full(demand, out))
+        return [Held(demand, self._moved(spread, "unshuffle" not in self.node.target))]
+
+    def _moved(self, data: Tensor, to_channels: bool) -> Tensor:
+        factor = self.node.arguments[1]
+        return torch.pixel_unshuffle(data, factor) if to_channels else torch.pixel_shuffle(data, factor)
+
+    def _full(self, demand: Box, out: Box) -> Box:
+        """What a crop becomes."""
+        factor = self.node.arguments[1]
+        if "unshuffle" in self.node.target:
+            inner = [(a // factor, b // factor) for a, b in demand.intervals[2:]]
+        else:
+            inner = [(a * factor, b * factor) for a, b in demand.intervals[2:]]
+        return Box((*out.intervals[:2], *inner))
+
+
+class Dropout(TileOperator):
+    """All kinds of dropout: the part of the mask that belongs to the box, drawn again for the gradient."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        data = inputs[0].view(out)
+        if not self._draws(context):
+            return data.clone() if into is None else into.copy_(data)
+        factor, offset = self._mask(out, context, data)
+        made = torch.mul(data, factor, out=into)
+        return made if offset is None else made.add_(offset)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        return [Held(out, gradient * self._mask(out, context, gradient)[0] if self._draws(context) else gradient)]
+
+    def _draws(self, context: Context) -> bool:
+        return RANDOM_CALLS[self.node.target].draws(self.node, context.training)
+
+    def _mask(self, out: Box, context: Context, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows = context.first_sample * self.output.rows_per_sample
+        box = out.shift([rows if axis == self.output.batch_axis else 0 for axis in range(out.rank)])
+        return dropped(self.node, context.seed, context.step, box, like.dtype, like.device)

@@ -1,0 +1,48 @@
+"""The operators of a tiled stage: which class computes which operator on boxes."""
+
+from __future__ import annotations
+
+from manyhands.executor.tile_base import Held, TileOperator
+from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
+from manyhands.executor.tile_moves import Concatenation, Dropout, Padding, Shuffle, Slice
+from manyhands.executor.tile_pointwise import pointwise
+from manyhands.executor.tile_pooling import AdaptiveAveragePool, AveragePool, MaxPool
+from manyhands.executor.tile_resampling import Resampling
+from manyhands.executor.tile_sums import (
+    BatchNorm,
+    FromShape,
+    GlobalPool,
+    GroupNorm,
+    InstanceNorm,
+    State,
+    SumsOperator,
+)
+from manyhands.facts.profile import Kernel
+from manyhands.graph import ops
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+
+__all__ = ["Held", "State", "SumsOperator", "TileOperator", "tile_operator"]
+
+_BY_NAME: dict[str, type[TileOperator]] = {
+    "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool, "avg_pool2d": AveragePool,
+    "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling, "upsample_bilinear2d": Resampling,
+    "pixel_shuffle": Shuffle, "pixel_unshuffle": Shuffle, "dropout": Dropout, "feature_dropout": Dropout,
+    "alpha_dropout": Dropout, "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm,
+    "cat": Concatenation, "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
+}  # fmt: skip
+
+
+def tile_operator(graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> TileOperator:
+    """Operator `index` of a graph on boxes, with these weights and, for a convolution, by this kernel."""
+    node, op = graph.nodes[index], graph.network.ops[index]
+    name = node.target.split(".")[1]
+    kind: type[TileOperator] = TileOperator
+    if op.tiling == "pool":
+        kind = FromShape if name.startswith("new_") else GlobalPool
+    elif op.tiling and node.target in ops.POINTWISE:
+        tensors = graph.network.tensors
+        kind = pointwise(node, {tensors[name].dtype for name in (*op.inputs, *op.outputs)})
+    elif op.tiling:
+        kind = _BY_NAME[name]
+    return kind(graph, index, weights, kernel)

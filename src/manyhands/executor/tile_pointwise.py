@@ -1,0 +1,207 @@
+"""Operators that work element by element, on boxes: activations, sums, products and copies by formulas of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.executor.tile_base import Held, TileOperator, placed
+from manyhands.facts.boxes import Box
+from manyhands.graph.graph import Node, Value, Weight
+from manyhands.graph.piece import Context
+
+_aten = torch.ops.aten
+
+Backward = Callable[[Tensor, Tensor], Tensor]
+
+
+def _numbers(node: Node, *defaults: float) -> list[float]:
+    """The numbers after the first argument, or what is meant where they are not given."""
+    given = [float(number) for number in node.arguments[1 : 1 + len(defaults)]]
+    return given + list(defaults[len(given) :])
+
+
+def _leaky_relu(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
+    (slope,) = _numbers(node, 0.01)
+    return _aten.leaky_relu.out, (slope,), lambda g, v: _aten.leaky_relu_backward.default(g, v, slope, slope > 0)
+
+
+def _hardtanh(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
+    low, high = (0.0, 6.0) if "relu6" in node.target else _numbers(node, -1.0, 1.0)
+    return _aten.hardtanh.out, (low, high), lambda g, v: _aten.hardtanh_backward.default(g, v, low, high)
+
+
+def _elu(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
+    numbers = _numbers(node, 1.0, 1.0, 1.0)
+    is_result = all(number > 0 for number in node.arguments[1:])
+    return _aten.elu.out, tuple(numbers), lambda g, v: _aten.elu_backward.default(g, *numbers, is_result, v)
+
+
+def _gelu(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
+    kind = node.options.get("approximate", "none")
+
+    def forward(x: Tensor, out: Tensor) -> Tensor:
+        made: Tensor = _aten.gelu.out(x, approximate=kind, out=out)
+        return made
+
+    return forward, (), lambda g, v: _aten.gelu_backward.default(g, v, approximate=kind)
+
+
+# Target -> its call with `out`, the arguments after the input, and its backward from the input's or output's values.
+_ACTIVATIONS: dict[str, Callable[[Node], tuple[Any, tuple[Any, ...], Backward]]] = {
+    "aten.relu.default": lambda _: (_aten.clamp_min.out, (0,), lambda g, v: _aten.threshold_backward.default(g, v, 0)),
+    "aten.leaky_relu.default": _leaky_relu,
+    "aten.sigmoid.default": lambda _: (_aten.sigmoid.out, (), _aten.sigmoid_backward.default),
+    "aten.tanh.default": lambda _: (_aten.tanh.out, (), _aten.tanh_backward.default),
+    "aten.hardtanh.default": _hardtanh,
+    "aten.relu6.default": _hardtanh,
+    "aten.silu.default": lambda _: (_aten.silu.out, (), _aten.silu_backward.default),
+    "aten.hardswish.default": lambda _: (_aten.hardswish.out, (), _aten.hardswish_backward.default),
+    "aten.hardsigmoid.default": lambda _: (_aten.hardsigmoid.out, (), _aten.hardsigmoid_backward.default),
+    "aten.mish.default": lambda _: (_aten.mish.out, (), _aten.mish_backward.default),
+    "aten.elu.default": _elu,
+    "aten.gelu.default": _gelu,
+}
+
+
+class Activation(TileOperator):
+    """A function of one tensor, written straight to where it belongs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.call, self.numbers, self.slope = _ACTIVATIONS[self.node.target](self.node)
+        self.from_output = self.output.name in self.op.derives_from
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        data = inputs[0].view(out)
+        made: Tensor = self.call(data, *self.numbers, out=torch.empty_like(data) if into is None else into)
+        return made
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        values = output if self.from_output else inputs[0]
+        assert values is not None, f"{self.node.name} needs the values it derives from"
+        return [Held(out, self.slope(gradient, values.view(out))) if wanted[0] else None]
+
+
+class _Combination(TileOperator):
+    """Two tensors, or one and a number, broadcast together."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.numbers = [None if isinstance(a, Value) else a for a in self.node.arguments[:2]]
+
+    def _operands(self, inputs: Sequence[Held | None], out: Box) -> list[Any]:
+        """Both operands in the order of the call, which is the order of the reads."""
+        crops = iter(self._crops(inputs, out))
+        return [next(crops) if number is None else number for number in self.numbers]
+
+    def _reduced(self, part: Tensor, number: int, out: Box) -> Held:
+        """The gradient of an input that may have been broadcast."""
+        box = self.demand(number, out)
+        return Held(box, part if tuple(part.shape) == box.shape else part.sum_to_size(box.shape))
+
+
+class Sum(_Combination):
+    """a + k·b, a - k·b, k·b - a."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        first, second = self._operands(inputs, out)
+        name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
+        call = getattr(torch, name)
+        if into is None or name == "rsub":
+            return placed(call(first, second, alpha=alpha), into)
+        made: Tensor = call(first, second, alpha=alpha, out=into)
+        return made
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
+        factors = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name]
+        used = [factor for factor, number in zip(factors, self.numbers) if number is None]
+        return [
+            self._reduced(gradient if factor == 1 else gradient * factor, place, out) if wanted[place] else None
+            for place, factor in enumerate(used)
+        ]
+
+
+class Product(_Combination):
+    """a · b, also with a number."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        first, second = self._operands(inputs, out)
+        return torch.mul(first, second, out=into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        first, second = self._operands(inputs, out)
+        others = [other for other, number in ((second, self.numbers[0]), (first, self.numbers[1])) if number is None]
+        return [
+            self._reduced(gradient * other, place, out) if wanted[place] else None for place, other in enumerate(others)
+        ]
+
+
+class Copy(TileOperator):
+    """The same numbers again."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        data = inputs[0].view(out)
+        return data.clone() if into is None else into.copy_(data)
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        return [Held(out, gradient) if wanted[0] else None]
+
+
+def pointwise(node: Node, dtypes: set[str]) -> type[TileOperator]:
+    """The class that knows a formula for an operator, or the one that runs it again."""
+    if len(dtypes) > 1 or not dtypes & {"float32", "float64"}:
+        return TileOperator
+    if node.target in _ACTIVATIONS:
+        return Activation
+    name = node.target.split(".")[1]
+    if name in ("clone", "contiguous", "alias"):
+        return Copy
+    operands = node.arguments[:2]
+    is_plain = not any(isinstance(operand, Weight) for operand in operands) and len(set(map(repr, operands))) == 2
+    if is_plain and name in ("add", "sub", "rsub"):
+        return Sum
+    return Product if is_plain and name == "mul" else TileOperator

@@ -1,0 +1,179 @@
+"""Pooling over windows, on boxes. Divisors are those of the whole axis, whatever the box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.executor.tile_base import Held, TileOperator, placed, widened
+from manyhands.facts.boxes import Box
+from manyhands.facts.reads import Adaptive, Window
+from manyhands.graph.piece import Context
+
+_aten = torch.ops.aten
+
+
+class _WindowPool(TileOperator):
+    """What pools over sliding windows share."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.axes = [rule for rule in self.op.reads[0].rules[2:] if isinstance(rule, Window)]
+        assert len(self.axes) == 2, f"{self.node.name} does not pool over rows and columns"
+        self.windows = [rule.kernel for rule in self.axes]
+        self.stride = [rule.stride for rule in self.axes]
+        self.dilation = [rule.dilation for rule in self.axes]
+
+    def _raw(self, out: Box) -> Box:
+        """What the windows cover, also beyond the border."""
+        inner = (
+            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
+            for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
+        )
+        return Box((*out.intervals[:2], *inner))
+
+
+class MaxPool(_WindowPool):
+    """The largest of each window; the gradient goes to the first of equals, row by row.
+
+    On a CPU, windows of 2x2 side by side are taken apart into columns and rows, unless channels come last: several
+    times faster than ATen's loop, with the same choice among equals.
+    """
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        data = self._data(inputs[0], out)
+        if self._is_halving(data):
+            wide = torch.maximum(data[..., 0::2], data[..., 1::2])
+            return torch.maximum(wide[:, :, 0::2], wide[:, :, 1::2], out=into)
+        made, _ = _aten.max_pool2d_with_indices.default(data, self.windows, self.stride, [0, 0], self.dilation)
+        return placed(made, into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        assert inputs[0] is not None, f"{self.node.name} needs its input"
+        data = self._data(inputs[0], out)
+        if self._is_halving(data):
+            return [Held(self._raw(out), _halved_backward(data, gradient))]
+        settings = (self.windows, self.stride, [0, 0], self.dilation)
+        _, places = _aten.max_pool2d_with_indices.default(data, *settings)
+        found = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
+        return [Held(self._raw(out), found)]
+
+    def _data(self, held: Held, out: Box) -> Tensor:
+        """The input over all windows, with nothing larger beyond the border."""
+        demand = self.demand(0, out)
+        return widened(held.view(demand), demand, self._raw(out), -inf)
+
+    def _is_halving(self, data: Tensor) -> bool:
+        is_plain = self.windows == self.stride == [2, 2] and self.dilation == [1, 1]
+        return is_plain and data.stride(3) == 1 and not data.is_cuda
+
+
+def _halved_backward(data: Tensor, gradient: Tensor) -> Tensor:
+    left, right = data[..., 0::2], data[..., 1::2]
+    wide = torch.maximum(left, right)
+    is_upper = wide[:, :, 0::2] >= wide[:, :, 1::2]
+    upper, lower = wide[:, :, 0::2], wide[:, :, 1::2]  # from here on, gradients
+    torch.mul(gradient, is_upper, out=upper)
+    torch.sub(gradient, upper, out=lower)
+    found = torch.empty_like(data)
+    torch.mul(wide, left >= right, out=found[..., 0::2])
+    torch.sub(wide, found[..., 0::2], out=found[..., 1::2])
+    return found
+
+
+class AveragePool(_WindowPool):
+    """The mean of each window, by the divisors of the whole map."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        demand = self.demand(0, out)
+        data = widened(inputs[0].view(demand), demand, self._raw(out))
+        made = _aten.avg_pool2d.default(data, self.windows, self.stride, [0, 0], False, True, 1)
+        return torch.div(made, self._divisors(out, made), out=made if into is None else into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        raw = self._raw(out)
+        shares = gradient / self._divisors(out, gradient)
+        like = gradient.new_empty(()).expand(raw.shape)
+        found = _aten.avg_pool2d_backward.default(shares, like, self.windows, self.stride, [0, 0], False, True, 1)
+        return [Held(raw, found)]
+
+    def _divisors(self, out: Box, like: Tensor) -> Tensor | float:
+        given = (*self.node.arguments, *(None for _ in range(7)))
+        if given[6]:
+            return float(given[6])
+        with_padding = given[5] is None or bool(given[5])
+        counts = []
+        for axis, rule in enumerate(self.axes, start=2):
+            first = torch.arange(*out.intervals[axis]) * rule.stride - rule.padding
+            extent, border = self.sources[0].shape[axis], rule.padding if with_padding else 0
+            last = (first + rule.kernel).clamp(max=extent + border)
+            counts.append(last - (first if with_padding else first.clamp(min=0)))
+        rows, columns = counts
+        if bool((rows == rows[0]).all()) and bool((columns == columns[0]).all()):
+            return float(rows[0] * columns[0])
+        return (rows.view(-1, 1) * columns).to(like)
+
+
+class AdaptiveAveragePool(TileOperator):
+    """Means over windows whose bounds follow from the whole axes; as two products with narrow matrices."""
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+        demand = self.demand(0, out)
+        data = inputs[0].view(demand)
+        rows, columns = (self._means(axis, demand, out, data) for axis in (2, 3))
+        return placed(torch.matmul(rows, torch.matmul(data, columns.t())), into)
+
+    @torch.no_grad()
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        demand = self.demand(0, out)
+        rows, columns = (self._means(axis, demand, out, gradient) for axis in (2, 3))
+        return [Held(demand, torch.matmul(rows.t(), torch.matmul(gradient, columns)))]
+
+    def _means(self, axis: int, demand: Box, out: Box, like: Tensor) -> Tensor:
+        """[outputs, inputs]: each row has the same share on every element of its window, together 1."""
+        rule = Adaptive(axis, self.sources[0].shape[axis], self.output.shape[axis])
+        low, high = demand.intervals[axis]
+        matrix = like.new_zeros(out.shape[axis], high - low)
+        for row, place in enumerate(range(*out.intervals[axis])):
+            first, last = rule.demand((place, place + 1), rule.inputs)
+            matrix[row, first - low : last - low] = 1.0 / (last - first)
+        return matrix

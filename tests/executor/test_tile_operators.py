@@ -1,0 +1,443 @@
+"""Every operator of a tiled stage, on boxes, is the whole operator: values and gradients, to the last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tile_checks import CONTEXT, Case, check_local, check_sums, held
+from torch import Tensor, nn
+
+from manyhands.executor.tile_operators import Held, SumsOperator, tile_operator
+from manyhands.facts.boxes import Box
+from manyhands.facts.profile import Kernel
+from manyhands.graph.capture import capture
+from manyhands.graph.piece import Context
+from manyhands.graph.weights import Weights
+
+SETTINGS = settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+)
+FEW = settings(SETTINGS, max_examples=4)
+KERNELS = (None, Kernel(), Kernel(channels_last=True), Kernel(onednn=False), Kernel(True, False, 1))
+sizes = st.integers(7, 23)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> dict[str, Any]:
+    kernel = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    return {
+        "kernel_size": kernel, "stride": draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        "padding": (draw(st.integers(0, kernel[0] // 2)), draw(st.integers(0, kernel[1] // 2))),
+        "dilation": draw(st.sampled_from([1, 1, 2])),
+    }  # fmt: skip
+
+
+@SETTINGS
+@given(window=windows(), groups=st.sampled_from([1, 2, 4]), kernel=st.sampled_from(KERNELS), rows=sizes, columns=sizes,
+       bias=st.booleans(), data=st.data())  # fmt: skip
+def test_convolution(
+    window: dict[str, Any], groups: int, kernel: Kernel | None, rows: int, columns: int, bias: bool, data: st.DataObject
+) -> None:
+    module = nn.Conv2d(4, 8, **window, groups=groups, bias=bias)
+    check_local(Case.of(module, (4, rows, columns)), data, kernel=kernel)
+
+
+@FEW
+@given(padding=st.sampled_from([5, (0, 3)]), data=st.data())
+def test_convolution_with_more_padding_than_kernel(padding: Any, data: st.DataObject) -> None:
+    check_local(Case.of(nn.Conv2d(2, 3, 2, padding=padding, stride=2), (2, 7, 9)), data)
+
+
+@FEW
+@given(kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)), dilation=st.integers(1, 2), data=st.data())
+def test_convolution_with_same_padding(kernel: tuple[int, int], dilation: int, data: st.DataObject) -> None:
+    case = Case.of(nn.Conv2d(2, 3, kernel, padding="same", dilation=dilation), (2, 9, 11))
+    for chosen in (None, Kernel(onednn=False)):
+        check_local(case, data, kernel=chosen)
+
+
+@SETTINGS
+@given(window=windows(), groups=st.sampled_from([1, 2]), kernel=st.sampled_from(KERNELS), rows=st.integers(4, 9),
+       extra=st.booleans(), data=st.data())  # fmt: skip
+def test_transposed_convolution(
+    window: dict[str, Any], groups: int, kernel: Kernel | None, rows: int, extra: bool, data: st.DataObject
+) -> None:
+    rows_more, columns_more = (max(s, window["dilation"]) - 1 if extra else 0 for s in window["stride"])
+    module = nn.ConvTranspose2d(4, 6, **window, groups=groups, output_padding=(rows_more, columns_more))
+    check_local(Case.of(module, (4, rows, 6)), data, kernel=kernel)
+
+
+@SETTINGS
+@given(window=windows(), ceil=st.booleans(), rows=sizes, columns=sizes, data=st.data())
+def test_max_pooling(window: dict[str, Any], ceil: bool, rows: int, columns: int, data: st.DataObject) -> None:
+    check_local(Case.of(lambda x: F.max_pool2d(x, **window, ceil_mode=ceil), (2, rows, columns)), data)
+
+
+@SETTINGS
+@given(ceil=st.booleans(), rows=sizes, columns=sizes, data=st.data())
+def test_halving_takes_the_first_of_equals(ceil: bool, rows: int, columns: int, data: st.DataObject) -> None:
+    case = Case.of(lambda x: F.max_pool2d(x, 2, ceil_mode=ceil), (2, rows, columns))
+    check_local(case, data)
+    whole = case.inputs.popitem()[1].mul(1.5).round()  # many equals
+    out = Box.whole(case.made.shape)
+    leaf = whole.clone().requires_grad_()
+    F.max_pool2d(leaf, 2, ceil_mode=ceil).backward(case.gradient)  # type: ignore[no-untyped-call]
+    source = Held(Box.whole(whole.shape), whole)
+    (found,) = case.operator().input_gradients([source], None, case.gradient, out, [True], CONTEXT)
+    assert found is not None
+    covered = found.box.intersect(source.box)
+    gradient = torch.zeros_like(whole)
+    gradient[covered.slices()] = found.view(covered)
+    assert leaf.grad is not None
+    assert torch.equal(gradient, leaf.grad)
+
+
+@SETTINGS
+@given(window=windows(), ceil=st.booleans(), count=st.booleans(), divisor=st.sampled_from([None, None, 3]), rows=sizes,
+       columns=sizes, data=st.data())  # fmt: skip
+def test_average_pooling(
+    window: dict[str, Any], ceil: bool, count: bool, divisor: int | None, rows: int, columns: int, data: st.DataObject
+) -> None:
+    window = {name: value for name, value in window.items() if name != "dilation"}
+    case = Case.of(
+        lambda x: F.avg_pool2d(x, **window, ceil_mode=ceil, count_include_pad=count, divisor_override=divisor),
+        (2, rows, columns),
+    )
+    check_local(case, data)
+
+
+@SETTINGS
+@given(size=st.tuples(st.integers(2, 9), st.integers(2, 9)), rows=sizes, columns=sizes, data=st.data())
+def test_adaptive_average_pooling(size: tuple[int, int], rows: int, columns: int, data: st.DataObject) -> None:
+    check_local(Case.of(lambda x: F.adaptive_avg_pool2d(x, size), (2, rows, columns)), data)
+
+
+RESAMPLED: dict[str, dict[str, Any]] = {
+    "nearest twice": {"scale_factor": 2},
+    "nearest by three and two": {"scale_factor": (3, 2)},
+    "nearest by a fraction": {"scale_factor": 1.7},
+    "nearest to a size": {"size": (19, 13)},
+    "nearest down": {"size": (5, 17)},
+    "bilinear twice": {"scale_factor": 2, "mode": "bilinear"},
+    "bilinear by three": {"scale_factor": 3, "mode": "bilinear"},
+    "bilinear by a fraction": {"scale_factor": (1.3, 2.6), "mode": "bilinear"},
+    "bilinear to a size": {"size": (19, 14), "mode": "bilinear"},
+    "bilinear down": {"size": (4, 9), "mode": "bilinear"},
+    "bilinear with corners": {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
+    "bilinear with corners to a size": {"size": (20, 8), "mode": "bilinear", "align_corners": True},
+    "bilinear with corners to one": {"size": (1, 12), "mode": "bilinear", "align_corners": True},
+}
+
+
+@pytest.mark.parametrize("what", RESAMPLED)
+def test_up_sampling(what: str) -> None:
+    case = Case.of(lambda x: F.interpolate(x, **RESAMPLED[what]), (2, 7, 9))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
+POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "relu": F.relu,
+    "leaky relu": lambda x: F.leaky_relu(x, 0.1),
+    "leaky relu, falling": lambda x: F.leaky_relu(x, -0.1),
+    "leaky relu in place": lambda x: F.leaky_relu(x, 0.1, inplace=True),
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": F.silu, "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid, "hardtanh": lambda x: F.hardtanh(x, -0.5, 0.7), "relu6": F.relu6, "elu": F.elu,
+    "elu, steep": lambda x: F.elu(x, 1.5), "celu": lambda x: F.celu(x, 0.7), "selu": F.selu, "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"), "mish": F.mish, "softplus": F.softplus, "exp": torch.exp,
+    "square": torch.square, "clamp": lambda x: x.clamp(-0.3, 0.4), "negative": torch.neg,
+    "plus a number": lambda x: x + 2, "less a number": lambda x: x - 3.0, "a number less": lambda x: 1.5 - x,
+    "times a number": lambda x: x * 0.3, "over a number": lambda x: x / 3, "copy": torch.clone,
+}  # fmt: skip
+COMBINED: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add, "difference": torch.sub, "scaled sum": lambda a, b: torch.add(a, b, alpha=0.5),
+    "product": torch.mul, "quotient": torch.div,
+    "larger": torch.maximum, "twice": lambda a, b: torch.mul(b, a),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", POINTWISE)
+def test_activation(what: str) -> None:
+    case = Case.of(POINTWISE[what], (3, 8, 11))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
+@pytest.mark.parametrize("second", [(3, 8, 11), (3, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize("what", COMBINED)
+def test_two_maps_or_a_map_and_what_all_tiles_have(what: str, second: tuple[int, ...]) -> None:
+    case = Case.of(COMBINED[what], (3, 8, 11), second)
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
+@pytest.mark.parametrize("function", [lambda x: x + x, lambda x: x * x])
+def test_one_map_twice(function: Callable[[Tensor], Tensor]) -> None:
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(Case.of(function, (3, 8, 11)), data)
+
+    run()
+
+
+@FEW
+@given(data=st.data())
+def test_slopes_of_every_channel(data: st.DataObject) -> None:
+    check_local(Case.of(nn.PReLU(3), (3, 8, 11)), data)
+
+
+MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "concatenation": (lambda a, b, c: torch.cat((a, b, c), 1), ((2, 7, 9), (1, 7, 9), (4, 7, 9))),
+    "channels": (lambda x: torch.ops.aten.slice.Tensor(x, 1, 1, 3), ((4, 7, 9),)),
+    "rows": (lambda x: torch.ops.aten.slice.Tensor(x, 2, 1, -2), ((4, 9, 9),)),
+    "padding": (lambda x: F.pad(x, (1, 2, 3, 0)), ((2, 7, 9),)),
+    "padding with a number": (lambda x: F.pad(x, (1, 2, 3, 0), value=1.5), ((2, 7, 9),)),
+    "padding by less than nothing": (lambda x: F.pad(x, (-1, 2, 1, -3)), ((2, 7, 9),)),
+    "wide padding": (lambda x: F.pad(x, (0, 9)), ((2, 7, 9),)),
+    "pixel shuffle": (lambda x: F.pixel_shuffle(x, 3), ((9, 4, 5),)),
+    "pixel unshuffle": (lambda x: F.pixel_unshuffle(x, 2), ((2, 14, 10),)),
+    "dropout": (lambda x: F.dropout(x, 0.3), ((2, 7, 9),)),
+    "dropout of everything": (lambda x: F.dropout(x, 1.0), ((2, 7, 9),)),
+    "dropout of nothing": (lambda x: F.dropout(x, 0.0), ((2, 7, 9),)),
+    "dropout of channels": (lambda x: F.dropout2d(x, 0.3), ((5, 7, 9),)),
+    "alpha dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), ((2, 7, 9),)),
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_moves_and_drops(what: str) -> None:
+    function, shapes = MOVES[what]
+    case = Case.of(function, *shapes)
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
+@pytest.mark.parametrize("function", [lambda x: F.dropout(x, 0.3), lambda x: F.alpha_dropout(x, 0.3, training=True)])
+def test_in_evaluation_nothing_is_dropped(function: Callable[[Tensor], Tensor]) -> None:
+    resting = replace(CONTEXT, training=False)
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(Case.of(function, (2, 7, 9), context=resting), data, context=resting)
+
+    run()
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm2d(6),
+    "batch norm without weights": lambda: nn.BatchNorm2d(6, affine=False),
+    "batch norm without memory": lambda: nn.BatchNorm2d(6, track_running_stats=False),
+    "group norm": lambda: nn.GroupNorm(3, 6),
+    "group norm of one": lambda: nn.GroupNorm(1, 6, affine=False),
+    "instance norm": lambda: nn.InstanceNorm2d(6),
+    "instance norm with weights": lambda: nn.InstanceNorm2d(6, affine=True),
+}
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "global average": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "mean": lambda x: x.mean((2, 3)),
+    "mean kept": lambda x: x.mean((-1, -2), keepdim=True),
+    "sum": lambda x: x.sum((2, 3)),
+}
+
+
+@pytest.mark.parametrize("adjoint", [True, False])
+@pytest.mark.parametrize("what", NORMS)
+def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:
+    case = Case.of(NORMS[what](), (6, 9, 12))
+
+    @settings(SETTINGS, max_examples=6)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_sums(case, data, adjoint=adjoint)
+
+    run()
+
+
+@pytest.mark.parametrize("what", POOLS)
+def test_pools_over_all_tiles(what: str) -> None:
+    case = Case.of(POOLS[what], (3, 9, 12))
+    assert case.operator().op.tile_sums == 3
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_sums(case, data, adjoint=True)
+
+    run()
+
+
+@FEW
+@given(data=st.data())
+def test_batch_norm_by_running_statistics(data: st.DataObject) -> None:
+    resting = replace(CONTEXT, training=False)
+    check_local(Case.of(nn.BatchNorm2d(3).eval(), (3, 7, 9)), data)
+    case = Case.of(nn.BatchNorm2d(3), (3, 7, 9), context=resting)
+    out = Box.of((0, 2), (0, 3), (2, 5), (0, 8))
+    found = case.operator().forward([held(next(iter(case.inputs.values())), out, out)], out, resting)
+    assert torch.allclose(found, case.made[out.slices()], rtol=0, atol=1e-12)
+
+
+def test_numbers_that_tiles_add_up() -> None:
+    def sums(function: Callable[..., Tensor]) -> tuple[str, int, int]:
+        op = Case.of(function, (6, 7, 9)).operator().op
+        return op.tiling, op.tile_sums, op.statistics
+
+    assert sums(nn.BatchNorm2d(6)) == ("norm", 0, 6)
+    assert sums(nn.GroupNorm(3, 6)) == ("norm", 6, 0)
+    assert sums(nn.InstanceNorm2d(6)) == ("norm", 12, 0)
+    assert sums(POOLS["mean"]) == ("pool", 6, 0)
+    assert sums(lambda x: x.new_zeros(x.shape[0], 1, 1, 1)) == ("pool", 0, 0)
+
+
+@pytest.mark.parametrize("function", [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(3), nn.LeakyReLU(0.1)])
+def test_single_precision(function: Callable[..., Tensor]) -> None:
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        case = Case.of(function, (3, 15, 17), dtype=torch.float32)
+        if isinstance(function, nn.BatchNorm2d):
+            check_sums(case, data, adjoint=True, tolerance=1e-5)
+        else:
+            check_local(case, data, tolerance=1e-5)
+
+    run()
+
+
+def test_squeeze_and_excitation_on_what_all_tiles_have() -> None:
+    """Operators on tensors that every tile has whole: also those that cannot be tiled."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = torch.sigmoid(self.second(F.silu(self.first(x))))
+            out: Tensor = self.head(gate.flatten(1))
+            return out
+
+    module = Gate().double()
+    x = torch.randn(3, 4, 1, 1, dtype=torch.float64)
+    graph, weights = capture(module, x), Weights.copied(capture(module, x))
+    values = {graph.inputs[0].name: x}
+    operators = [tile_operator(graph, index, weights, None) for index in range(len(graph.nodes))]
+    context = Context()
+    for operator in operators:
+        given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+        out = Box.whole(operator.output.shape_for(3))
+        values[operator.output.name] = operator.forward(given, out, context)
+    wanted = module(x)
+    assert torch.allclose(values[graph.outputs[0]], wanted, rtol=0, atol=1e-12)
+    gradients = {graph.outputs[0]: torch.ones_like(wanted)}
+    wanted.sum().backward()
+    for operator in reversed(operators):
+        gradient = gradients[operator.output.name]
+        given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+        out = Box.whole(gradient.shape)
+        output = Held(out, values[operator.output.name])
+        operator.weight_gradients(given, gradient, out, context)
+        wants = [graph.network.tensors[r.tensor].differentiable for r in operator.op.reads]
+        found = operator.input_gradients(given, output, gradient, out, wants, context)
+        for read, part in zip(operator.op.reads, found):
+            if part is not None:
+                gradients[read.tensor] = part.tensor
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        found_gradient = weights.tensors[name].grad
+        assert found_gradient is not None
+        assert torch.allclose(found_gradient, parameter.grad, rtol=0, atol=1e-12), name
+
+
+def test_a_mask_of_samples_is_made_from_a_shape() -> None:
+    """Stochastic depth: one coin per sample, the same on every tile, whatever the tile holds."""
+
+    def drop(x: Tensor) -> Tensor:
+        return x * x.new_empty([x.shape[0], 1, 1, 1]).bernoulli_(0.5).div_(0.5)
+
+    class Drop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(1, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return drop(self.convolution(x))
+
+    graph = capture(Drop(), torch.randn(4, 1, 5, 6))
+    names = [node.target for node in graph.nodes]
+    shaped, coin = names.index("aten.new_empty.default"), names.index("aten.bernoulli_.float")
+    weights, box = Weights.copied(graph), Box.whole((4, 1, 1, 1))
+    first, whole = tile_operator(graph, shaped, weights, None), Box.whole((4, 2, 5, 6))
+    assert isinstance(first, SumsOperator)
+    row = first.own_row([Held(whole, torch.zeros(whole.shape))], whole)
+    assert row.numel() == 0
+    made = first.forward([], box, CONTEXT, state=first.merged([row], [30]))
+    assert made.shape == (4, 1, 1, 1)
+    tossed = tile_operator(graph, coin, weights, None).forward([Held(box, made)], box, CONTEXT)
+    assert set(tossed.flatten().tolist()) <= {0.0, 1.0}
+
+
+ON_CUDA: dict[str, tuple[Callable[[], Callable[..., Tensor]], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 1), groups=2), (4, 11, 13)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1), (4, 6, 7)),
+    "max pooling": (lambda: nn.MaxPool2d(3, 2, 1), (4, 11, 13)),
+    "halving": (lambda: nn.MaxPool2d(2), (4, 11, 13)),
+    "average pooling": (lambda: nn.AvgPool2d(3, 2, 1, True, False), (4, 11, 13)),
+    "adaptive pooling": (lambda: nn.AdaptiveAvgPool2d((3, 5)), (4, 11, 13)),
+    "nearest by a fraction": (lambda: nn.Upsample(scale_factor=1.7), (4, 7, 9)),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (4, 7, 9)),
+    "bilinear to a size": (lambda: nn.Upsample((15, 11), mode="bilinear"), (4, 7, 9)),
+    "leaky relu": (lambda: nn.LeakyReLU(0.1), (4, 7, 9)),
+    "slopes": (lambda: nn.PReLU(4), (4, 7, 9)),
+    "dropout": (lambda: nn.Dropout(0.3), (4, 7, 9)),
+    "pixel shuffle": (lambda: nn.PixelShuffle(2), (4, 7, 9)),
+    "padding": (lambda: nn.ZeroPad2d((1, 2, 0, -1)), (4, 7, 9)),
+    **{name: (build, (6, 9, 12)) for name, build in NORMS.items()},
+    "mean": (lambda: POOLS["mean"], (6, 9, 12)),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("what", ON_CUDA)
+def test_on_cuda(what: str) -> None:
+    build, shape = ON_CUDA[what]
+    case = Case.of(build(), shape).on("cuda")
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        if case.operator().op.tiling == "local":
+            check_local(case, data, tolerance=1e-10)
+        else:
+            for adjoint in (True, False):
+                check_sums(case, data, adjoint=adjoint, tolerance=1e-10)
+
+    run()
