@@ -157,12 +157,11 @@ class Ran:
             assert log.rounds == log.same_actions == steps
             assert log.refused_frames == 0
             assert log.actions == [str(action) for action in schedule.every_action(device)]
-            geometry = schedule.lowering.work[device].geometry
-            assert geometry is not None
+            geometries = schedule.lowering.work[device].geometries
             rounds = steps * result.plan.micro_batches
-            first, last = samples_of(geometry, device)
+            first, last = samples_of(geometries[0], device)
             assert log.samples == (last - first) * rounds
-            assert log.operators == (geometry.last - geometry.first) * rounds
+            assert log.operators == sum(geometry.last - geometry.first for geometry in geometries) * rounds
         written = read_document(result.folder / "devices.json")
         assert isinstance(written, dict)
         assert written["devices"] == {name: log.to_dict() for name, log in result.logs.items()}

@@ -8,16 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.engine.frames import (
+    ANSWER,
+    BEAT,
     LARGEST_CHUNK_BYTES,
+    LARGEST_CONTROL_BYTES,
     LARGEST_HEADER_BYTES,
     LARGEST_MESSAGE_BYTES,
     MAGIC,
+    OFFER,
     PRELUDE,
     BadFrame,
     Header,
+    control,
     decode,
     encode,
     header_bytes,
+    is_control,
 )
 from manyhands.facts.errors import BadValue
 
@@ -30,7 +36,8 @@ def headers(draw: st.DrawFn) -> Header:
     size = draw(st.integers(length, LARGEST_MESSAGE_BYTES))
     offset = draw(st.integers(0, size - length))
     number = st.integers(-(2**63), 2**63 - 1)
-    return Header(draw(small_text), draw(number), draw(number), draw(small_text), size, offset, length)
+    place = draw(st.one_of(st.just(-1), number))
+    return Header(draw(small_text), draw(number), draw(number), draw(small_text), size, offset, length, place)
 
 
 def read(frame: bytes) -> Header:
@@ -97,6 +104,28 @@ def test_absurd_sizes_are_refused(size: int, offset: int, length: int) -> None:
 def test_other_fields_are_refused(fields: object) -> None:
     with pytest.raises(BadFrame, match="none"):
         decode(msgspec.msgpack.encode(fields))
+
+
+@given(headers())
+def test_only_frames_without_an_origin_are_for_the_engine(header: Header) -> None:
+    assert not is_control(msgspec.structs.replace(header, origin="a"))
+    assert not is_control(msgspec.structs.replace(header, generation=0))
+
+
+@given(st.sampled_from([BEAT.topic, OFFER, ANSWER]), headers())
+def test_what_is_for_the_engine_is_small_and_whole(topic: str, header: Header) -> None:
+    said = msgspec.structs.replace(header, origin="", generation=-1, topic=topic)
+    is_right = header.length == header.bytes <= LARGEST_CONTROL_BYTES and header.place < 0
+    try:
+        assert is_control(said)
+        assert is_right
+    except BadFrame:
+        assert not is_right
+    assert is_control(control(topic, header.length % LARGEST_CONTROL_BYTES))
+
+
+def test_a_header_without_a_place_is_that_of_a_payload_behind_it() -> None:
+    assert decode(msgspec.msgpack.encode(["a", 0, 0, "x", 1, 0, 1])).place == -1
 
 
 def test_a_topic_too_long_is_the_senders_error() -> None:

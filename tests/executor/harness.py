@@ -131,6 +131,11 @@ def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:
     )
 
 
+def held(executor: Executor) -> int:
+    """Micro-batches that a device keeps something of."""
+    return len({micro_batch for runner in executor.runners.values() for micro_batch in runner.flights})
+
+
 def run(
     graph: Graph,
     plan: Plan,
@@ -158,10 +163,10 @@ def run(
         board.fail_after(*fail)
     executors: dict[str, Executor] = {}
     for device in devices:
-        names = schedule.lowering.work[device].weights()
-        weights = Weights.copied(graph, names)
+        own = schedule.lowering.work[device]
+        weights = Weights.copied(graph, own.weights())
         store_weights(graph, weights, stored or {})
-        stepper = build(optimizer or SGD, weights.trainable()) if names and training else None
+        stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         setting = Setting(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, with_targets=training
         )

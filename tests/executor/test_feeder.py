@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import plan_for, relative, run, schedule_of, shared
+from harness import held, plan_for, relative, run, schedule_of, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_networks import batches_of, captured, module_of
@@ -120,7 +120,7 @@ def assert_streams(name: str, plan: Plan, count: int = 4) -> None:
     for own in ran.weights.values():  # nothing was trained
         assert all(torch.equal(tensor, graph.state[weight]) for weight, tensor in own.items())
     for executor in ran.executors.values():
-        assert not executor.flights
+        assert not held(executor)
 
 
 @pytest.mark.parametrize("name", ["small", "pair", "named", "early", "words", "gives-input", "evaluating", "skips"])
@@ -163,17 +163,17 @@ def test_a_device_lets_go_of_what_it_has_passed_on() -> None:
     last = len(graph.network.layers)
     stages = [shared(0, 4, 1), shared(4, last, 1)]
     plan = plan_for(graph, stages, batch_size=6, micro_batches=6, order="stream")
-    held: dict[str, int] = {}
+    most: dict[str, int] = {}
 
     def watch(executor: Executor) -> None:
         act = executor._act
 
         def watched(action: Action) -> None:
             act(action)
-            held[executor.device] = max(held.get(executor.device, 0), len(executor.flights))
+            most[executor.device] = max(most.get(executor.device, 0), held(executor))
 
         executor._act = watched  # type: ignore[method-assign]
 
     ran = run(graph, plan, batches_of("skips", 1, 6), watch=watch)
     ran.assert_as_planned(1)
-    assert held == {"s0-0": 1, "s4-0": 2}  # the next one's messages come before its forward pass
+    assert most == {"s0-0": 1, "s4-0": 2}  # the next one's messages come before its forward pass

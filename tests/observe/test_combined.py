@@ -14,7 +14,19 @@ from manyhands.facts.boxes import Box
 from manyhands.observe.plots import draw_predicted_beside_measured
 from manyhands.observe.timeline import COLOURS
 from manyhands.observe.trace import combined_trace, trace_events
-from manyhands.schedule.actions import KINDS, Action, Backward, Forward, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import (
+    KINDS,
+    Action,
+    Backward,
+    Forward,
+    Loss,
+    Message,
+    Part,
+    Receive,
+    Reduce,
+    Send,
+    Step,
+)
 from manyhands.simulator.result import Span
 
 MESSAGE = Message("value", 0, 1, (Part("x", Box(((0, 1),))),), 4)

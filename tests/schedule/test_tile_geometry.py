@@ -69,7 +69,9 @@ def test_without_groups_only_operators_that_read_beyond_their_tile_start_one() -
     network = chain(2, operators_per_layer=3)
     point = chain(1, kernel=1).ops[0].reads[0].rules
     ops = [
-        op if index % 3 == 0 else msgspec.structs.replace(op, reads=(msgspec.structs.replace(op.reads[0], rules=point),))
+        op
+        if index % 3 == 0
+        else msgspec.structs.replace(op, reads=(msgspec.structs.replace(op.reads[0], rules=point),))
         for index, op in enumerate(network.ops)
     ]
     geometry = chain_geometry(ByTiles((1, 1)), msgspec.structs.replace(network, ops=tuple(ops)))
@@ -155,7 +157,9 @@ def test_what_cannot_be_tiled_is_refused_by_layer_and_operator(change: str) -> N
         ops = list(network.ops)
         ops[1] = msgspec.structs.replace(ops[1], tiling="", where="net.py:7")
         network = msgspec.structs.replace(network, ops=tuple(ops))
-    with pytest.raises(BadPlan, match=r"stages\[0\] is shared by tiles, but layer layer1 has the operator conv1") as caught:
+    with pytest.raises(
+        BadPlan, match=r"stages\[0\] is shared by tiles, but layer layer1 has the operator conv1"
+    ) as caught:
         assert chain_geometry(ByTiles((1, 1)), network).groups
     assert "which makes t1" in caught.value.message
     assert ("(net.py:7)" in caught.value.message) == (change == "operator")

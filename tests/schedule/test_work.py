@@ -321,7 +321,10 @@ def test_the_weights_gradients_are_computed_while_the_rims_travel() -> None:
 
 def test_a_gradient_for_the_stage_before_leaves_before_the_weights_gradients() -> None:
     plan = Plan("chain", 1, (Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), ByTiles((1, 1), backward_groups=(2,)))))
-    kinds = [(type(action), getattr(action, "part", "")) for action in Lowering(plan, CHAIN).work["b"].backward(0, is_last=True)]
+    kinds = [
+        (type(action), getattr(action, "part", ""))
+        for action in Lowering(plan, CHAIN).work["b"].backward(0, is_last=True)
+    ]
     assert kinds == [
         (Send, ""), (Send, ""), (Receive, ""),  # the output's gradient; then what the group starts with
         (Backward, ""), (Backward, "inputs"), (Send, ""), (Backward, "weights"), (Reduce, ""),

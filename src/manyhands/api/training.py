@@ -400,7 +400,7 @@ class _Job:
         order = Order(
             graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
             seed=options.seed, kernels=kernels, snapshots=snapshot_steps(first, last, every), trace_steps=traced,
-            wait_limit_seconds=self.limit_seconds,
+            memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
         )  # fmt: skip
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:

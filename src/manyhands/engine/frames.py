@@ -88,7 +88,8 @@ def is_control(header: Header) -> bool:
     if header.generation != BEAT.generation or header.origin != BEAT.origin or header.topic not in CONTROL_TOPICS:
         return False
     if header.length > LARGEST_CONTROL_BYTES or header.length != header.bytes or header.place >= 0:
-        raise BadFrame(f"'{header.topic}' has {header.length} of {header.bytes} bytes; all are read, if at most 4096")
+        size = f"{header.length} of {header.bytes} bytes"
+        raise BadFrame(f"'{header.topic}' with {size}; all are read, and at most {LARGEST_CONTROL_BYTES}")
     return True
 
 

@@ -17,6 +17,7 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, empty
+from manyhands.executor.held import HeldBytes
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
@@ -66,6 +67,8 @@ class Setting:
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     torch_device: str = "cpu"
     trace_steps: range = range(0)
+    memory_step: int = -1
+    """The step in which tensor bytes are counted; it takes a little longer."""
     with_targets: bool = True
 
 
@@ -134,7 +137,17 @@ class Executor:
     # One round
 
     def round(self, step: int) -> RoundResult:
-        """One mini-batch: ask the policy, act, until it says done."""
+        """One mini-batch."""
+        if step != self.setting.memory_step:
+            return self._round(step)
+        held = HeldBytes(self.weights, self.stepper, self.runners)
+        with held.counting():
+            result = self._round(step)
+        self.recorder.log.peak_bytes, self.recorder.log.peak_parts = held.most_bytes, held.parts
+        return result
+
+    def _round(self, step: int) -> RoundResult:
+        """Ask the policy, act, until it says done."""
         start = time.monotonic()
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)

@@ -41,6 +41,10 @@ class DeviceLog(msgspec.Struct):
     """Elements of feature maps computed forward as a tile, what overlaps with others' tiles included."""
     sent_kinds: dict[str, int] = {}
     """Payload bytes of messages by what they carry (Message.kind); reductions are not among them."""
+    peak_bytes: int = 0
+    """Most tensor bytes alive at once in a step, counted in the step that was asked for; 0: none was."""
+    peak_parts: dict[str, int] = {}
+    """What they were: features, deltas (gradients of features), weights (with gradients and optimiser), buffers."""
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link, by receiver."""
     received_bytes: dict[str, int] = {}

@@ -36,6 +36,12 @@ class Runner(Protocol):
     def drop(self, micro_batch: int) -> None:
         """Forget a micro-batch."""
 
+    def features(self) -> list[torch.Tensor]:
+        """The values that are held now."""
+
+    def deltas(self) -> list[torch.Tensor]:
+        """Their gradients."""
+
     def forward(self, action: Forward, context: Context) -> None: ...
 
     def backward(self, action: Backward, context: Context) -> None: ...
@@ -100,6 +106,12 @@ class SegmentRunner:
 
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
+
+    def features(self) -> list[torch.Tensor]:
+        return [tensor for flight in self.flights.values() for tensor in flight.values.values()]
+
+    def deltas(self) -> list[torch.Tensor]:
+        return [tensor for flight in self.flights.values() for tensor in flight.gradients.values()]
 
     def forward(self, action: Forward, context: Context) -> None:
         self.segments.forward(self.flight(action.micro_batch), action.first, action.last, context)

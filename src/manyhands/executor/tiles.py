@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
-from manyhands.executor.tile_operators import Held, SumsOperator, TileOperator, tile_operator
+from manyhands.executor.tile_operators import Held, State, SumsOperator, TileOperator, tile_operator
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.network import Op
 from manyhands.facts.profile import Kernel
@@ -32,7 +33,7 @@ class TileFlight:
     gradients: dict[str, Held] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     """Gradients whose memory is nobody else's: they may be added to in place."""
-    states: dict[int, object] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
     """Operator that adds up over the map -> the sums of everybody, forward."""
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class TileRunner:
 
     def _channels_last(self, kernels: Mapping[str, Kernel]) -> set[str]:
         """Maps that a convolution reads in channels_last."""
-        found = set()
+        found: set[str] = set()
         for index in self.operators:
             op = self.network.ops[index]
             kernel = kernels.get(op.name)
@@ -177,6 +178,12 @@ class TileRunner:
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
 
+    def features(self) -> list[torch.Tensor]:
+        return [held.tensor for flight in self.flights.values() for held in flight.values.values()]
+
+    def deltas(self) -> list[torch.Tensor]:
+        return [held.tensor for flight in self.flights.values() for held in flight.gradients.values()]
+
     @torch.no_grad()
     def forward(self, action: Forward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
@@ -200,7 +207,7 @@ class TileRunner:
         operator, op = self.operators[index], self.network.ops[index]
         name, out = op.outputs[0], self._out_box(index)
         inputs = self._inputs(flight, op)
-        options = {"state": flight.states[index]} if index in flight.states else {}
+        options = self._options(flight, index)
         if name not in self.geometry.maps:  # the sums of everybody are its result
             whole = Box.whole(self.geometry.shape(name))
             flight.values[name] = Held(whole, operator.forward(inputs, whole, context, **options))
@@ -213,6 +220,9 @@ class TileRunner:
             return
         held = flight.values[name] = self._room(name, out)
         operator.forward(inputs, out, context, into=held.view(out), **options)
+
+    def _options(self, flight: TileFlight, index: int) -> dict[str, Any]:
+        return {"state": flight.states[index]} if index in flight.states else {}
 
     def _inputs(self, flight: TileFlight, op: Op) -> list[Held]:
         return [self._value(flight, read.tensor) for read in op.reads]
@@ -311,7 +321,7 @@ class TileRunner:
             return
         if gradient is None:
             gradient = self._zeros(name)
-        options = {"state": flight.states[index]} if index in flight.states else {}
+        options = self._options(flight, index)
         if part != "inputs" and self._trains(op):
             over = self._weight_box(index)
             if not over.is_empty:
@@ -336,7 +346,7 @@ class TileRunner:
 
     def _input_gradients(
         self, flight: TileFlight, index: int, gradient: Held, wanted: list[bool], out: Box, context: Context,
-        options: dict[str, object],
+        options: dict[str, Any],
     ) -> None:  # fmt: skip
         operator, op = self.operators[index], self.network.ops[index]
         if out.is_empty or not any(wanted):

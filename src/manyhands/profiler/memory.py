@@ -7,7 +7,7 @@ when it dies. What a kernel takes and frees inside one call (im2col, oneDNN's sc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,15 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start."""
+    """`with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start.
 
-    def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
+    `on_most` is called whenever more is held than ever before.
+    """
+
+    def __init__(self, held: Iterable[torch.Tensor] = (), on_most: Callable[[], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.on_most: Callable[[], None] | None = None
         self.bytes = 0
         self.most_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         for tensor in held:
             self._see(tensor)
+        self.on_most = on_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -45,4 +50,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._alive[address] = weakref.ref(storage, died)
         self.bytes += size
-        self.most_bytes = max(self.most_bytes, self.bytes)
+        if self.bytes > self.most_bytes:
+            self.most_bytes = self.bytes
+            if self.on_most is not None:
+                self.on_most()

@@ -25,7 +25,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -65,6 +65,7 @@ class Job(msgspec.Struct, frozen=True):
     with_targets: bool
     trace_first: int
     trace_last: int
+    memory_step: int
     wait_limit_seconds: float
 
 

@@ -40,6 +40,8 @@ class Order:
     """Device -> operator -> kernel."""
     snapshots: tuple[int, ...] = ()
     trace_steps: range = range(0)
+    memory_step: int = -1
+    """The step in which every device counts the bytes it holds."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
 
 

@@ -168,6 +168,7 @@ class Run:
             kernels=kernels, stored=kernels if alike else {}, state=state.entries(self._tensors(name)),
             scalars=order.start.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
+            memory_step=order.memory_step,
             wait_limit_seconds=order.wait_limit_seconds,
         )  # fmt: skip
 

@@ -277,7 +277,8 @@ class Worker:
             stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
         setting = Setting(
             seed=job.seed, kernels=job.kernels, torch_device=self.joining.compute,
-            trace_steps=range(job.trace_first, job.trace_last), with_targets=job.with_targets,
+            trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
+            with_targets=job.with_targets,
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
