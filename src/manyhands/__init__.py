@@ -22,6 +22,7 @@ from manyhands.facts.version import __version__
 if TYPE_CHECKING:
     from manyhands.api.evaluation import EvaluateResult, evaluate
     from manyhands.api.public import Planned, plan, read_plan, simulate
+    from manyhands.api.tiling import tile_plan
     from manyhands.api.training import TrainResult, train
     from manyhands.facts.cluster import Cluster, Device, Link
     from manyhands.facts.errors import ManyhandsError
@@ -47,6 +48,7 @@ _HOMES = {
     "Planned": ("api.public", "Planned"),
     "read_plan": ("api.public", "read_plan"),
     "simulate": ("api.public", "simulate"),
+    "tile_plan": ("api.tiling", "tile_plan"),
     "train": ("api.training", "train"),
     "TrainResult": ("api.training", "TrainResult"),
     "evaluate": ("api.evaluation", "evaluate"),
@@ -67,7 +69,7 @@ _HOMES = {
 __all__ = [
     "Cluster", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network", "Optimizer",
     "Plan", "Planned", "Profile", "Stage", "TrainResult", "__version__", "capture", "evaluate", "load_cluster",
-    "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate", "train",
+    "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate", "tile_plan", "train",
 ]  # fmt: skip
 
 

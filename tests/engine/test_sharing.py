@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from manyhands.engine.frames import ANSWER, CHUNK_BYTES, OFFER, PRELUDE, BadFrame, Header, control, decode, encode
 from manyhands.engine.frames import header_bytes as size_of_header
-from manyhands.engine.security import Security, new_token
+from manyhands.engine.security import Security
 from manyhands.engine.shared_memory import FillingRing
 from manyhands.engine.sharing import (
     RING_BYTES,
@@ -520,12 +520,3 @@ def test_any_offer_but_a_true_one_is_answered_by_nothing(
         found.close()
         for one in (here, there, listening):
             one.close()
-
-
-def test_tokens_are_needed_first() -> None:
-    """Nobody offers anything before both have proven that they know the token."""
-    with joined(Security(new_token(), False), TOPICS) as (a, b):
-        agree(a, b)
-        ring = sharing(a, "b").filling
-        assert ring is not None
-        assert ring.descriptor == -1, "once both have it, nobody else can open it"

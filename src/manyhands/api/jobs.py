@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 from manyhands.api.joining import join_command, parse_address
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
+from manyhands.api.tiling import tile_wish
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, UnknownName, unknown
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
-from manyhands.facts.plan import ByChannels, ByTiles, Plan
+from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO
+from manyhands.planner.strategies import TileWish
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,11 +38,15 @@ MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0
 DEMO_DEVICES = 4
 JOIN_SECONDS = 600.0
 """How long workers are waited for: a person walks to each device."""
-SHARES = ("auto", "single", "samples", "pipeline")
+SHARES = ("auto", "single", "samples", "pipeline", "tiles")
 MAY_CHANGE = (
     "epochs",
     "steps",
     "plan",
+    "grid",
+    "rows",
+    "columns",
+    "reduce",
     "micro_batches",
     "devices",
     "cluster",
@@ -68,6 +74,11 @@ class Wish:
     optimizer: str = OPTIMIZER
     plan: str = "samples"
     micro_batches: int | None = None
+    grid: str = ""
+    """Of tiles: rows x columns; the next two are relative heights and widths."""
+    rows: str = ""
+    columns: str = ""
+    reduce: str = "allreduce"
     batch_norm: str = "synchronised"
     seed: int = 0
     shuffle: bool = True
@@ -93,6 +104,10 @@ class Wish:
         if self.lab and (self.cluster or self.devices is not None or self.gpus):
             option = "--cluster" if self.cluster else "--gpus" if self.gpus else "--devices"
             raise BadValue(f"{option} cannot be given beside --lab {self.lab}, which decides that.")
+        if (self.grid or self.rows or self.columns) and self.plan != "tiles":
+            raise BadValue("--grid, --rows and --columns are for --share tiles.", hint="Add --share tiles.")
+        if self.reduce not in ("allreduce", "gateway"):
+            raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
         if not self.lab and (self.scale is not None or self.slots is not None or self.traces):
             raise BadValue("--scale, --slots and --trace say how a lab is played.", hint="Name one: --lab pi3x6")
 
@@ -100,8 +115,14 @@ class Wish:
     def has_plan_file(self) -> bool:
         return self.plan not in SHARES
 
+    @property
+    def tiles(self) -> TileWish:
+        return tile_wish(self.grid or None, self.rows or None, self.columns or None)
+
     def count(self, *, joining: bool = False) -> int:
         """How many workers, where no cluster file says it."""
+        if self.devices is None and self.tiles.grid is not None:
+            return self.tiles.grid[0] * self.tiles.grid[1]
         return self.devices if self.devices is not None else 1 if joining else DEMO_DEVICES
 
 
@@ -117,10 +138,6 @@ def wish_for(
         parse_address(listen, 0)
     if share and plan:
         raise BadValue(f"--share {share} and --plan {plan} both say how to share the work.", hint="Give one of them.")
-    if share == "tiles":
-        raise BadValue(
-            "Sharing by tiles is simulated but not yet executed.", hint=f"Train with --share {', '.join(SHARES)}."
-        )
     if share and share not in SHARES:
         raise unknown("way to share the work", share, SHARES)
     said = {key: value for key, value in given.items() if value is not None}
@@ -149,12 +166,10 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
         plan = Plan.from_dict(read_document(file))
     except BadPlan as error:
         raise BadPlan(f"{file}: {error.message}", hint=error.hint) from error
-    by = next((stage.share for stage in plan.stages if isinstance(stage.share, ByTiles | ByChannels)), None)
-    if by is not None:
+    if any(isinstance(stage.share, ByChannels) for stage in plan.stages):
         raise BadPlan(
-            f"{file}: a stage is shared by {'tiles' if isinstance(by, ByTiles) else 'channels'}, which is simulated "
-            "but not yet executed.",
-            hint="Share it by samples, or give it to a single device.",
+            f"{file}: a stage is shared by channels, which is simulated but not yet executed.",
+            hint="Share it by samples or tiles, or give it to a single device.",
         )
     decided: dict[str, Any] = {
         "model": plan.network, "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
@@ -174,10 +189,17 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_share(wish: Wish, *, joining: bool) -> None:
-    """Every device gets a sample of every micro-batch."""
+    """Every device gets a sample of every micro-batch, or a tile of every map."""
     count = wish.count(joining=joining)
     if wish.cluster or wish.lab:
         count = len(load_cluster(wish.cluster or wish.lab).devices) * (wish.slots or 1)
+    grid = wish.tiles.grid
+    if grid is not None and grid[0] * grid[1] != count:
+        raise BadValue(
+            f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; there are {count} tile slots (devices times "
+            "their slots).",
+            hint=f"Give a grid of {count} tiles, or --devices {grid[0] * grid[1]}.",
+        )
     samples = wish.batch_size // (wish.micro_batches or 1)
     if wish.plan == "samples" and samples < count:
         of = f"a micro-batch of {samples}" if wish.micro_batches else f"a batch of {samples}"
@@ -232,6 +254,8 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
         known |= {"cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
     if "plan" in said and "micro_batches" not in said:
         known["micro_batches"] = None
+    if "plan" in said:
+        known |= {"grid": "", "rows": "", "columns": ""}
     try:
         return Wish(**{**known, **said})
     except TypeError as error:
@@ -402,7 +426,8 @@ def train_job(
         model, data.train, loss=loss_of(wish.model, data), optimizer=optimizer, batch_size=wish.batch_size,
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
-        micro_batches=wish.micro_batches, name=wish.model, config={"wish": _kept(wish)}, on_planned=on_planned,
+        micro_batches=wish.micro_batches, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
+        config={"wish": _kept(wish)}, on_planned=on_planned,
         on_step=on_step, say=say,
     )  # fmt: skip
 

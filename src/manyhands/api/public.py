@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from manyhands.api.networks import load_network
 from manyhands.facts.cluster import Cluster
@@ -17,13 +16,15 @@ from manyhands.facts.plan import Order, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
 from manyhands.files.documents import load_cluster, read_document, write_document
-from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
-from manyhands.planner.strategies import STRATEGIES, Candidate, Task, choose, plan_by_name
+from manyhands.planner.strategies import STRATEGIES, Candidate, Task, TileWish, choose, plan_by_name
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate as simulate_plan
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Planned:
     candidates: list[Candidate]
 
 
-def _network(network: Network | str) -> Network:
-    return load_network(network) if isinstance(network, str) else network
+def network_of(network: Graph | Network | str) -> Network:
+    if isinstance(network, str):
+        return load_network(network)
+    return network if isinstance(network, Network) else network.network
 
 
-def _cluster(cluster: Cluster | str | Path) -> Cluster:
+def cluster_of(cluster: Cluster | str | Path) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
@@ -52,19 +55,22 @@ def plan(
     order: Order = "1f1b",
     optimizer_slots: int = 1,
     profile: Profile | None = None,
+    tiles: TileWish | None = None,
 ) -> Planned:
     """A plan by strategy. `auto` prices every candidate with the simulator and takes the fastest that fits in memory.
 
-    Without a profile, times are estimated from the device catalogue.
+    Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
     """
-    network, cluster = _network(network), _cluster(cluster)
+    network, cluster = network_of(network), cluster_of(cluster)
     profile = profile or estimate_cluster(network, cluster)
     if batch_size < 1:
         raise BadPlan(f"batch_size is {batch_size}; it must be at least 1.")
     if micro_batches is not None and (micro_batches < 1 or batch_size % micro_batches):
         divisors = ", ".join(str(n) for n in range(1, min(batch_size, 10_000) + 1) if batch_size % n == 0)
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
-    task = Task(network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots)
+    task = Task(
+        network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, tiles or TileWish()
+    )
 
     def price(candidate: Plan) -> float:
         return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
@@ -111,7 +117,7 @@ def simulate(
 
     A device that would run out of memory is named in the result's warnings; with `within_memory` it is an error.
     """
-    network, cluster = _network(network), _cluster(cluster)
+    network, cluster = network_of(network), cluster_of(cluster)
     result = simulate_plan(plan, network, cluster, profile, keep_spans=keep_spans)
     if within_memory and any(device.peak_bytes > device.memory_bytes for device in result.devices.values()):
         check(Schedule(resolve(plan, network, cluster), network), cluster, result.log)  # raises, and says where
@@ -164,91 +170,6 @@ def parse_ladder(text: str) -> tuple[int, ...] | None:
     if ladder[0] < 1:
         raise BadValue(f"'{text}' is not a list of batch sizes.", hint="Write it like 1,2,4,8.")
     return ladder
-
-
-def parse_grid(text: str) -> tuple[int, int]:
-    """'3x2' -> (3, 2): three rows of two tiles."""
-    match = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", text.strip())
-    grid = (int(match[1]), int(match[2])) if match else (0, 0)
-    if min(grid) < 1:
-        raise BadValue(
-            f"--grid '{text}' is not a grid of tiles.", hint="Write it like 3x2 (rows x columns), both at least 1."
-        )
-    return grid
-
-
-def parse_costs(text: str) -> Costs:
-    """'0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 3 or not all(number >= 0 for number in numbers):
-        raise BadValue(
-            f"--costs '{text}' is not three numbers, each at least 0.",
-            hint="Write the costs of a multiply-accumulate, a boundary element and an exchange, like 0.1,2,0.",
-        )
-    return Costs(*numbers)
-
-
-def parse_tile_costs(
-    strategy: str, grid: str | None, costs: str, beside: Mapping[str, object]
-) -> tuple[tuple[int, int], Costs]:
-    """The grid and the costs that a user typed; `beside` are options that make a plan, which is not done here."""
-    prices = parse_costs(costs)
-    if strategy != "tiles" or grid is None:
-        given = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
-        raise BadValue(
-            f"--costs {costs} prices the tiles of a grid, but was given with {given}.",
-            hint="Write it like --share tiles --grid 3x3 --costs 0,1,0.",
-        )
-    said = [option for option, value in beside.items() if value]
-    if said:
-        raise BadValue(
-            f"{' and '.join(said)} cannot be given beside --costs, which makes no plan: it prices one interior tile."
-        )
-    return parse_grid(grid), prices
-
-
-def tile_groups(network: Network | str, grid: tuple[int, int], costs: Costs) -> TileGroups:
-    """Where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
-    return group_tiles(kernel_layers(_network(network)), grid, costs)
-
-
-def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]:
-    """Groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan names
-    them: layers of the network at its granularity or, inside one, operators."""
-    document: dict[str, Any] = {
-        "model": network.name,
-        "input": network.input_text,
-        "granularity": network.granularity,
-        "grid": list(groups.grid),
-        "costs": asdict(groups.costs),
-        "layers": [
-            {
-                "name": layer.name,
-                "kind": "pooling" if layer.is_pool else "convolution",
-                "kernel": list(layer.kernel),
-                "stride": list(layer.stride),
-                "input": [layer.channels_in, *layer.input_size],
-                "output": [layer.channels_out, *layer.output_size],
-                "tile": list(tile),
-                "operators": [op.name for op in network.ops[slice(*layer.operators)]],
-            }
-            for layer, tile in zip(groups.layers, groups.tiles)
-        ],
-    }
-    for direction, found in (("forward", groups.forward), ("backward", groups.backward)):
-        document |= {
-            f"{direction}_groups": list(found.best.starts),
-            f"{direction}_group_names": [groups.layers[start].name for start in found.best.starts],
-            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, found.best.starts)),
-            f"{direction}_exchanges": list(found.exchanges),
-            f"{direction}_cost": found.best.cost,
-            f"{direction}_cost_one_group": found.one_group,
-            f"{direction}_cost_every_layer": found.every_layer,
-        }
-    return document
 
 
 def read_profiles(text: str, network: Network, cluster: Cluster) -> Profile:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +63,12 @@ def open_session(
     say: Say | None = None,
     limit_seconds: float = JOIN_SECONDS,
     threads: int = 0,
+    pin: Sequence[int] = (),
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
-    `threads`: of each local worker; 0: the machine's cores are divided among them.
+    `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
+    worker is kept on, in the cluster's order, over and over where there are more workers.
     """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
@@ -88,6 +91,8 @@ def open_session(
     if all(device.kind == "local" for device in cluster.devices):
         threads = threads or max(1, usable_cores() // len(cluster.devices))
         with Coordinator.local_cluster(cluster, threads=threads, logs=logs, limit_seconds=limit_seconds) as coordinator:
+            if pin:
+                coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)

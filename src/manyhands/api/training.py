@@ -28,15 +28,16 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import plan_bytes, runs_here
 from manyhands.executor.optimizers import slots, validate
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, NotFinite
+from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, NotFinite, unknown
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
+from manyhands.planner.strategies import TileWish
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
 from manyhands.runtime.record import RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
@@ -120,6 +121,8 @@ def train(
     resume: bool | str | Path = False,
     test: Dataset[Any] | None = None,
     micro_batches: int | None = None,
+    tiles: TileWish | None = None,
+    reduce: str = "allreduce",
     granularity: str = "blocks",
     name: str = "",
     config: Mapping[str, Any] | None = None,
@@ -134,8 +137,9 @@ def train(
     optimizer   mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
-    plan        a Plan, a plan file, or a strategy: "auto", "single", "samples", "pipeline"; only "auto" leaves
-                devices out
+    plan        a Plan (mh.tile_plan makes one), a plan file, or a strategy: "auto", "single", "samples", "pipeline",
+                "tiles"; only "auto" leaves devices out
+    reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)
     batch_norm  "synchronised" (statistics over all devices; of each micro-batch where there are several) or "local"
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
@@ -160,7 +164,10 @@ def train(
         with open_session(cluster, logs=where / "workers", say=say) as session:
             job = _Job(options, graph, session, record, start, last_step, where, say, test, limit_seconds)
             asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
-            planned = job.planned(plan, micro_batches, asked if resumed is not None else None)
+            if plan == "tiles":
+                asked["tiles"] = msgspec.to_builtins(tiles or TileWish())
+            wish = _Wish(plan, micro_batches, tiles, reduce)
+            planned = job.planned(wish, asked if resumed is not None else None)
             record.decided(
                 {**dict(config or {}), **options.facts, "steps": last_step, **asked}, planned.cluster, planned.profile,
                 planned.plan,
@@ -294,6 +301,29 @@ def _was_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """How the work is to be shared, as the caller said it."""
+
+    plan: Plan | str | Path
+    micro_batches: int | None
+    tiles: TileWish | None
+    reduce: str
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("allreduce", "gateway"):
+            raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
+
+    def applied(self, plan: Plan, batch_size: int) -> Plan:
+        """The plan with what was said beside it. One without shares of samples fits any batch."""
+        if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
+            plan = msgspec.structs.replace(plan, batch_size=batch_size)
+        if self.reduce != "gateway":
+            return plan
+        stages = tuple(msgspec.structs.replace(stage, reduce="gateway") for stage in plan.stages)
+        return msgspec.structs.replace(plan, stages=stages)
+
+
 @dataclass
 class _Job:
     """One call of `train`, with its workers at hand."""
@@ -309,12 +339,10 @@ class _Job:
     test: Dataset[Any] | None
     limit_seconds: float
 
-    def planned(
-        self, wanted: Plan | str | Path, micro_batches: int | None, asked_before: Mapping[str, Any] | None
-    ) -> Planned:
+    def planned(self, wish: _Wish, asked_before: Mapping[str, Any] | None) -> Planned:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
-        network = self.graph.network
+        network, wanted = self.graph.network, wish.plan
         alternatives: dict[str, float] = {}
         known = self._decided(asked_before) if asked_before is not None else None
         if known is not None:
@@ -330,14 +358,14 @@ class _Job:
         elif is_strategy(str(wanted)):
             made = make_plan(
                 network, cluster, batch_size=self.options.batch_size, strategy=str(wanted), profile=profile,
-                micro_batches=micro_batches, optimizer_slots=slots(self.options.optimizer),
+                micro_batches=wish.micro_batches, optimizer_slots=slots(self.options.optimizer), tiles=wish.tiles,
             )  # fmt: skip
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
             plan = msgspec.structs.replace(plan, batch_norm=self.options.batch_norm)
         else:
             plan = read_plan(plan_file(str(wanted)), network, cluster)
-        plan = resolve(plan, network, cluster)
+        plan = resolve(wish.applied(plan, self.options.batch_size), network, cluster)
         if plan.batch_size != self.options.batch_size:
             raise BadPlan(f"The plan is for batches of {plan.batch_size}; batch_size is {self.options.batch_size}.")
         if not plan.is_training:
@@ -376,7 +404,7 @@ class _Job:
         return (cluster, profile, plan) if is_same and cluster.names == names == tuple(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
-        """The fastest plan that the executor can run; tiles are simulated only, so far.
+        """The fastest plan that the executor can run; channels are simulated only, so far.
 
         Batch statistics over a part of the batch are others than over all of it: plans that keep it whole go first.
         """

@@ -32,6 +32,8 @@ def plan(
     grid: Annotated[
         str | None, typer.Option("--grid", help="Rows x columns of tiles, like 2x3. For --share tiles.")
     ] = None,
+    rows: Annotated[str | None, typer.Option("--rows", help="Relative heights of the tiles' rows, like 2,1,1.")] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="Relative widths of their columns.")] = None,
     costs: Annotated[
         str | None,
         typer.Option(
@@ -50,38 +52,39 @@ def plan(
     json: Json = False,
 ) -> None:
     """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
-    from manyhands.api import public
+    from manyhands.api import public, tiling
     from manyhands.api.networks import load_network, parse_input
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
-    from manyhands.cli.tables import print_candidates, print_plan, print_tile_groups
+    from manyhands.cli.tables import print_candidates, print_groupings, print_plan, print_tile_groups
     from manyhands.facts.errors import BadValue
     from manyhands.files.documents import write_document
 
     if costs is not None:
         makes_plans = {
             "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--profile": profile,
-            "--out": out, "--schedule": schedule,
+            "--out": out, "--schedule": schedule, "--rows": rows, "--columns": columns,
         }  # fmt: skip
-        tiles, prices = public.parse_tile_costs(strategy, grid, costs, makes_plans)
+        tiles, prices = tiling.parse_tile_costs(strategy, grid, costs, makes_plans)
         with working(f"capturing {model}"):
             captured = load_network(model, parse_input(input), granularity)
-        groups = public.tile_groups(captured, tiles, prices)
+        groups = tiling.tile_groups(captured, tiles, prices)
         if json:
-            print_json(public.tile_groups_document(captured, groups))
+            print_json(tiling.tile_groups_document(captured, groups))
         else:
             print_tile_groups(groups, captured)
         return
-    if grid is not None:
-        rows, columns = public.parse_grid(grid)
-        raise BadValue(f"--grid {rows}x{columns} without --costs is not there yet.", hint="Add --costs 0,1,0.")
+    wish = tiling.tile_wish(grid, rows, columns)
+    if strategy != "tiles" and wish.grid is not None:
+        raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
     network, machines, known = load_task(model, input, granularity, cluster, profile)
     with working("planning"):
         planned = public.plan(
             network, machines, batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
-            order=public.order_named(order or "1f1b"), profile=known,
+            order=public.order_named(order or "1f1b"), profile=known, tiles=wish,
         )  # fmt: skip
         result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+        priced = tiling.priced_groups(planned.plan, network, machines, known) if strategy == "tiles" else []
     if out:
         write_document(out, planned.plan.to_dict())
     if json:
@@ -89,6 +92,7 @@ def plan(
             {
                 "plan": planned.plan.to_dict(),
                 "simulation": result.to_dict(),
+                "groupings": priced,
                 "candidates": [
                     {
                         "name": c.name,
@@ -102,6 +106,8 @@ def plan(
         )
         return
     print_plan(planned.plan, network, machines, result)
+    if priced:
+        print_groupings(priced)
     if planned.candidates:
         print_candidates(planned.candidates)
     for warning in result.warnings:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -150,3 +151,24 @@ def _by(numbers: tuple[int, ...]) -> str:
 
 def _cost(cost: float) -> str:
     return format_count(cost) if cost >= 1e6 else f"{cost:,.6g}"
+
+
+def print_groupings(rows: list[dict[str, Any]]) -> None:
+    """Where tiles exchange boundary data: each choice with its price and what the simulator says."""
+    table = [
+        [
+            row["name"] + (" *" if row["chosen"] else ""),
+            _starts(row["forward"], "every layer"),
+            _starts(row["backward"], "adjoint"),
+            format_seconds(row["seconds"]),
+            format_seconds(row["fetched_seconds"]) if row["fetched_seconds"] else "",
+            "no memory" if row["simulated_seconds"] is None else format_seconds(row["simulated_seconds"]),
+        ]
+        for row in rows
+    ]
+    titles = ["groups", "forward", "backward", "priced", "of it fetched", "a step, simulated"]
+    print_table("where tiles exchange their boundaries (* chosen)", titles, table, numbers=titles[3:])
+
+
+def _starts(groups: Sequence[int | str] | None, otherwise: str) -> str:
+    return otherwise if groups is None else f"{len(groups)}: {', '.join(map(str, groups))}"

@@ -49,8 +49,19 @@ def train(
         typer.Option(
             "--share",
             "-s",
-            help="How to share the work: auto (fastest), single, samples or pipeline. Default: samples.",
+            help="How to share the work: auto (fastest), single, samples, pipeline or tiles. Default: samples.",
         ),
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option("--grid", help="Of --share tiles: rows x columns, like 2x2. Default: the fastest.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", help="Relative heights of the tiles' rows, like 2,1. Default: by speed.")
+    ] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="Relative widths of their columns.")] = None,
+    reduce: Annotated[
+        str | None,
+        typer.Option("--reduce", help="How gradients are added up: allreduce (default), or gateway (by one device)."),
     ] = None,
     plan: Annotated[
         str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --out), in place of --share.")
@@ -94,7 +105,7 @@ def train(
         "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
         "optimizer": optimizer, "micro_batches": micro_batches, "batch_norm": batch_norm, "seed": seed,
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
-        "traces": tuple(trace) if trace else None,
+        "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (listen or resume or share)

@@ -101,7 +101,7 @@ class FillingRing(Ring):
         return place
 
     def hand_over(self) -> None:
-        """The other side has it: nobody else may get at it from now on."""
+        """The other side has it: it need not be found any more."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -77,7 +77,7 @@ class Recorder:
         text = str(action)
         self._round.append(text)
         if isinstance(action, (Forward, Backward)):
-            if isinstance(action, Forward):
+            if isinstance(action, Forward) and action.part != "rim":
                 self.log.operators += action.last - action.first
             self.log.busy_seconds += end - start
         if not (isinstance(action, Reduce) and action.what == "gradients"):

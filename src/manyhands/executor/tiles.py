@@ -187,8 +187,13 @@ class TileRunner:
     @torch.no_grad()
     def forward(self, action: Forward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
+        if action.part == "interior":
+            self._compute_interior(flight, action.first, context)
+            return
         for index in range(action.first, action.last):
-            if index in self.operators:
+            if action.part == "rim":
+                self._compute_rim(flight, index, context)
+            elif index in self.operators:
                 self._compute(flight, index, context)
             else:
                 self._compute_whole(flight, index, context)
@@ -220,6 +225,25 @@ class TileRunner:
             return
         held = flight.values[name] = self._room(name, out)
         operator.forward(inputs, out, context, into=held.view(out), **options)
+
+    def _compute_interior(self, flight: TileFlight, index: int, context: Context) -> None:
+        out, name = self._out_box(index), self.network.ops[index].outputs[0]
+        if out is None:
+            return
+        flight.values[name] = self._room(name, out)
+        self._compute_into(flight, index, self.geometry.interior(self.device, index), context)
+
+    def _compute_rim(self, flight: TileFlight, index: int, context: Context) -> None:
+        out = self._out_box(index)
+        for box in without([out], self.geometry.interior(self.device, index)) if out is not None else ():
+            self._compute_into(flight, index, box, context)
+
+    def _compute_into(self, flight: TileFlight, index: int, box: Box, context: Context) -> None:
+        op = self.network.ops[index]
+        if not box.is_empty:
+            self.elements += box.volume
+            into = flight.values[op.outputs[0]].view(box)
+            self.operators[index].forward(self._inputs(flight, op), box, context, into=into)
 
     def _options(self, flight: TileFlight, index: int) -> dict[str, Any]:
         return {"state": flight.states[index]} if index in flight.states else {}

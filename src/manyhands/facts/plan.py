@@ -54,6 +54,9 @@ class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_u
     columns: tuple[float, ...] = (1,)
     forward_groups: tuple[LayerName, ...] | None = None
     backward_groups: tuple[LayerName, ...] | None = None
+    interior_first: tuple[LayerName, ...] = ()
+    """Forward groups whose first operator is computed inside the tile while the boundary data travels, and at the rim
+    after that: worth it where a link is slow."""
 
 
 class ByChannels(msgspec.Struct, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
@@ -142,7 +145,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
         for stage in kept["stages"]:
             if "share" in stage:
-                stage["share"] = {key: value for key, value in stage["share"].items() if value is not None}
+                stage["share"] = {key: value for key, value in stage["share"].items() if value not in (None, [], ())}
         return kept
 
 

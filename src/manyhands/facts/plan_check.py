@@ -69,6 +69,8 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
             for field, given in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
         }
         share = msgspec.structs.replace(share, **groups)
+        early = tuple(_group(network, g, f"stages[{index}].share.interior_first") for g in share.interior_first)
+        share = msgspec.structs.replace(share, interior_first=early)
     return msgspec.structs.replace(stage, layers=(first, last), share=share)
 
 
@@ -127,8 +129,8 @@ def _check_devices(plan: Plan, network: Network, cluster: Cluster | None) -> Non
                 raise BadPlan(f"stages[{index}].devices names '{name}' twice.")
             if name in used and not plan.may_repeat_devices:
                 raise BadPlan(
-                    f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}], and order is "
-                    f"{plan.order} with {plan.micro_batches} micro-batches: the two could wait for each other.",
+                    f"stages[{index}].devices names '{name}', which already works in stages[{used[name]}], and order "
+                    f"is {plan.order} with {plan.micro_batches} micro-batches: the two could wait for each other.",
                     hint="Use order: sequential, or another device.",
                 )
             if cluster is not None and name not in cluster.names:

@@ -11,6 +11,7 @@ from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
 from manyhands.schedule.reduction import pair_bytes, rounds_of
+from manyhands.schedule.tiles import TileGeometry
 
 
 class CostModel:
@@ -43,8 +44,19 @@ class CostModel:
             samples = parts[op - geometry.first] * geometry.samples
             if samples:
                 forward, backward = self.range_seconds(own, device, op, op + 1, samples)
-                total += forward if isinstance(action, Forward) else backward * (0.5 if action.part else 1.0)
+                if isinstance(action, Forward):
+                    total += forward * self._forward_part(geometry, device, action)
+                else:
+                    total += backward * (0.5 if action.part else 1.0)
         return total
+
+    def _forward_part(self, geometry: StageGeometry, device: str, action: Forward) -> float:
+        """How much of an operator the interior of a tile is, or its rim."""
+        if not action.part or not isinstance(geometry, TileGeometry):
+            return 1.0
+        whole = geometry.computed[device][self.network.ops[action.first].outputs[0]].volume
+        inside = geometry.interior(device, action.first).volume / whole if whole else 0.0
+        return inside if action.part == "interior" else 1.0 - inside
 
     def range_seconds(
         self, profile: DeviceProfile, device: str, first: int, last: int, samples: float

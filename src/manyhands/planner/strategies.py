@@ -3,7 +3,7 @@
 single     the fastest device alone
 samples    one stage, each device takes samples in proportion to its speed
 pipeline   one device per stage, cuts placed so that the slowest stage is as fast as can be
-tiles      the maps cut into rows in proportion to speed, up to global pooling; the tail on the fastest device
+tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device
 """
 
 from __future__ import annotations
@@ -12,14 +12,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, unknown
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BySamples, ByTiles, Order, Plan, Stage
+from manyhands.facts.plan import BySamples, ByTiles, LayerName, Order, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.planner.tiles import Groups, TilePrices, with_groups
+from manyhands.schedule.tiles import tileable_layers
 
 STRATEGIES = ("auto", "single", "samples", "pipeline", "tiles")
+SIMULATED_UP_TO = 1.3
+"""Groupings whose price is within this of the least are simulated."""
+
+Grid = tuple[int, int]
+Weights = tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class TileWish:
+    """What is asked of tiles; the rest is chosen."""
+
+    grid: Grid | None = None
+    rows: Weights = None
+    columns: Weights = None
+    forward_groups: tuple[LayerName, ...] | None = None
+    backward_groups: tuple[LayerName, ...] | None = None
+    is_grouped: bool = False
+    """The groups are as given, not chosen."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class Task:
     """None: chosen by the strategy."""
     order: Order = "1f1b"
     optimizer_slots: int = 1
+    tiles: TileWish = TileWish()
 
     def step_seconds(self, device: str, samples: int) -> float:
         """Forward and backward of the whole network on one device."""
@@ -57,7 +80,7 @@ class Task:
 def plan_by_name(strategy: str, task: Task, price: Callable[[Plan], float]) -> Candidate:
     """The plan of a named strategy (all but `auto`, which chooses), within every device's memory."""
     makers: dict[str, Callable[[Task], Plan]] = {
-        "single": single, "samples": samples, "pipeline": pipeline, "tiles": tiles,
+        "single": single, "samples": samples, "pipeline": pipeline, "tiles": partial(tiles, price=price),
     }  # fmt: skip
     if strategy not in makers:
         raise unknown("strategy", strategy, STRATEGIES)
@@ -147,40 +170,85 @@ def pipeline(task: Task) -> Plan:
     return task.plan(stages, micro_batches)
 
 
-def _tileable_layers(task: Task) -> int:
-    """How many leading layers make only maps with rows and columns, the last of them not yet collapsed."""
-    network = task.network
-    for number, layer in enumerate(network.layers):
-        for op in network.ops[layer.first : layer.last]:
-            for name in op.outputs:
-                shape = network.tensors[name].shape
-                if len(shape) != 4 or shape[2] * shape[3] < len(task.cluster.devices):
-                    return number
-    return len(network.layers)
+def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
+    """A grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of them.
 
-
-def tiles(task: Task) -> Plan:
-    """Rows in proportion to speed; exchange at every layer; the tail, if there is one, on the fastest device."""
-    network, names = task.network, list(task.cluster.names)
-    last = _tileable_layers(task)
-    if not last:
+    Heights and widths in proportion to speed, unless given; boundary data is exchanged at every layer.
+    """
+    network, names = task.network, task.cluster.names
+    if grid[0] * grid[1] != len(names):
         raise BadPlan(
-            f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and columns."
+            f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; cluster {task.cluster.name} has "
+            f"{len(names)} tile slots.",
+            hint="Give as many tiles as there are devices (times their slots).",
         )
-    stages = []
-    if last < len(network.layers):  # a device works in one stage, so the tail takes one away
-        tail = task.fastest()
-        names.remove(tail)
-        stages.append(Stage((last, len(network.layers)), (tail,)))
     if len(names) < 2:
+        raise BadPlan(f"Tiles need at least two devices; cluster {task.cluster.name} has {len(names)}.")
+    last, obstacle = tileable_layers(network)
+    if not last:
+        why = f" (operator {obstacle.name}, {obstacle.target})" if obstacle is not None else ""
         raise BadPlan(
-            f"Tiles of {network.name} need at least {2 + len(stages)} devices, two of them for the tiles; "
-            f"cluster {task.cluster.name} has {len(task.cluster.names)}."
+            f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and "
+            f"columns{why}.",
+            hint="Share it by samples, or as a pipeline: --share samples, --share pipeline.",
         )
     speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
-    share = ByTiles(rows=tuple(round(speed / max(speeds), 3) for speed in speeds))
-    stages.insert(0, Stage((0, last), tuple(names), share))
-    return task.plan(stages, task.micro_batches or 1)
+    by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]
+    by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
+    share = ByTiles(_shares(by_row) if rows is None else rows, _shares(by_column) if columns is None else columns)
+    stages = [Stage((0, last), names, share)]
+    if last < len(network.layers):
+        stages.append(Stage((last, len(network.layers)), (task.fastest(),)))
+    plan = task.plan(stages, task.micro_batches or 1)
+    return plan if plan.may_repeat_devices or len(stages) == 1 else msgspec.structs.replace(plan, order="sequential")
+
+
+def _shares(speeds: list[float]) -> tuple[float, ...]:
+    """Relative sizes; devices that differ by noise only are alike."""
+    return tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+
+
+def grids(count: int) -> list[Grid]:
+    """Rows x columns of so many tiles, rows first: rows of a map are contiguous in memory."""
+    return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
+
+
+def tiles(task: Task, price: Callable[[Plan], float]) -> Plan:
+    """The grid, unless given, and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+    asked = task.tiles
+    if asked.grid is None:
+        ranked = []
+        for grid in grids(len(task.cluster.names)):
+            plan = resolve(tile_stages(task, grid), task.network, task.cluster)
+            ranked.append((TilePrices(plan, 0, task.network, task.cluster, task.profile).every_layer().seconds, plan))
+        plan = min(ranked, key=lambda one: one[0])[1]
+    else:
+        plan = resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
+    if asked.is_grouped:
+        groups = Groups("given", asked.forward_groups, asked.backward_groups)
+        return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
+    return fastest_groups(plan, task, price)[0][1]
+
+
+def fastest_groups(plan: Plan, task: Task, price: Callable[[Plan], float]) -> list[tuple[Groups, Plan, float]]:
+    """A tile plan with each grouping that is worth a simulation, the fastest first; ties go to fewer groups."""
+    known = TilePrices(plan, 0, task.network, task.cluster, task.profile).groupings()
+    least = min(groups.seconds for groups in known)
+    tried: dict[tuple[object, object], tuple[Groups, Plan, float]] = {}
+    refusal: OutOfMemory | None = None
+    for groups in sorted(known, key=lambda one: (one.seconds, one.count)):
+        key = (groups.forward, groups.backward)
+        if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
+            continue
+        grouped = with_groups(plan, 0, groups)
+        try:
+            tried[key] = (groups, grouped, price(grouped))
+        except OutOfMemory as error:
+            refusal = error
+    if not tried:
+        assert refusal is not None
+        raise refusal
+    return sorted(tried.values(), key=lambda one: (one[2], one[0].count))
 
 
 @dataclass(frozen=True)
@@ -193,7 +261,7 @@ class Candidate:
     reason: str = ""
 
 
-def candidates(task: Task) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
+def candidates(task: Task, price: Callable[[Plan], float]) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
     """Everything `auto` looks at: devices alone (the fastest of each kind), and every strategy over all of them."""
     kinds: dict[str, str] = {}
     for device in sorted(task.cluster.devices, key=lambda one: task.step_seconds(one.name, task.batch_size)):
@@ -203,13 +271,13 @@ def candidates(task: Task) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
     if len(task.cluster.devices) > 1:
         yield "samples", samples
         yield "pipeline", pipeline
-        yield "tiles", tiles
+        yield "tiles", partial(tiles, price=price)
 
 
 def choose(task: Task, price: Callable[[Plan], float]) -> list[Candidate]:
     """Price every candidate; the fastest first, those that cannot run last with the reason."""
     found = []
-    for name, make in candidates(task):
+    for name, make in candidates(task, price):
         try:
             found.append(fitting(name, make, task, price))
         except ManyhandsError as error:

@@ -79,6 +79,11 @@ class LocalWorkers:
             self.processes |= dict.fromkeys(one.names, process)
             self._logged |= dict.fromkeys(one.names, name)
 
+    def pin(self, cores: Mapping[str, int]) -> None:
+        """Have every thread of each worker named run on one core; threads it starts from now on do too."""
+        for name, core in cores.items():
+            pin_process(self.processes[name].pid, core)
+
     def _output(self, name: str) -> IO[bytes]:
         """Where a worker's words go."""
         if self.logs is None:
@@ -133,6 +138,13 @@ class LocalWorkers:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
+
+
+def pin_process(process: int, core: int) -> None:
+    """Keep the threads that a process has now, and those they start later, on one core."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), {core})
 
 
 def keep_memory() -> None:

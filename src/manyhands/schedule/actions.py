@@ -3,6 +3,7 @@
 forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
 loss s1 m3                                          the loss, and the gradients of what the network returns
 backward s0 m3 0:12
+forward s0 m3 4:5 interior                          what operator 4 makes without other tiles' data; 'rim': the rest
 backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
 receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
@@ -28,6 +29,7 @@ Kind = Literal[
 ReduceKey = tuple[int, str, int, int, int, bool]
 LONGEST_TOPIC = 1000
 KINDS: tuple[str, ...] = get_args(Kind)
+ForwardPart = Literal["", "interior", "rim"]
 BackwardPart = Literal["", "inputs", "weights"]
 
 
@@ -72,9 +74,12 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     micro_batch: int
     first: int
     last: int
+    part: ForwardPart = ""
+    """Of one operator only what needs nothing from other tiles, or only the rest."""
 
     def __str__(self) -> str:
-        return f"forward s{self.stage} m{self.micro_batch} {self.first}:{self.last}"
+        part = f" {self.part}" if self.part else ""
+        return f"forward s{self.stage} m{self.micro_batch} {self.first}:{self.last}{part}"
 
 
 class Loss(msgspec.Struct, frozen=True, tag="loss"):
@@ -157,7 +162,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 Action = Forward | Loss | Backward | Send | Receive | Reduce | Step
 
-_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights))?")
+_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim))?")
 _LOSS = re.compile(r"loss s(\d+) m(\d+)")
 _BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"
 _NAME = r"[^\[\]+=\s]+"
@@ -173,10 +178,9 @@ def parse_action(text: str) -> Action:
     text = text.strip()
     if match := _COMPUTE.fullmatch(text):
         stage, micro_batch, first, last = map(int, match.groups()[1:5])
-        if match.group(1) == "backward":
-            return Backward(stage, micro_batch, first, last, match.group(6) or "")  # type: ignore[arg-type]
-        if match.group(6) is None:
-            return Forward(stage, micro_batch, first, last)
+        kind, part = (Forward, ForwardPart) if match.group(1) == "forward" else (Backward, BackwardPart)
+        if (match.group(6) or "") in get_args(part):
+            return kind(stage, micro_batch, first, last, match.group(6) or "")  # type: ignore[arg-type]
     if match := _LOSS.fullmatch(text):
         return Loss(int(match.group(1)), int(match.group(2)))
     if match := _TRANSFER.fullmatch(text):

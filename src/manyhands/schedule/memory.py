@@ -43,7 +43,7 @@ class DeviceMemory:
             now = self.static_bytes + self.held_bytes
         elif isinstance(action, Receive):
             now += action.message.bytes
-        elif isinstance(action, Forward):
+        elif isinstance(action, Forward) and action.part != "rim":
             stage = self.stages[action.stage]
             saved, workspace = stage.range(action.first, action.last)
             if action.first == stage.first and stage is next(iter(self.stages.values())):

@@ -46,6 +46,42 @@ class BackwardGroup:
     values: dict[str, tuple[Move, ...]]
 
 
+def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], int | None]:
+    """Tensors of operators [first, last) that can be cut into tiles, and the first operator that stands in the way."""
+    made = {name for op in network.ops[first:last] for name in op.outputs}
+    found: set[str] = set()
+    for index in range(first, last):
+        op = network.ops[index]
+        found.update(name for name in op.inputs if name not in made and _is_map(network, name, least=2))
+        if not op.outputs or not any(name in found for name in op.inputs):
+            continue
+        if op.tiling in ("local", "norm") and all(_is_map(network, name, least=1) for name in op.outputs):
+            found.update(op.outputs)
+        elif op.tiling != "pool":
+            return frozenset(found), index
+    return frozenset(found), None if found else first
+
+
+def _is_map(network: Network, tensor: str, least: int) -> bool:
+    spec = network.tensors[tensor]
+    return len(spec.shape) == 4 and spec.batch_axis == 0 and spec.shape[2] * spec.shape[3] >= least
+
+
+def tileable_layers(network: Network) -> tuple[int, Op | None]:
+    """How many leading layers can be cut into tiles, up to global pooling, and the operator that ends them, if any."""
+    maps, obstacle = maps_of(network, 0, len(network.ops))
+    end = len(network.layers) if obstacle is None else network.layer_of_op[obstacle]
+    if obstacle is not None:  # what is read there again must have been a map all along
+        maps, _ = maps_of(network, 0, network.layers[end - 1].last if end else 0)
+    while end and not any(name in maps for op in _ops(network, end - 1) for name in op.outputs):
+        end -= 1
+    return end, network.ops[obstacle] if obstacle is not None else None
+
+
+def _ops(network: Network, layer: int) -> tuple[Op, ...]:
+    return network.ops[network.layers[layer].first : network.layers[layer].last]
+
+
 class TileGeometry(StageGeometry):
     """The boxes of one tiled stage, for one micro-batch."""
 
@@ -68,27 +104,10 @@ class TileGeometry(StageGeometry):
     @cached_property
     def maps(self) -> frozenset[str]:
         """Tensors of this stage that are cut into tiles; the others are replicated."""
-        found: set[str] = set()
-        for op in self.ops:
-            for name in op.inputs:
-                if not self.is_made_here(name) and self._looks_like_map(name):
-                    found.add(name)
-            if not any(name in found for name in op.inputs):
-                continue
-            if op.tiling in ("local", "norm"):
-                for name in op.outputs:
-                    if not self._looks_like_map(name, least=1):
-                        raise self._cannot(op)
-                    found.add(name)
-            elif op.outputs and op.tiling != "pool":
-                raise self._cannot(op)
-        if not found:
-            raise self._cannot(self.ops[0])
-        return frozenset(found)
-
-    def _looks_like_map(self, tensor: str, least: int = 2) -> bool:
-        spec = self.network.tensors[tensor]
-        return len(spec.shape) == 4 and spec.batch_axis == 0 and spec.shape[2] * spec.shape[3] >= least
+        found, obstacle = maps_of(self.network, self.first, self.last)
+        if obstacle is not None:
+            raise self._cannot(self.network.ops[obstacle])
+        return found
 
     def _cannot(self, op: Op) -> BadPlan:
         layer = self.network.layers[self.network.layer_of_op[self.network.op_index[op.name]]]
@@ -173,6 +192,38 @@ class TileGeometry(StageGeometry):
                     have[device].setdefault(tensor, []).append(box)
             found.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}))
         return tuple(found)
+
+    @cached_property
+    def interior_first(self) -> frozenset[int]:
+        """Operators that start a group and are computed inside the tile before its boundary data has come."""
+        return frozenset(op for op in group_ops(self.share.interior_first, self.network) if self._may_be_split(op))
+
+    def _may_be_split(self, index: int) -> bool:
+        op = self.network.ops[index]
+        return (
+            bool(op.macs)
+            and op.tiling == "local"
+            and any(group.first == index and group.fetches for group in self.groups)
+        )
+
+    def interior(self, device: str, index: int) -> Box:
+        """Of what a device computes of the first operator of a group, the box that reads nothing it must fetch."""
+        op = self.network.ops[index]
+        out = self.computed[device].get(op.outputs[0]) or self.own(device, op.outputs[0])
+        intervals = list(out.intervals)
+        for read in op.reads:
+            if read.tensor not in self.maps or not self.is_made_here(read.tensor):
+                continue
+            have = self.computed[device].get(read.tensor) or self.own(device, read.tensor)
+            for axis in (2, 3):
+                rule, extent, (low, high) = read.rules[axis], self.shape(read.tensor)[axis], have.intervals[axis]
+                first, last = intervals[axis]
+                while first < last and rule.demand((first, first + 1), extent)[0] < low:
+                    first += 1
+                while first < last and rule.demand((last - 1, last), extent)[1] > high:
+                    last -= 1
+                intervals[axis] = (first, last)
+        return Box(tuple(intervals))
 
     def entering(self, tensor: str) -> Layout:
         """What each device needs of a tensor made before this stage."""

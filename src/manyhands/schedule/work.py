@@ -236,14 +236,21 @@ class Lowering:
             halos = self._packed(group.fetches, "halo", stage)
             for device in geometry.devices:
                 out = self.work[device].forward_actions
-                out += _sends(device, halos) + _receives(device, halos)
+                out += _sends(device, halos)
                 start = group.first
+                if isinstance(geometry, TileGeometry) and start in geometry.interior_first:
+                    out.append(Forward(stage, 0, start, start + 1, "interior"))
+                    out += [*_receives(device, halos), Forward(stage, 0, start, start + 1, "rim")]
+                    start += 1
+                else:
+                    out += _receives(device, halos)
                 for op in self._statistics(geometry, group.first, group.last):
                     if op > start:
                         out.append(Forward(stage, 0, start, op))
                     out.append(self._sum(geometry, op))
                     start = op
-                out.append(Forward(stage, 0, start, group.last))
+                if start < group.last:
+                    out.append(Forward(stage, 0, start, group.last))
         gathered = self._packed(self._outputs(geometry), "output", stage) if self.plan.is_training else []
         for device in geometry.devices:
             out = self.work[device].forward_actions

@@ -1,0 +1,280 @@
+"""What travels in a step and what for, and the tiles of a plan as they are drawn.
+
+    input_output   samples and targets to the devices, tensors between stages, outputs, and their gradients
+    boundary       halos among the tiles of a stage, their gradients, and sums over a whole map or batch (batch norm)
+    weights        weight gradients and updated weights
+
+(TILE Fig. 5.2c.) The bytes are the plan's own, message by message; a run's logs must show the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.executor.log import DeviceLog
+from manyhands.executor.messages import COORDINATOR, feed_parts
+from manyhands.facts.boxes import Box, Layout
+from manyhands.facts.moves import Move, adjoint
+from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.plan import ByTiles, Plan
+from manyhands.facts.units import format_bytes
+from manyhands.graph.graph import Graph
+from manyhands.observe.tile_map import HANDED, GroupMap, draw_tiles
+from manyhands.schedule.actions import KINDS, Reduce, Send
+from manyhands.schedule.feeding import fed_inputs
+from manyhands.schedule.policy import Schedule
+from manyhands.schedule.reduction import pair_bytes
+from manyhands.schedule.tiles import TileGeometry
+
+USES = ("input_output", "boundary", "weights")
+FEED, RESULT, SUMS, REDUCTION = "feed", "result", "statistics", "gradients"
+"""What travels beside messages: from the coordinator, back to it, and in the two kinds of reductions."""
+USE_OF_KIND = {
+    **dict.fromkeys((FEED, RESULT, "input", "output", "output-gradient", "value", "gradient"), "input_output"),
+    **dict.fromkeys(("halo", "halo-gradient", SUMS), "boundary"),
+    **dict.fromkeys(("weights", "weight-gradient", REDUCTION), "weights"),
+}
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that a plan says travel in one step."""
+
+    sent: dict[str, Counter[str]] = field(default_factory=dict)
+    """Sender, the coordinator among them -> kind of message -> bytes."""
+    fed: dict[str, int] = field(default_factory=dict)
+    """Device -> bytes it gets from the coordinator."""
+
+    @property
+    def by_use(self) -> dict[str, int]:
+        """All senders together."""
+        return _by_use(self.sent.values())
+
+    @property
+    def by_device(self) -> dict[str, dict[str, int]]:
+        """Sender -> use -> bytes."""
+        return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
+
+    def differences(self, logs: Mapping[str, DeviceLog]) -> list[str]:
+        """Where the devices of a run sent other than this in every round, one sentence each."""
+        found = []
+        for device, log in logs.items():
+            planned = self.sent.get(device, Counter())
+            reductions = sum(log.sent_bytes.values()) - log.sent_bytes.get(COORDINATOR, 0) - sum(
+                log.sent_kinds.values())  # fmt: skip
+            pairs = [
+                *((f"sent as '{kind}'", planned[kind], log.sent_kinds.get(kind, 0)) for kind in KINDS),
+                ("sent in reductions", planned[SUMS] + planned[REDUCTION], reductions),
+                ("got from the coordinator", self.fed.get(device, 0), log.received_bytes.get(COORDINATOR, 0)),
+            ]
+            found += [
+                f"{device} {what} {measured} bytes in {log.rounds} steps; planned were {log.rounds} times {wanted}."
+                for what, wanted, measured in pairs
+                if measured != wanted * log.rounds
+            ]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"total": self.by_use, "senders": self.by_device}
+
+
+def _by_use(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found = dict.fromkeys(USES, 0)
+    for kinds in several:
+        for kind, size in kinds.items():
+            found[USE_OF_KIND[kind]] += size
+    return found
+
+
+def planned_traffic(schedule: Schedule, graph: Graph | None = None) -> Traffic:
+    """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given."""
+    found = Traffic()
+    for device in schedule.lowering.work:
+        own: Counter[str] = Counter()
+        for action in schedule.every_action(device):
+            if isinstance(action, Send):
+                own[action.message.kind] += action.message.bytes
+            elif isinstance(action, Reduce):
+                sizes = pair_bytes(action, schedule.network)
+                own[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
+        found.sent[device] = own
+    _count_the_coordinators(found, schedule, graph)
+    return found
+
+
+def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | None) -> None:
+    """Inputs and targets go out with every micro-batch; of a stream, outputs come back."""
+    plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
+    for device, parts in fed_inputs(lowering).items():
+        size = sum(part.box.volume * DTYPE_BYTES[network.tensors[part.tensor].dtype] for _, part in parts)
+        found.fed[device] = size * plan.micro_batches
+    for device in plan.devices if graph is not None and plan.is_training else ():
+        assert graph is not None
+        targets = sum(part.bytes for part in feed_parts(graph, lowering, device, targets=True) if part.is_target)
+        if targets:
+            found.fed[device] = found.fed.get(device, 0) + targets * plan.micro_batches
+    found.sent[COORDINATOR] = Counter({FEED: sum(found.fed.values())})
+    for name in network.outputs if not plan.is_training else ():
+        for device, box in lowering.geometries[-1].returning(name).pieces():
+            found.sent[device][RESULT] += box.volume * DTYPE_BYTES[network.tensors[name].dtype] * plan.micro_batches
+
+
+def traffic_text(by_use: Mapping[str, int]) -> str:
+    """One line for a person."""
+    parts = ", ".join(f"{format_bytes(by_use[use])} {use.replace('_', '/')}" for use in USES)
+    return f"Bytes a step: {parts}"
+
+
+def is_tiled(plan: Plan) -> bool:
+    """Whether a plan has a stage that is shared by tiles."""
+    return any(isinstance(stage.share, ByTiles) and len(stage.devices) > 1 for stage in plan.stages)
+
+
+# The picture
+
+
+def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
+    """The tiles of a plan with their halos, group by group."""
+    grids = [f"{len(geometry.share.rows)}x{len(geometry.share.columns)} tiles" for geometry in _tiled_stages(schedule)]
+    plan = schedule.plan
+    batch = f"batch {plan.batch_size}" + (f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
+    return draw_tiles(group_maps(schedule), path, title=f"{title}: {', '.join(grids)}, {batch}; bytes are of one step")
+
+
+def group_maps(schedule: Schedule) -> list[GroupMap]:
+    """Forward groups in the order they are computed, then backward groups in theirs."""
+    stages = _tiled_stages(schedule)
+    found = [one for geometry in stages for one in _Maps(schedule, geometry).forward()]
+    found += [one for geometry in reversed(stages) for one in _Maps(schedule, geometry).backward()]
+    return [
+        GroupMap(one.way, 1 + sum(other.way == one.way for other in found[:place]), one.layers, one.size, one.owned,
+                 one.halos, one.exchanged_bytes, one.notes)
+        for place, one in enumerate(found)
+    ]  # fmt: skip
+
+
+def _tiled_stages(schedule: Schedule) -> list[TileGeometry]:
+    return [geometry for geometry in schedule.lowering.geometries if isinstance(geometry, TileGeometry)]
+
+
+Fetches = Mapping[str, tuple[Move, ...]]
+
+
+class _Maps:
+    """The groups of one tiled stage."""
+
+    def __init__(self, schedule: Schedule, geometry: TileGeometry) -> None:
+        self.schedule, self.geometry, self.network = schedule, geometry, schedule.network
+
+    def forward(self) -> list[GroupMap]:
+        geometry = self.geometry
+        is_adjoint = self.schedule.plan.is_training and geometry.backward_groups is None
+        found = []
+        for group in geometry.groups:
+            read = dict.fromkeys(n for op in self.network.ops[group.first : group.last] for n in op.inputs)
+            outside = [n for n in read if n in geometry.maps and not self._is_made(n, group.first, group.last)]
+            tensor = self._most(group.fetches, outside)
+            notes = self._notes(group.fetches, self._sums(group.first, group.last, backward=False))
+            if is_adjoint:
+                back = {t: adjoint(own) for t, own in group.fetches.items() if self.network.tensors[t].differentiable}
+                sums = self._sums(group.first, group.last, backward=True)
+                size = self._bytes(back)
+                both = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
+                notes += [f"back: {' and '.join(both)}"] if both else []
+            halos = self._fetched(group.fetches.get(tensor, ()))
+            if not geometry.is_made_here(tensor):
+                halos = self._handed(tensor, geometry.entering(tensor))
+            found.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
+        return found
+
+    def backward(self) -> list[GroupMap]:
+        geometry = self.geometry
+        found = []
+        for group in geometry.backward_groups or ():
+            made = [n for op in self.network.ops[group.first : group.last] for n in op.outputs if n in geometry.maps]
+            tensor = self._most(group.deltas, made[::-1])
+            notes = self._notes(group.deltas, self._sums(group.first, group.last, backward=True))
+            if group.values:
+                notes.append(f"{format_bytes(self._bytes(group.values))} of it forward values")
+            halos = self._fetched(group.deltas.get(tensor, ()))
+            both: dict[str, tuple[Move, ...]] = dict(group.deltas)
+            for name, own in group.values.items():
+                both[name] = both.get(name, ()) + own
+            found.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
+        return found
+
+    def _is_made(self, tensor: str, first: int, last: int) -> bool:
+        return first <= self.network.producer.get(tensor, -1) < last
+
+    def _most(self, fetches: Fetches, others: list[str]) -> str:
+        """The map that stands for a group: the one of which most travels, or else the first of some others."""
+        if fetches:
+            return max(fetches, key=lambda tensor: self._bytes({tensor: fetches[tensor]}))
+        return next(iter(others), next(iter(sorted(self.geometry.maps))))
+
+    def _bytes(self, fetches: Fetches) -> int:
+        """In a step, between devices."""
+        elements = {t: sum(m.box.volume for m in own if not m.is_local) for t, own in fetches.items()}
+        size = sum(count * DTYPE_BYTES[self.network.tensors[t].dtype] for t, count in elements.items())
+        return size * self.schedule.plan.micro_batches
+
+    def _sums(self, first: int, last: int, *, backward: bool) -> int:
+        """Bytes of the sums over whole maps that travel inside a group."""
+        actions = self.schedule.every_action(self.geometry.devices[0])
+        return sum(
+            sum(pair_bytes(action, self.network).values())
+            for action in actions
+            if isinstance(action, Reduce) and action.what == "statistics" and action.backward == backward
+            and action.stage == self.geometry.index and first <= action.first < last
+        )  # fmt: skip
+
+    def _notes(self, fetches: Fetches, sums: int) -> list[str]:
+        notes = [f"{len(fetches)} maps, of one shown"] if len(fetches) > 1 else []
+        return notes + ([f"{format_bytes(sums)} of sums inside"] if sums else [])
+
+    def _fetched(self, several: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
+        found: dict[str, list[tuple[str, Box]]] = {}
+        for move in several:
+            if not move.is_local and not move.box.is_empty:
+                found.setdefault(move.target, []).append((move.source, _plane(move.box)))
+        return found
+
+    def _handed(self, tensor: str, layout: Layout) -> dict[str, list[tuple[str, Box]]]:
+        """What a device gets of a tensor made before the stage, beyond its tile."""
+        return {
+            device: [
+                (HANDED, piece)
+                for box in layout.boxes(device)
+                for piece in _plane(box).subtract(_plane(self.geometry.own(device, tensor)))
+            ]
+            for device in self.geometry.devices
+        }
+
+    def _map(
+        self, way: str, first: int, last: int, tensor: str, halos: Mapping[str, list[tuple[str, Box]]],
+        fetches: Fetches, notes: list[str],
+    ) -> GroupMap:  # fmt: skip
+        geometry = self.geometry
+        owned = {device: _plane(geometry.own(device, tensor)) for device in geometry.devices}
+        idle = sum(box.is_empty for box in owned.values())
+        if idle:
+            notes.append(f"{idle} device(s) own nothing of it")
+        start, end = self._name(first, is_start=True), self._name(last - 1, is_start=False)
+        layers = f"layer {start}" if start == end else f"layers {start} .. {end}"
+        shape = geometry.shape(tensor)[1:]
+        return GroupMap(way, 0, layers, shape, owned, halos, self._bytes(fetches), tuple(notes))
+
+    def _name(self, op: int, *, is_start: bool) -> str:
+        """A layer, or where a group starts or ends inside one, the operator too."""
+        layer = self.network.layers[self.network.layer_of_op[op]]
+        is_whole = op == (layer.first if is_start else layer.last - 1)
+        return layer.name if is_whole else f"{layer.name} {self.network.ops[op].name}"
+
+
+def _plane(box: Box) -> Box:
+    """Its rows and columns."""
+    return Box(box.intervals[2:])

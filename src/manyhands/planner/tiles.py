@@ -1,0 +1,365 @@
+"""Plans for tiles: which grid, how large each tile, and where boundary data is exchanged (TILE chapter 5).
+
+The paper prices an interior tile by three numbers (grouping.py). Here every tile of the grid is priced, uneven and at
+the border, with the profile of its own device and the rates of its own links, forward and backward together, and with
+the activations that a larger backward group must fetch to stay exact. Rows and columns are walked apart: a grid of
+R x C tiles has R + C intervals on each map, not R * C boxes.
+
+The price is a model: it adds up groups one after another, each as long as its slowest tile. The few groupings that look
+best by it, and the two corner cases, are then simulated (strategies.py), and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+
+import msgspec
+
+from manyhands.facts.boxes import Interval, cut_points
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.network import DTYPE_BYTES, Network, Op
+from manyhands.facts.plan import ByTiles, LayerName, Plan
+from manyhands.facts.profile import Profile
+from manyhands.planner.cost import CostModel
+from manyhands.planner.grouping import cheapest_groups
+from manyhands.schedule.tiles import TileGeometry
+
+_AXES = (2, 3)
+MESSAGE_SECONDS = 100e-6
+"""What an exchange takes beside its bytes and the link's delay: two processes that wake each other."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where boundary data is exchanged, and what that costs by the model."""
+
+    name: str
+    forward: tuple[LayerName, ...] | None
+    backward: tuple[LayerName, ...] | None
+    seconds: float = 0.0
+    """Forward and backward, the slowest tile of every group; the adding up of weight gradients not included."""
+    fetched_seconds: float = 0.0
+    """Of these, for activations that backward groups fetch, which the paper's model leaves out."""
+
+    @property
+    def count(self) -> int:
+        """How many groups; exchanging at every layer counts as more than any, and the adjoint as forward does."""
+        ahead = 10**6 if self.forward is None else len(self.forward)
+        return ahead + (ahead if self.backward is None else len(self.backward))
+
+    def on(self, share: ByTiles) -> ByTiles:
+        return msgspec.structs.replace(share, forward_groups=self.forward, backward_groups=self.backward)
+
+
+def with_groups(plan: Plan, stage: int, groups: Groups) -> Plan:
+    """The plan with other groups in one tiled stage."""
+    share = plan.stages[stage].share
+    assert isinstance(share, ByTiles)
+    changed = msgspec.structs.replace(plan.stages[stage], share=groups.on(share))
+    return msgspec.structs.replace(plan, stages=(*plan.stages[:stage], changed, *plan.stages[stage + 1 :]))
+
+
+def _hull(one: Interval, other: Interval) -> Interval:
+    if one[0] >= one[1]:
+        return other
+    if other[0] >= other[1]:
+        return one
+    return (min(one[0], other[0]), max(one[1], other[1]))
+
+
+def _length(interval: Interval) -> int:
+    return max(0, interval[1] - interval[0])
+
+
+@dataclass
+class _Needs:
+    """Of each tensor, the interval that each place of the grid computes, or reads from outside, on one axis."""
+
+    made: dict[str, list[Interval]] = field(default_factory=dict)
+    read: dict[str, list[Interval]] = field(default_factory=dict)
+
+
+class TilePrices:
+    """What groups of a tiled stage cost: a resolved plan's tiles on a cluster with a profile."""
+
+    def __init__(self, plan: Plan, stage: int, network: Network, cluster: Cluster, profile: Profile) -> None:
+        self.network, self.cluster = network, cluster
+        self.geometry = TileGeometry(plan, stage, network)
+        share = self.geometry.share
+        self.weights = {2: share.rows, 3: share.columns}
+        self.devices = self.geometry.devices
+        self.samples = plan.micro_batch_size
+        self._costs = CostModel(network, cluster, profile)
+        self._profile = profile
+        self._owned: dict[tuple[int, str], list[Interval]] = {}
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Operators before which it can make sense to exchange."""
+        inside = range(self.geometry.first + 1, self.geometry.last)
+        return (
+            self.geometry.first,
+            *(op for op in inside if self.geometry.reads_beyond(self.network.ops[op])),
+        )
+
+    def name(self, op: int) -> LayerName:
+        """An operator as a plan names it: by its layer's number where that starts there."""
+        layer = self.network.layer_of_op[op]
+        return layer if self.network.layers[layer].first == op else self.network.ops[op].name
+
+    # What devices and links take
+
+    @cached_property
+    def _seconds(self) -> dict[str, list[tuple[float, float]]]:
+        """Device -> for each operator forward and backward seconds of the whole map, as fast as for its own tile."""
+        found = {}
+        for place, device in enumerate(self.devices):
+            own = self._profile.of(device)
+            rates = []
+            for index in range(self.geometry.first, self.geometry.last):
+                op = self.network.ops[index]
+                part = self._part(op.outputs[0], place) if op.outputs and op.outputs[0] in self.geometry.maps else 1.0
+                part = part or 1.0 / len(self.devices)
+                forward, backward = self._costs.range_seconds(own, device, index, index + 1, part * self.samples)
+                rates.append((forward / part, backward / part))
+            found[device] = rates
+        return found
+
+    @cached_property
+    def _links(self) -> list[tuple[float, float]]:
+        """For each device the seconds that a byte takes to reach it, and an exchange beside its bytes."""
+        found = []
+        for device in self.devices:
+            others = [other for other in self.devices if other != device]
+            rate = min(self.cluster.bytes_per_second_between(other, device) for other in others)
+            delay = max(self.cluster.link_between(other, device).delay_seconds for other in others)
+            found.append((1.0 / rate, delay + MESSAGE_SECONDS))
+        return found
+
+    # Intervals
+
+    def owned(self, axis: int, tensor: str) -> list[Interval]:
+        key = (axis, tensor)
+        if key not in self._owned:
+            extent = self.geometry.shape(tensor)[axis]
+            self._owned[key] = list(pairwise(cut_points(extent, self.weights[axis])))
+        return self._owned[key]
+
+    def _place(self, place: int, axis: int) -> int:
+        columns = len(self.weights[3])
+        return place // columns if axis == 2 else place % columns
+
+    def _area(self, intervals: dict[int, list[Interval]], place: int) -> int:
+        return _length(intervals[2][self._place(place, 2)]) * _length(intervals[3][self._place(place, 3)])
+
+    def _part(self, tensor: str, place: int) -> float:
+        _, _, rows, columns = self.geometry.shape(tensor)
+        return self._area({axis: self.owned(axis, tensor) for axis in _AXES}, place) / (rows * columns)
+
+    def _ops(self, first: int, last: int) -> Iterator[tuple[int, Op]]:
+        """Operators of a range that make maps."""
+        for index in range(first, last):
+            op = self.network.ops[index]
+            if op.outputs and op.outputs[0] in self.geometry.maps:
+                yield index, op
+
+    def _forward_needs(self, axis: int, first: int, last: int) -> _Needs:
+        """The walk of a forward group on one axis, last operator first."""
+        maps, count = self.geometry.maps, len(self.weights[axis])
+        need: dict[str, list[Interval]] = {}
+        made = set()
+        for _, op in reversed(list(self._ops(first, last))):
+            name = op.outputs[0]
+            made.add(name)
+            readers = self.network.readers.get(name, ())
+            if any(reader >= last for reader in readers) or name in self.network.outputs or self.geometry.adds_up(op):
+                own = self.owned(axis, name)
+                need[name] = [_hull(a, b) for a, b in zip(need[name], own)] if name in need else list(own)
+            for read in op.reads if name in need else ():
+                if read.tensor not in maps:
+                    continue
+                extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                wanted = [rule.demand(interval, extent) for interval in need[name]]
+                known = need.get(read.tensor, [(0, 0)] * count)
+                need[read.tensor] = [_hull(a, b) for a, b in zip(known, wanted)]
+        return _Needs(
+            {name: found for name, found in need.items() if name in made},
+            {name: found for name, found in need.items() if name not in made},
+        )
+
+    def _backward_regions(self, axis: int, first: int, last: int) -> dict[str, list[Interval]]:
+        """The walk of a backward group on one axis, first operator first."""
+        grown: dict[str, list[Interval]] = {}
+        for _, op in self._ops(first, last):
+            name = op.outputs[0]
+            region = list(self.owned(axis, name))
+            for read in op.reads:
+                if read.tensor in self.geometry.maps and self.network.tensors[read.tensor].differentiable:
+                    of_input = grown.get(read.tensor) or self.owned(axis, read.tensor)
+                    extent, rule = self.geometry.shape(name)[axis], read.rules[axis]
+                    region = [_hull(a, rule.touched(b, extent)) for a, b in zip(region, of_input)]
+            grown[name] = region
+        return grown
+
+    # Prices
+
+    def _bytes(self, tensor: str) -> int:
+        """Of one place of a map: all channels of all samples."""
+        samples, channels, _, _ = self.geometry.shape(tensor)
+        return samples * channels * DTYPE_BYTES[self.network.tensors[tensor].dtype]
+
+    def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]], at: int) -> int:
+        """Bytes of a box that lie outside another."""
+        common = 1
+        for axis in _AXES:
+            (a, b), (c, d) = wanted[axis][self._place(at, axis)], have[axis][self._place(at, axis)]
+            common *= max(0, min(b, d) - max(a, c))
+        return (self._area(wanted, at) - common) * self._bytes(tensor)
+
+    def forward(self, first: int, last: int, *, both_ways: bool) -> float:
+        """Seconds of a forward group; `both_ways`: and of its adjoint, which exchanges the same boxes."""
+        needs = {axis: self._forward_needs(axis, first, last) for axis in _AXES}
+        slowest = 0.0
+        for place, device in enumerate(self.devices):
+            byte_seconds, exchange_seconds = self._links[place]
+            compute = hidden = 0.0
+            for index, op in self._ops(first, last):
+                made = {axis: needs[axis].made.get(op.outputs[0]) for axis in _AXES}
+                if made[2] is None or made[3] is None:
+                    continue
+                _, _, rows, columns = self.geometry.shape(op.outputs[0])
+                part = self._area(made, place) / (rows * columns)  # type: ignore[arg-type]
+                ahead, back = self._seconds[device][index - self.geometry.first]
+                compute += part * (ahead + back if both_ways else ahead)
+                if index == first and self.network.backward_passes(op) == 2:
+                    hidden = part * back / 2  # its weight gradients are computed while the rim travels
+            fetched = 0
+            for tensor in needs[2].read:
+                if self.geometry.is_made_here(tensor):
+                    wanted = {axis: needs[axis].read[tensor] for axis in _AXES}
+                    fetched += self._beyond(tensor, wanted, {a: self.owned(a, tensor) for a in _AXES}, place)
+            exchange = fetched * byte_seconds + exchange_seconds if fetched else 0.0
+            back_exchange = max(0.0, exchange - hidden) if both_ways else 0.0
+            slowest = max(slowest, compute + exchange + back_exchange)
+        return slowest
+
+    @cached_property
+    def _held(self) -> dict[int, dict[str, list[Interval]]]:
+        """What forward leaves on each place of the grid if it exchanges before every operator that reads beyond."""
+        found: dict[int, dict[str, list[Interval]]] = {}
+        for axis in _AXES:
+            own: dict[str, list[Interval]] = {t: list(self.owned(axis, t)) for t in self.geometry.maps}
+            for _, op in self._ops(self.geometry.first, self.geometry.last):
+                for read in op.reads:
+                    if read.tensor in own:
+                        extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                        wanted = [rule.demand(i, extent) for i in self.owned(axis, op.outputs[0])]
+                        own[read.tensor] = [_hull(a, b) for a, b in zip(own[read.tensor], wanted)]
+            found[axis] = own
+        return found
+
+    def backward(self, first: int, last: int) -> tuple[float, float]:
+        """Seconds of a backward group, and how many of them go into fetching activations."""
+        regions = {axis: self._backward_regions(axis, first, last) for axis in _AXES}
+        slowest = (0.0, 0.0)
+        wanted = {axis: self._wanted(axis, first, last, regions[axis]) for axis in _AXES}
+        for place, device in enumerate(self.devices):
+            byte_seconds, exchange_seconds = self._links[place]
+            compute, deltas, values = 0.0, 0, 0
+            for index, op in self._ops(first, last):
+                name = op.outputs[0]
+                if not self.network.tensors[name].differentiable:
+                    continue
+                _, _, rows, columns = self.geometry.shape(name)
+                part = self._area({axis: regions[axis][name] for axis in _AXES}, place) / (rows * columns)
+                if self.network.backward_passes(op) == 2:
+                    part = (part + self._part(name, place)) / 2
+                compute += part * self._seconds[device][index - self.geometry.first][1]
+                readers = self.network.readers.get(name, ())
+                if name in self.network.outputs or any(not first <= reader < last for reader in readers):
+                    region = {axis: regions[axis][name] for axis in _AXES}
+                    deltas += self._beyond(name, region, {a: self.owned(a, name) for a in _AXES}, place)
+            for tensor in wanted[2]:
+                if tensor not in self.network.inputs:
+                    asked = {axis: wanted[axis][tensor] for axis in _AXES}
+                    values += self._beyond(tensor, asked, {a: self._held[a][tensor] for a in _AXES}, place)
+            exchange = (deltas + values) * byte_seconds + (exchange_seconds if deltas or values else 0.0)
+            slowest = max(slowest, (compute + exchange, values * byte_seconds))
+        return slowest
+
+    def _wanted(
+        self, axis: int, first: int, last: int, regions: dict[str, list[Interval]]
+    ) -> dict[str, list[Interval]]:
+        """Forward values that a backward group's derivatives read."""
+        found: dict[str, list[Interval]] = {}
+
+        def want(tensor: str, intervals: list[Interval]) -> None:
+            known = found.get(tensor)
+            found[tensor] = intervals if known is None else [_hull(a, b) for a, b in zip(known, intervals)]
+
+        for _, op in self._ops(first, last):
+            name = op.outputs[0]
+            if not self.network.tensors[name].differentiable:
+                continue
+            trains = any(self.network.weights[weight].trainable for weight in op.weights)
+            if name in op.derives_from:
+                want(name, regions[name])
+            for read in op.reads:
+                if read.tensor not in self.geometry.maps:
+                    continue
+                extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                if read.tensor in op.derives_from:
+                    want(read.tensor, [rule.demand(i, extent) for i in regions[name]])
+                if trains:
+                    want(read.tensor, [rule.demand(i, extent) for i in self.owned(axis, name)])
+        return found
+
+    # Groupings
+
+    def _price(self, name: str, forward: list[int] | None, backward: list[int] | None) -> Groups:
+        """A grouping given as places in `starts`; None: every start, and for backward the adjoint."""
+        last, places = self.geometry.last, range(len(self.starts))
+        ahead = [self.starts[i] for i in (places if forward is None else forward)]
+        seconds = sum(self.forward(a, b, both_ways=backward is None) for a, b in pairwise((*ahead, last)))
+        fetched = 0.0
+        if backward is not None:
+            found = [self.backward(a, b) for a, b in pairwise((*(self.starts[i] for i in backward), last))]
+            seconds += sum(one for one, _ in found)
+            fetched = sum(one for _, one in found)
+        names = None if forward is None else tuple(self.name(op) for op in ahead)
+        back = None if backward is None else tuple(self.name(self.starts[i]) for i in backward)
+        return Groups(name, names, back, seconds, fetched)
+
+    def every_layer(self) -> Groups:
+        """Boundary data exchanged before every operator that reads beyond its own tile; backward is the adjoint."""
+        return self._price("every layer", None, None)
+
+    def groupings(self) -> list[Groups]:
+        """The corner cases and the optima, as the model prices them."""
+        bounds = (*self.starts, self.geometry.last)
+        count = len(self.starts)
+
+        def both(first: int, last: int) -> Fraction:
+            return Fraction(self.forward(bounds[first], bounds[last], both_ways=True))
+
+        def ahead(first: int, last: int) -> Fraction:
+            return Fraction(self.forward(bounds[first], bounds[last], both_ways=False))
+
+        def back(first: int, last: int) -> Fraction:
+            return Fraction(self.backward(bounds[first], bounds[last])[0])
+
+        every = list(range(count))
+        found = [self.every_layer(), self._price("one group", [0], None)]
+        found.append(self._price("every layer, deltas", None, every))
+        found.append(self._price("one group each way", [0], [0]))
+        best = list(cheapest_groups(count, both))
+        found.append(self._price("optimal", None if best == every else best, None))
+        forward = list(cheapest_groups(count, ahead))
+        found.append(
+            self._price("optimal, deltas", None if forward == every else forward, list(cheapest_groups(count, back)))
+        )
+        return found
