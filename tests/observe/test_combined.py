@@ -71,7 +71,7 @@ def test_measured_spans_begin_at_zero() -> None:
     complete = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert min(event["ts"] for event in complete) == 0.0
     assert len(complete) == len(measured("a"))
-    assert {event["name"] for event in complete} == {"F1", "loss", "B1", "step", "send", "receive", "reduce"}
+    assert {event["name"] for event in complete} == {"F1", "L1", "B1", "step", "send", "receive", "reduce"}
     assert document["otherData"] == {"title": "t", "simulated": False, "spans_left_out": 0}
 
 

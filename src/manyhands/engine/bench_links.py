@@ -221,7 +221,7 @@ class EncryptedEndpointLink(EndpointLink):
 class SharedEndpointLink(EndpointLink):
     """The engine with every payload, however small, through memory in common."""
 
-    shared_bytes = 8 * 2**20
+    shared_bytes = 4 * 2**20
 
 
 class ZeroMqLink:

@@ -1,4 +1,4 @@
-"""Pictures of a run: how the loss fell, how busy the devices were, and how right the prediction was."""
+"""Pictures of a run: how the loss fell, how busy the devices were, what they held, how right the prediction was."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from manyhands.facts.units import format_bytes
 from manyhands.observe.figures import MOST_DEVICES, first_devices, new_figure, short_name, wrapped, write_figure
 from manyhands.observe.timeline import AXIS_LABEL, draw_bands, draw_legend
 from manyhands.observe.trace import SpanLike, from_zero
@@ -22,6 +23,10 @@ MOST_MEANS = 1_000
 MOST_EPOCH_MARKS = 20
 _LARGEST_DRAWN = 1e300  # beyond it the axis' own margins overflow
 _MEASURED, _PREDICTED = "#4C78A8", "#C9D6E5"
+MEMORY_PARTS = {"features": "#4C78A8", "deltas": "#F58518", "weights": "#A6D854", "buffers": "#B9B9B9"}
+_BUDGET = "#C0392B"
+_FARTHEST_BUDGET = 3.0
+"""A budget so many times the highest bar would leave nothing of the bars to see: it is written, not drawn."""
 
 
 def draw_losses(
@@ -82,6 +87,45 @@ def draw_utilisation(
     axes.set_xlim(0, 1.07)  # room for the numbers
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
     axes.set_xlabel("part of the time spent computing")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.set_title(wrapped(first_devices(title, len(devices))), fontsize=10, loc="left", parse_math=False)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return write_figure(figure, path)
+
+
+def draw_memory(
+    parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, float] | None, path: Path, *, title: str
+) -> Path:
+    """Each device's tensor bytes when they were most, by what they were, and where known what it may use."""
+    devices, limits = list(parts), budgets or {}
+    shown = devices[:MOST_DEVICES]
+    figure = new_figure(9, 1.5 + 0.45 * max(1, len(shown)))
+    axes = figure.subplots()
+    kinds = [*MEMORY_PARTS, *sorted({kind for own in parts.values() for kind in own} - MEMORY_PARTS.keys())]
+    totals = [sum(parts[device].values()) for device in shown]
+    ends = [0.0] * len(shown)
+    for kind in kinds:
+        sizes = [parts[device].get(kind, 0) for device in shown]
+        if any(sizes) or kind in MEMORY_PARTS:
+            axes.barh(range(len(shown)), sizes, 0.62, left=ends, label=kind, color=MEMORY_PARTS.get(kind, "#888888"),
+                      edgecolor="white", linewidth=0.4)  # fmt: skip
+        ends = [end + size for end, size in zip(ends, sizes)]
+    most = max([*totals, 1])
+    near = {i: limits[d] for i, d in enumerate(shown) if limits.get(d, math.inf) <= _FARTHEST_BUDGET * most}
+    if near:
+        axes.vlines(list(near.values()), [i - 0.42 for i in near], [i + 0.42 for i in near], color=_BUDGET,
+                    linewidth=1.8, label="budget")  # fmt: skip
+    widest = max([most, *near.values()])
+    for place, device in enumerate(shown):
+        text = format_bytes(totals[place]) + (f" of {format_bytes(limits[device])}" if device in limits else "")
+        after = max(totals[place], near.get(place, 0)) + 0.012 * widest
+        axes.text(after, place, text, va="center", fontsize=7.5, color="#333333")
+    axes.set_yticks(range(len(shown)), [short_name(device) for device in shown], fontsize=8, parse_math=False)
+    axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)  # the first device on top
+    axes.set_xlim(0, 1.24 * widest)  # room for the numbers
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
+    axes.set_xlabel("tensor bytes alive at once, at their most")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.set_title(wrapped(first_devices(title, len(devices))), fontsize=10, loc="left", parse_math=False)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MOST_SPANS = 20_000
 AXIS_LABEL = "seconds (thick: computing; thin: sending above, receiving below)"
 COLOURS = {"forward": "#4C78A8", "backward": "#F58518", "copy": "#D6A5C9", "step": "#54A24B",
-           "value": "#72B7B2", "gradient": "#E45756", "halo": "#B279A2", "halo-gradient": "#FF9DA6",
-           "input": "#9D755D", "weights": "#A6D854", "weight-gradient": "#7A8B2F", "reduce": "#EECA3B",
+           "loss": "#5B3A8E", "value": "#72B7B2", "gradient": "#E45756", "halo": "#B279A2", "halo-gradient": "#FF9DA6",
+           "input": "#9D755D", "output": "#3FA7D6", "output-gradient": "#A23B72", "weights": "#A6D854", "weight-gradient": "#7A8B2F", "reduce": "#EECA3B",
            "send": "#2F6F73", "receive": "#C4C4C4"}  # fmt: skip
 """A simulated transfer has its message's kind; a measured one is 'send' (handed to the link) or 'receive' (waited)."""
 _MEANINGS = {"send": "send (hand over)", "receive": "receive (wait)"}
@@ -64,7 +64,7 @@ def draw_bands(
         edge = 0.3 if width > 0.004 * seconds else 0.0  # an edge would wash out a thin bar
         bars[bottom, height, COLOURS.get(span.kind, _OTHER_COLOUR), edge].append((span.start, width))
         if span.kind in ("forward", "backward") and width > 0.012 * seconds:
-            text, middle = short_label(span)[1:], span.start + width / 2
+            text, middle = short_label(span)[1:].partition(" ")[0], span.start + width / 2
             axes.text(middle, bottom + height / 2, text, ha="center", va="center", fontsize=7, color="white",
                       clip_on=True)  # fmt: skip
     for (bottom, height, colour, edge), ranges in bars.items():  # one call for many bars: far quicker than one each

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 TRACKS = ("compute", "send", "receive")
+PARTS = ("interior", "rim", "inputs", "weights")
+"""What of an operator is computed first, and what later: forward, and backward."""
 
 
 class SpanLike(Protocol):
@@ -109,10 +111,12 @@ def lanes(spans: list[SpanLike]) -> list[list[SpanLike]]:
 
 
 def short_label(span: SpanLike) -> str:
-    """'F3' and 'B3' for passes, else the kind."""
-    if span.kind in ("forward", "backward"):
-        micro_batch = next((word[1:] for word in span.text.split() if word.startswith("m") and word[1:].isdigit()), "")
-        return f"{span.kind[0].upper()}{micro_batch}"
+    """'F3', 'B3' and 'L3' for passes and losses, 'B3 weights' for a part of one, else the kind."""
+    if span.kind in ("forward", "backward", "loss"):
+        words = span.text.split()
+        micro_batch = next((word[1:] for word in words if word.startswith("m") and word[1:].isdigit()), "")
+        part = next((f" {word}" for word in words[-1:] if word in PARTS), "")
+        return f"{span.kind[0].upper()}{micro_batch}{part}"
     return span.kind
 
 

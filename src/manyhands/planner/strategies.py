@@ -227,7 +227,15 @@ def tiles(task: Task, price: Callable[[Plan], float]) -> Plan:
     if asked.is_grouped:
         groups = Groups("given", asked.forward_groups, asked.backward_groups)
         return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
-    return fastest_groups(plan, task, price)[0][1]
+    _, best, seconds = fastest_groups(plan, task, price)[0]
+    early = TilePrices(best, 0, task.network, task.cluster, task.profile).interior_first()
+    if not early:
+        return best
+    share = best.stages[0].share
+    assert isinstance(share, ByTiles)
+    stage = msgspec.structs.replace(best.stages[0], share=msgspec.structs.replace(share, interior_first=early))
+    hidden = resolve(msgspec.structs.replace(best, stages=(stage, *best.stages[1:])), task.network, task.cluster)
+    return hidden if price(hidden) < seconds else best
 
 
 def fastest_groups(plan: Plan, task: Task, price: Callable[[Plan], float]) -> list[tuple[Groups, Plan, float]]:

@@ -29,6 +29,8 @@ from manyhands.planner.grouping import cheapest_groups
 from manyhands.schedule.tiles import TileGeometry
 
 _AXES = (2, 3)
+SPLIT_COST = 0.05
+"""What computing an operator in bands costs more than at once (TILING.md: -2 to +3 % on large tiles, and a copy)."""
 MESSAGE_SECONDS = 100e-6
 """What an exchange takes beside its bytes and the link's delay: two processes that wake each other."""
 
@@ -333,6 +335,29 @@ class TilePrices:
         names = None if forward is None else tuple(self.name(op) for op in ahead)
         back = None if backward is None else tuple(self.name(self.starts[i]) for i in backward)
         return Groups(name, names, back, seconds, fetched)
+
+    def interior_first(self) -> tuple[LayerName, ...]:
+        """Forward groups of this plan whose boundary data travels for so long that computing inside the tile first
+        pays."""
+        found = []
+        for group in self.geometry.groups:
+            op = self.network.ops[group.first]
+            if not group.fetches or not op.macs or not op.outputs or op.outputs[0] not in self.geometry.maps:
+                continue
+            gains = []
+            for place, device in enumerate(self.devices):
+                byte_seconds, exchange_seconds = self._links[place]
+                size = sum(
+                    move.box.volume * DTYPE_BYTES[self.network.tensors[tensor].dtype]
+                    for tensor, moves in group.fetches.items()
+                    for move in moves
+                    if move.target == device
+                )
+                ahead = self._seconds[device][group.first - self.geometry.first][0] * self._part(op.outputs[0], place)
+                gains.append(min(ahead, size * byte_seconds + exchange_seconds) - SPLIT_COST * ahead)
+            if min(gains) > 0:
+                found.append(self.name(group.first))
+        return tuple(found)
 
     def every_layer(self) -> Groups:
         """Boundary data exchanged before every operator that reads beyond its own tile; backward is the adjoint."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -178,9 +178,11 @@ def parse_action(text: str) -> Action:
     text = text.strip()
     if match := _COMPUTE.fullmatch(text):
         stage, micro_batch, first, last = map(int, match.groups()[1:5])
-        kind, part = (Forward, ForwardPart) if match.group(1) == "forward" else (Backward, BackwardPart)
-        if (match.group(6) or "") in get_args(part):
-            return kind(stage, micro_batch, first, last, match.group(6) or "")  # type: ignore[arg-type]
+        part: Any = match.group(6) or ""
+        if match.group(1) == "forward" and part in get_args(ForwardPart):
+            return Forward(stage, micro_batch, first, last, part)
+        if match.group(1) == "backward" and part in get_args(BackwardPart):
+            return Backward(stage, micro_batch, first, last, part)
     if match := _LOSS.fullmatch(text):
         return Loss(int(match.group(1)), int(match.group(2)))
     if match := _TRANSFER.fullmatch(text):

@@ -200,11 +200,8 @@ class TileGeometry(StageGeometry):
 
     def _may_be_split(self, index: int) -> bool:
         op = self.network.ops[index]
-        return (
-            bool(op.macs)
-            and op.tiling == "local"
-            and any(group.first == index and group.fetches for group in self.groups)
-        )
+        fetches = any(group.fetches for group in self.groups if group.first == index)
+        return bool(op.macs) and op.tiling == "local" and fetches
 
     def interior(self, device: str, index: int) -> Box:
         """Of what a device computes of the first operator of a group, the box that reads nothing it must fetch."""
