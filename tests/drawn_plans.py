@@ -46,7 +46,9 @@ def shares(draw: st.DrawFn, kinds: tuple[str, ...], samples: int, first: int, la
         weights = st.integers(1, 2)
         heights = tuple(draw(weights) for _ in range(rows))
         widths = tuple(draw(weights) for _ in range(columns))
-        return ByTiles(heights, widths, draw(groups(first, last)), draw(groups(first, last))), rows * columns
+        early = tuple(sorted(draw(st.sets(st.integers(first, last - 1)))))
+        forward, backward = draw(groups(first, last)), draw(groups(first, last))
+        return ByTiles(heights, widths, forward, backward, early), rows * columns
     if kind == "channels":
         count = draw(st.integers(2, 3))
         return ByChannels(tuple(draw(st.integers(1, 2)) for _ in range(count))), count

@@ -90,7 +90,9 @@ def test_a_plan_file_decides_json_is_one_document_and_the_folder_is_whole(place:
     assert result["measured_seconds"] > 0
     names = {path.name for path in (place / "planned").iterdir()}
     assert {"config.yaml", "cluster.yaml", "plan.yaml", "events.jsonl", "metrics.csv", "trace.json"} <= names
-    assert {"loss.png", "timeline.png", "utilisation.png", "checkpoints"} <= names
+    assert {"plots", "checkpoints"} <= names
+    pictures = {path.name for path in (place / "planned" / "plots").iterdir()}
+    assert pictures == {"loss.png", "memory.png", "timeline.png", "utilisation.png"}
 
 
 @pytest.mark.slow

@@ -124,6 +124,17 @@ def test_what_is_for_the_engine_is_small_and_whole(topic: str, header: Header) -
     assert is_control(control(topic, header.length % LARGEST_CONTROL_BYTES))
 
 
+def test_a_text_that_is_none_is_no_header() -> None:
+    with pytest.raises(BadFrame, match="none"):
+        decode(encode(Header("a", 0, 0, "xyz", 1, 0, 1))[PRELUDE.size :].replace(b"xyz", b"\xff\xfe\xfd"))
+
+
+def test_fields_beyond_the_known_ones_are_not_even_looked_at() -> None:
+    known = msgspec.msgpack.encode(["a", 0, 0, "x", 1, 0, 1, -1])
+    with pytest.raises(BadFrame, match="none"):
+        decode(b"\x99" + known[1:] + b"\x91" * 3900 + b"\0")
+
+
 def test_a_header_without_a_place_is_that_of_a_payload_behind_it() -> None:
     assert decode(msgspec.msgpack.encode(["a", 0, 0, "x", 1, 0, 1])).place == -1
 

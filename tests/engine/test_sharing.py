@@ -446,6 +446,11 @@ def test_a_frame_in_memory_that_nobody_agreed_on(security: Security, is_refused:
 
 SAID = {
     "an offer that is none": (OFFER, b"\xc1", "an offer of memory that is none"),
+    "an offer with a text that is none": (
+        OFFER,
+        msgspec.msgpack.encode([1, 1, 1, b"", ("xyz", 1), ("", 1)]).replace(b"xyz", b"\xff\xfe\xfd"),
+        "an offer of memory that is none",
+    ),
     "an answer to nothing": (ANSWER, bytes(32), "that was not made"),
     "too long": (OFFER, bytes(4097), "at most 4096"),
 }

@@ -112,7 +112,8 @@ class Ran:
         self.raise_first()
         for device, own in self.weights.items():
             for name, tensor in own.items():
-                assert relative(tensor, weights[name]) <= TOLERANCE, (device, name)
+                difference = relative(tensor, weights[name])
+                assert difference <= TOLERANCE, (device, name, difference)
         network = self.schedule.network
         assert {name for own in self.weights.values() for name in own} == {n for op in network.ops for n in op.weights}
         for step, (one, other) in enumerate(zip(self.losses, losses, strict=True)):

@@ -20,7 +20,7 @@ from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import parse_action
@@ -45,6 +45,14 @@ def messages_of(ran: Ran, device: str, steps: int) -> int:
     return count
 
 
+def tiled(graph: Graph, share: ByTiles, tail: str, **options: Any) -> Plan:
+    """Maps on tiles t0, t1, ..., and from the last pooling on one device."""
+    end, last = graph.network.find_layer("avg_pool2d"), len(graph.network.layers)
+    devices = tuple(f"t{number}" for number in range(len(share.rows) * len(share.columns)))
+    stages = [Stage((0, end), devices, share), Stage((end, last), (tail,))]
+    return plan_for(graph, stages, batch_size=4, order="sequential", **options)
+
+
 PLANS: dict[str, tuple[str, Callable[[Graph], Plan]]] = {
     "shares": ("small", lambda graph: staged(graph, [], [[3, 2, 1]], bucket_bytes=300)),
     "pipeline": ("small", lambda graph: staged(graph, [3, 6], [[2, 1], [1, 2], [3]], micro_batches=3)),
@@ -53,6 +61,7 @@ PLANS: dict[str, tuple[str, Callable[[Graph], Plan]]] = {
         "small",
         lambda graph: plan_for(graph, [shared(0, len(graph.network.layers), 2, 1, reduce="gateway")], batch_size=3),
     ),
+    "tiles": ("small", lambda graph: tiled(graph, ByTiles((1, 1), (1, 1), None, (0, 3)), "t0", micro_batches=2)),
     "home": (
         "small",
         lambda graph: msgspec.structs.replace(
@@ -119,7 +128,7 @@ def interrupting(device: str, number: int) -> Callable[[Switchboard], None]:
     return prepare
 
 
-@pytest.mark.parametrize("kind", ["shares", "pipeline", "eager"])
+@pytest.mark.parametrize("kind", ["shares", "pipeline", "eager", "tiles"])
 @pytest.mark.parametrize("number", [1, 4, 7])
 def test_an_interrupt_in_the_middle_of_a_round_ends_every_wait(kind: str, number: int) -> None:
     name, make = PLANS[kind]
@@ -190,6 +199,23 @@ def test_the_device_with_the_bad_sample_blames_the_input() -> None:
     assert "at step 2, on s0-1" in text
     assert "the input 'x'" in text
     assert isinstance(ran.errors["s0-0"], WorkerLost)
+
+
+def test_a_bad_number_in_the_data_of_one_tile_is_told() -> None:
+    """Tile 3 has the pixel; whoever computes the loss tells as far back as it can see."""
+    graph, batches = captured("small"), batches_of("small", 4, 4)
+    batches[2][0][3, 0, 7, 7] = float("nan")
+    ran = run(graph, tiled(graph, ByTiles((1, 1), (1, 1)), "t0"), batches, SGD)
+    assert "at step 2, on t0" in only(ran)
+    assert {ran.executors[f"t{number}"].diagnose(1) for number in range(4)} == {""}  # another step
+
+
+def test_a_weight_that_is_no_number_is_told_by_tiles() -> None:
+    graph = with_weight("small", "c.weight", float("nan"))
+    ran = run(graph, tiled(graph, ByTiles((1, 1), (1, 1)), "t0"), batches_of("small", 2, 4), SGD)
+    text = only(ran)
+    assert "at step 0, on t0" in text
+    assert "layer c " in text
 
 
 def with_weight(name: str, weight: str, number: float) -> Graph:
@@ -269,6 +295,24 @@ def test_a_log_is_evidence() -> None:
         )
 
 
+def test_a_log_of_tiles_counts_what_was_computed_and_what_was_sent() -> None:
+    """Elements of maps with their overlap, and bytes by what they carry."""
+    graph = captured("small")
+    batches = batches_of("small", 2, 4)
+    apart, at_once = (
+        run(graph, tiled(graph, ByTiles((1, 1), (1,), groups), "t0"), batches, SGD) for groups in (None, (0,))
+    )
+    apart.assert_as_planned(2)
+    at_once.assert_as_planned(2)
+    maps = sum(spec.elements for spec in graph.network.tensors.values() if spec.shape[2:] == (8, 8))
+    inputs = graph.network.tensors[graph.network.inputs[0]].elements
+    assert sum(log.elements for log in apart.logs.values()) == 2 * 4 * (maps - inputs)
+    assert sum(log.elements for log in at_once.logs.values()) > 2 * 4 * (maps - inputs)
+    assert set(apart.logs["t1"].sent_kinds) == {"halo", "halo-gradient", "value"}
+    assert set(at_once.logs["t1"].sent_kinds) == {"value"}
+    assert at_once.logs["t0"].sent_kinds == {"gradient": apart.logs["t0"].sent_kinds["gradient"]}
+
+
 def test_a_log_of_another_round_would_be_told_apart() -> None:
     """`assert_as_planned` can fail: a run that did one action less is not as planned."""
     graph = captured("small")
@@ -279,9 +323,11 @@ def test_a_log_of_another_round_would_be_told_apart() -> None:
         ran.assert_as_planned(2)
 
 
-def test_nothing_is_held_between_rounds() -> None:
+@pytest.mark.parametrize("kind", ["pipeline", "tiles"])
+def test_nothing_is_held_between_rounds(kind: str) -> None:
     graph = captured("small")
-    ran = run(graph, staged(graph, [3], [[2, 1], [3]], micro_batches=3), batches_of("small", 2, 9), SGD)
+    plan = PLANS[kind][1](graph)
+    ran = run(graph, plan, batches_of("small", 2, plan.batch_size), SGD)
     ran.assert_as_planned(2)
     for executor in ran.executors.values():
         assert not held(executor)

@@ -1,4 +1,4 @@
-"""Networks over maps for tiled training: drawn ones of every operator that tiles have, and small ones like the zoo's."""
+"""Networks over maps for tiled training: drawn ones, of every operator that tiles have, and small ones of the zoo."""
 
 from __future__ import annotations
 
@@ -67,6 +67,32 @@ class LinearExcite(nn.Module):
         return x * gate[:, :, None, None]
 
 
+class Scaled(nn.Module):
+    """A weight for each channel, and an offset."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.rand(channels, 1, 1)), nn.Parameter(torch.rand(1, channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.offset
+
+
+class Centred(nn.Module):
+    """Less its own mean over the map: a pooled tensor meets the map again without anything in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((2, 3), keepdim=True)
+
+
+class Cut(nn.Module):
+    """A part of the map, and of its channels twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = x[:, :, 1:, :-1]
+        return torch.cat([inside, inside[:, :1]], 1)
+
+
 class Resized(nn.Module):
     """Up-sampling, by a factor or to a size."""
 
@@ -127,12 +153,20 @@ def ups(draw: st.DrawFn) -> nn.Module:
 
 
 @st.composite
+def resizes(draw: st.DrawFn) -> nn.Module:
+    """To any size: up, down, by no whole factor."""
+    size = (draw(st.integers(5, 19)), draw(st.integers(5, 19)))
+    return Resized(size=size, mode=draw(st.sampled_from(("nearest", "bilinear"))))
+
+
+@st.composite
 def blocks(draw: st.DrawFn, channels: int) -> nn.Module:
     """Something that reads a map of some channels and gives a map."""
     kind = draw(
         st.sampled_from(
             ("conv", "conv", "normed", "normed", "activation", "pool", "residual", "beside", "up", "excite", "linear",
-             "group", "instance", "drop", "gated", "pad", "transposed", "depthwise", "shuffle")
+             "group", "instance", "drop", "gated", "pad", "transposed", "depthwise", "shuffle", "adaptive", "resize",
+             "scaled", "centred", "cut", "prelu")
         )
     )  # fmt: skip
     activation = draw(st.sampled_from(ACTIVATIONS))
@@ -162,6 +196,12 @@ def blocks(draw: st.DrawFn, channels: int) -> nn.Module:
         "drop": lambda: draw(st.sampled_from((nn.Dropout, nn.Dropout2d)))(0.3),
         "gated": lambda: Gated(channels, draw(st.sampled_from((3, 5)))),
         "pad": lambda: Padded([draw(st.integers(-1, 2)) for _ in range(4)], draw(st.sampled_from((0.0, 1.5)))),
+        "adaptive": lambda: nn.AdaptiveAvgPool2d((draw(st.integers(3, 7)), draw(st.integers(3, 7)))),
+        "resize": lambda: draw(resizes()),
+        "scaled": lambda: Scaled(channels),
+        "centred": Centred,
+        "cut": Cut,
+        "prelu": lambda: nn.PReLU(draw(st.sampled_from((1, channels)))),
         "depthwise": lambda: nn.Conv2d(channels, channels, 3, padding=1, groups=channels),
     }
     return made[kind]()

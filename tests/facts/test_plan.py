@@ -249,6 +249,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         r"stages\[1\].share.forward_groups is 'layer33': There is no layer",
     ),
     (
+        {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "interior_first": ["layer33"]}},
+        r"stages\[1\].share.interior_first is 'layer33': There is no layer",
+    ),
+    (
         {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "forward_groups": ["conv1", "conv3"]}},
         r"stages\[1\].share.forward_groups is \[1, 3\]; its first group must start at layer 2",
     ),

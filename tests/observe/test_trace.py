@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.observe.timeline import draw_timeline
-from manyhands.observe.trace import lanes, trace_events
+from manyhands.observe.trace import lanes, short_label, trace_events
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,15 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
     path = draw_timeline(spans, [f"d{i}" for i in range(50)], 60.0, tmp_path / "t.png", title="many")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_labels_say_pass_micro_batch_and_part() -> None:
+    texts = {
+        "F3": ("forward", "forward s0 m3 0:4"),
+        "F3 rim": ("forward", "forward s0 m3 4:5 rim"),
+        "B12 weights": ("backward", "backward s1 m12 4:5 weights"),
+        "L0": ("loss", "loss s1 m0"),
+        "halo": ("halo", "to b: s0 m3 halo weights[0:1] 4B"),
+    }
+    for label, (kind, text) in texts.items():
+        assert short_label(Spot("a", "compute", 0.0, 1.0, kind, text)) == label

@@ -123,6 +123,15 @@ def test_the_two_parts_of_a_backward_are_all_of_it(groups: tuple[int, ...] | Non
     assert sum(parts) == pytest.approx(whole)
 
 
+def test_an_interior_and_its_rim_are_all_of_an_operator() -> None:
+    stage = geometry(ByTiles((1, 1), interior_first=(1,)))
+    whole, inside, rim = (
+        model().compute_seconds(stage, "a", Forward(0, 0, 3, 4, part)) for part in ("", "interior", "rim")
+    )
+    assert inside > rim > 0
+    assert inside + rim == pytest.approx(whole)
+
+
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_a_step_passes_over_the_weights(slots: int) -> None:
     assert model().step_seconds(geometry(BySamples((2, 2))), "a", slots) == pytest.approx(step_seconds(12, slots=slots))

@@ -30,7 +30,7 @@ from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, p
 pytestmark = pytest.mark.xdist_group("run_folder")  # its workers are started once
 
 FILES = {"config.yaml", "cluster.yaml", "profile.json", "plan.yaml", "events.jsonl", "metrics.csv", "devices.json"}
-PICTURES = {"loss.png", "timeline.png", "utilisation.png"}
+PICTURES = {"loss.png", "memory.png", "timeline.png", "utilisation.png"}
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ reductions = st.builds(
     st.booleans(),
 )
 actions = st.one_of(
-    st.builds(Forward, numbers, numbers, numbers, numbers),
+    st.builds(Forward, numbers, numbers, numbers, numbers, st.sampled_from(("", "interior", "rim"))),
     st.builds(Loss, numbers, numbers),
     st.builds(Backward, numbers, numbers, numbers, numbers, st.sampled_from(("", "inputs", "weights"))),
     st.builds(Send, device_names, messages),
@@ -97,6 +97,8 @@ def test_a_plans_schedule_survives_being_printed(plan: Plan) -> None:
 def test_actions_print_as_documented() -> None:
     message = Message("value", 1, 3, (Part("relu_3", Box.of((0, 4), (0, 64))), Part("mask", Box.of())), 802816)
     assert str(Forward(0, 3, 0, 12)) == "forward s0 m3 0:12"
+    assert str(Forward(0, 3, 4, 5, "interior")) == "forward s0 m3 4:5 interior"
+    assert str(Forward(0, 3, 4, 5, "rim")) == "forward s0 m3 4:5 rim"
     assert str(Loss(1, 3)) == "loss s1 m3"
     assert str(Backward(0, 3, 0, 12)) == "backward s0 m3 0:12"
     assert str(Backward(0, 3, 4, 5, "inputs")) == "backward s0 m3 4:5 inputs"
@@ -119,6 +121,7 @@ def test_actions_print_as_documented() -> None:
         "forward s-1 m3 0:12",
         "forward s0 m3 0:1 inputs",
         "backward s0 m3 0:1 outputs",
+        "backward s0 m3 0:1 rim",
         "loss s0",
         "send pi s1 m3 value relu[0:4] 12",
         "send pi s1 m3 values relu[0:4] 12B",

@@ -382,3 +382,46 @@ def test_a_device_may_own_nothing_of_a_small_map() -> None:
     for device in geometry.devices:
         fraction = geometry.fractions(device)[-1]
         assert fraction == (1.0 if device in owners else 0.0)
+
+
+# Interior first
+
+
+def test_the_interior_reads_nothing_that_must_be_fetched() -> None:
+    """Two tiles of four rows: of what operator 1 makes, the row at the common border waits for the other tile."""
+    geometry = chain_geometry(ByTiles((1, 1), interior_first=(0, 1, 3)))
+    assert geometry.interior_first == {1, 3}  # operator 0 fetches nothing
+    assert str(geometry.interior("d0", 1)) == "[0:2,0:4,0:3,0:6]"
+    assert str(geometry.interior("d1", 1)) == "[0:2,0:4,5:8,0:6]"
+
+
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+@pytest.mark.parametrize("share", [ByTiles((1, 2), (1, 1)), ByTiles((3, 1, 4)), ByTiles((1, 1), (1, 1), (0, 2))])
+def test_an_interior_is_all_that_needs_no_fetch(share: ByTiles, kernel: int) -> None:
+    early = msgspec.structs.replace(share, interior_first=(0, 1, 2, 3))
+    geometry = chain_geometry(early, chain(4, kernel=kernel))
+    starts = {group.first for group in geometry.groups if group.fetches}
+    assert geometry.interior_first == starts
+    for index in starts:
+        read = geometry.network.ops[index].reads[0]
+        for device in geometry.devices:
+            inside, have = geometry.interior(device, index), geometry.computed[device][read.tensor]
+            out = geometry.computed[device][f"t{index}"]
+            assert out.contains(inside)
+            if not inside.is_empty:
+                assert have.contains(read.demand(inside, geometry.shape(read.tensor)))
+            for axis in (2, 3):
+                for low, high in {(out.intervals[axis][0], inside.intervals[axis][0]),
+                                  (inside.intervals[axis][1], out.intervals[axis][1])}:  # fmt: skip
+                    for place in range(low, high):
+                        needed = read.rules[axis].demand((place, place + 1), geometry.shape(read.tensor)[axis])
+                        assert needed[0] < have.intervals[axis][0] or needed[1] > have.intervals[axis][1]
+
+
+def test_only_what_is_worth_it_is_split() -> None:
+    """Norms add up first, and an operator without multiplications is done at once."""
+    network = chain(4, statistics=[1])
+    ops = list(network.ops)
+    ops[2] = msgspec.structs.replace(ops[2], macs=0)
+    network = msgspec.structs.replace(network, ops=tuple(ops))
+    assert chain_geometry(ByTiles((1, 1), interior_first=(0, 1, 2, 3)), network).interior_first == {3}

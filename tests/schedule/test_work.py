@@ -399,6 +399,35 @@ def test_a_group_start_stops_for_statistics_inside_it_only() -> None:
     assert texts(local.forward(0)[:3]) == texts(work.forward(0)[:3])  # a tile has no samples of its own
 
 
+def test_an_interior_is_computed_while_the_halo_travels() -> None:
+    row = 4 * CHANNELS * COLUMNS
+    for starts, last in (((0, 1, 2, 3), "forward s0 m4 3:4 rim"), ((0, 1), "forward s0 m4 2:4")):
+        share = ByTiles((1, 1), (1,), (0, 1) if starts == (0, 1) else None, interior_first=starts)
+        plan = Plan("chain", 1, (Stage((0, 4), ("a", "b"), share),), order="stream")
+        actions = texts(Lowering(plan, CHAIN).work["a"].forward(4))
+        count = 3 if starts == (0, 1) else 1  # the rows that a group of three operators, or of one, reads beyond
+        halo = f"s0 m4 halo t0[0:1,0:4,{{}}:{{}},0:6] {count * row}B"
+        assert actions[:5] == [
+            "forward s0 m4 0:1",
+            "send b " + halo.format(4 - count, 4),
+            "forward s0 m4 1:2 interior",
+            "receive b " + halo.format(4, 4 + count),
+            "forward s0 m4 1:2 rim",
+        ]
+        assert actions[-1] == last
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(SKIPPING, orders=("1f1b", "stream"), kinds=("tiles", "single")))
+def test_every_operator_is_computed_once(plan: Plan) -> None:
+    """Its interior and its rim, in one action or in two; first operator first."""
+    for work in Lowering(plan, SKIPPING).work.values():
+        actions = [action for action in work.forward(0) if isinstance(action, Forward)]
+        for part in ("interior", "rim"):
+            order = [op for action in actions if action.part in ("", part) for op in range(action.first, action.last)]
+            assert order == [op for geometry in work.geometries for op in range(geometry.first, geometry.last)]
+
+
 def test_sums_per_sample_are_counted_by_samples_and_needed_in_a_stream_too() -> None:
     ops = list(CHAIN.ops)
     ops[1] = msgspec.structs.replace(ops[1], tiling="norm", tile_sums=6, macs=0)

@@ -1,11 +1,11 @@
 """Figures of `manyhands bench tile`: training in tiles against one device, in time, in memory and in bytes sent.
 
-    one device    our worker alone, whole image        ┐ the same kernels, one thread each, pinned to cores,
-    parts         bare parts of the image, no exchange ┤ all alive during the whole run, in turns block by block;
-    tiles         the same image cut between workers   ┘ the median of the blocks' ratios counts
+one device    our worker alone, whole image        ┐ the same kernels, one thread each, pinned to cores,
+parts         bare parts of the image, no exchange ┤ all alive during the whole run, in turns block by block;
+tiles         the same image cut between workers   ┘ the median of the blocks' ratios counts
 
-    limit         one device over parts: what cutting alone could give on this machine
-    efficiency    of that, what tiles reach, with everything exchanged that makes them exact
+limit         one device over parts: what cutting alone could give on this machine
+efficiency    of that, what tiles reach, with everything exchanged that makes them exact
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         "speed_setting": f"{subject}, {count} workers of 1 thread, each pinned to a core; tiles {tiles} (the faster of "
         f"{', '.join(map(grid_text, grids))}), exchanged before every operator that reads beyond its tile, backward "
         "the adjoint of that; SGD without momentum",
-        "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by a worker of its own "
-        "on its own core, at once, with nothing exchanged: the slowest of them",
+        "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
+        "on a core of its own, at once, with nothing exchanged: the slowest of them",
         "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD (with momentum)",
         "data_parallel_setting": "a batch of one sample cannot be shared by samples: one device trains it alone",
         "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),

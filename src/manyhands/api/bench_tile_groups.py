@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from functools import cached_property
 
 import msgspec
 
@@ -17,20 +16,18 @@ from manyhands.executor.log import MeasuredSpan
 from manyhands.executor.messages import COORDINATOR, feed_parts, plan_bytes
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.network import Network
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import LayerName, Plan
+from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.planner.grouping import Costs, Direction, InteriorTile
+from manyhands.planner.tiles import Groups, TilePrices, with_groups
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.schedule.actions import Action, Reduce, Send
 from manyhands.schedule.policy import FixedOrder, Policy, Schedule
+from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
 
 SLOW = Link(2e6 / 8, 0.3e-3)
 """2 Mbit/s, and a delay as of a switch and two network stacks."""
-RATIOS = (0.1, 1.0, 10.0, 100.0, 1000.0, 1e4)
-"""Prices of a boundary element, in multiply-accumulates, whose optimal groupings are candidates."""
-MOST_MEASURED = 3
-"""How many of the simulated candidates are run in earnest."""
 PROFILE_SECONDS = 10.0
 
 
@@ -87,55 +84,35 @@ def _carried(action: Send) -> str:
 
 
 def _travelling(reduce: Reduce, network: Network) -> int:
-    return sum(plan_bytes({device: (reduce,) for device in reduce.devices}, network).values())
+    return sum(plan_bytes(dict.fromkeys(reduce.devices, (reduce,)), network).values())
 
 
 # Groups
 
 
-class Grouping(NamedTuple):
-    """Where groups start, counted in the paper's layers; backward None: the adjoint of forward."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...] | None
-
-    def text(self, layers: int) -> str:
-        ahead, back = (_starts_text(starts, layers) for starts in self)
-        return f"forward {ahead}, backward {back}"
+ONE_GROUP = ("one group", "one group each way")
+EVERY_LAYER = ("every layer", "every layer, deltas")
+"""The extremes, by the planner's names: with backward as forward's adjoint, and by groups of deltas."""
 
 
-def _starts_text(starts: tuple[int, ...] | None, layers: int) -> str:
-    if starts is None:
-        return "adjoint"
-    if len(starts) == layers:
-        return "every layer"
-    return f"{len(starts)} group(s) at {','.join(map(str, starts))}"
+def groups_text(groups: Groups) -> str:
+    ahead = "every layer" if groups.forward is None else _starts_text(groups.forward)
+    back = "adjoint" if groups.backward is None else _starts_text(groups.backward)
+    return f"{groups.name}: forward {ahead}, backward {back}"
 
 
-def candidates(subject: Subject, grid: Grid) -> tuple[list[Grouping], Grouping, Grouping]:
-    """Groupings worth looking at: optimal at some price of communication; and the extremes, one group and every layer.
-
-    The extremes are the paper's: the same forward and backward.
-    """
-    tile = InteriorTile(subject.chain, grid)
-    every, one = tuple(range(len(subject.chain))), (0,)
-
-    def worth(direction: Direction) -> list[tuple[int, ...]]:
-        found = [tile.best(direction, Costs(1.0, ratio)).starts for ratio in RATIOS]
-        return list(dict.fromkeys([one, *found, every]))
-
-    ways: list[tuple[int, ...] | None] = [None, *worth("backward")]
-    all_of_them = [Grouping(forward, backward) for forward, backward in product(worth("forward"), ways)]
-    return all_of_them, Grouping(one, one), Grouping(every, every)
+def _starts_text(starts: Sequence[LayerName]) -> str:
+    return f"{len(starts)} group(s) at {', '.join(map(str, starts))}"
 
 
-def without_weights(plan: Plan, network: Network) -> dict[str, Policy]:
-    """The plan's actions but for adding up the weights' gradients."""
-    schedule = Schedule(plan, network)
-    return {
-        device: FixedOrder([action for action in actions if not _is_of_weights(action)])
-        for device, actions in schedule.actions.items()
-    }
+def without_weights(plan: Plan, network: Network) -> dict[str, list[Action]]:
+    """Device -> the plan's actions but for adding up the weights' gradients."""
+    actions = Schedule(plan, network).actions
+    return {device: [action for action in own if not _is_of_weights(action)] for device, own in actions.items()}
+
+
+def as_policies(actions: Mapping[str, Sequence[Action]]) -> dict[str, Policy]:
+    return {device: FixedOrder(own) for device, own in actions.items()}
 
 
 def _is_of_weights(action: Action) -> bool:
@@ -144,18 +121,39 @@ def _is_of_weights(action: Action) -> bool:
 
 @dataclass
 class Priced:
-    """A subject on a cluster, by the simulator, without the sums of the weights' gradients."""
+    """Tiles on a cluster, by planner and simulator, without the sums of the weights' gradients."""
 
-    subject: Subject
+    plan: Plan
+    network: Network
     cluster: Cluster
-    profile: Profile | None
-    grid: Grid
+    profile: Profile
 
-    def seconds(self, grouping: Grouping) -> float:
-        network = self.subject.graph.network
-        plan = self.subject.tiles(self.cluster.names, self.grid, *grouping)
-        policies = without_weights(plan, network)
-        return simulate(plan, network, self.cluster, self.profile, keep_spans=False, policies=policies).seconds
+    @cached_property
+    def groupings(self) -> list[Groups]:
+        """What the planner looks at: the extremes and the optima."""
+        return TilePrices(self.plan, 0, self.network, self.cluster, self.profile).groupings()
+
+    def planned(self, groups: Groups) -> Plan:
+        return resolve(with_groups(self.plan, 0, groups), self.network)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Grouping -> seconds of a step."""
+        return {groups.name: self.bare_seconds(self.planned(groups)) for groups in self.groupings}
+
+    def bare_seconds(self, plan: Plan) -> float:
+        return self.simulated(plan, without_weights(plan, self.network)).seconds
+
+    def simulated(self, plan: Plan, actions: Mapping[str, Sequence[Action]]) -> Simulation:
+        policies = as_policies(actions)
+        return simulate(plan, self.network, self.cluster, self.profile, keep_spans=False, policies=policies)
+
+
+def gains(seconds: Mapping[str, float]) -> tuple[str, float, float]:
+    """The fastest grouping, and how many times as long one group takes, and every layer, each in its faster way."""
+    best = min(seconds, key=seconds.__getitem__)
+    one, every = (min(seconds[name] for name in names) for names in (ONE_GROUP, EVERY_LAYER))
+    return best, one / seconds[best], every / seconds[best]
 
 
 def measured_profile(subject: Subject, session: Session) -> Profile:
@@ -180,48 +178,43 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
 def bench_groups(subject: Subject, session: Session, grid: Grid, blocks: int, steps: int, say: Progress) -> Figures:
     """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
-    found, one, every = candidates(subject, grid)
+    network, plan = subject.graph.network, subject.tiles(session.cluster.names, grid)
     profile = measured_profile(subject, session)
     probed = probe_links(session.coordinator, session.cluster.names).values()
     rate, delay = (
         statistics.median(numbers)
         for numbers in zip(*((link.bytes_per_second, link.delay_seconds) for link in probed), strict=True)
     )
-    say(f"simulating {len(found)} groupings over two links")
-    slow = Priced(subject, linked(session.cluster, SLOW), profile, grid)
-    slow_seconds = {grouping: slow.seconds(grouping) for grouping in found}
-    slow_best = min(found, key=slow_seconds.__getitem__)
-    fast = Priced(subject, linked(session.cluster, Link(rate, delay)), profile, grid)
-    promising = sorted(found, key=fast.seconds)[:MOST_MEASURED]
-    rounds = []
+    fast = Priced(plan, network, linked(session.cluster, Link(rate, delay)), profile)
+    slow = Priced(plan, network, linked(session.cluster, SLOW), profile)
+    rounds: list[dict[str, float]] = []
     for block in range(blocks):
-        say(f"groupings in earnest, block {block + 1} of {blocks}")
-        rounds.append({g: bare_step_seconds(subject, session, grid, g, steps) for g in {*promising, one, every}})
-    fast_seconds = {g: statistics.median(own[g] for own in rounds) for g in rounds[0]}
-    fast_best = min(fast_seconds, key=fast_seconds.__getitem__)
-    gains = {
-        "fast": statistics.median(max(own[one], own[every]) / own[fast_best] for own in rounds),
-        "slow": max(slow_seconds[one], slow_seconds[every]) / slow_seconds[slow_best],
-    }
-    figures: Figures = {"grouping_gain": min(gains.values())}
-    for name, best, seconds in (("fast", fast_best, fast_seconds), ("slow", slow_best, slow_seconds)):
+        say(f"groupings, block {block + 1} of {blocks}")
+        rounds.append(
+            {g.name: bare_step_seconds(subject, session, fast.planned(g), steps) for g in fast.groupings}
+        )  # fmt: skip
+    measured = {name: statistics.median(own[name] for own in rounds) for name in rounds[0]}
+    figures: Figures = {}
+    for link, priced, seconds in (("fast", fast, measured), ("slow", slow, slow.seconds)):
+        best, over_one, over_every = gains(seconds)
         figures |= {
-            f"grouping_gain_{name}": gains[name],
-            f"grouping_gain_{name}_over_one_group": seconds[one] / seconds[best],
-            f"grouping_gain_{name}_over_every_layer": seconds[every] / seconds[best],
-            f"grouping_{name}_seconds": seconds[best],
-            f"grouping_{name}": best.text(len(subject.chain)),
-        }
-    return figures | {
-        "grouping_setting": f"{subject}, {grid_text(grid)} tiles, the weights' reduction left out; fast: measured over "
-        f"loopback in {blocks} blocks of {steps} steps, the {MOST_MEASURED} groupings that the simulator found best of "
-        f"{len(found)} beside the extremes; slow: simulated at 2 Mbit/s from the layers' measured seconds"
-    }
+            f"grouping_gain_{link}": max(over_one, over_every),
+            f"grouping_gain_{link}_over_one_group": over_one,
+            f"grouping_gain_{link}_over_every_layer": over_every,
+            f"grouping_{link}_seconds": seconds[best],
+            f"grouping_{link}": groups_text(next(groups for groups in priced.groupings if groups.name == best))
+            + "; all: " + ", ".join(f"{name} {own:.4g} s" for name, own in seconds.items()),
+        }  # fmt: skip
+    gain = min(float(figures["grouping_gain_fast"]), float(figures["grouping_gain_slow"]))
+    return {"grouping_gain": gain} | figures | {
+        "grouping_setting": f"{subject}, {grid_text(grid)} tiles, the weights' reduction left out; one group and every "
+        f"layer each in the faster of two ways backward; fast: measured over loopback, {blocks} blocks of {steps} "
+        "steps, medians; slow: simulated at 2 Mbit/s from the layers' measured seconds"
+    }  # fmt: skip
 
 
-def bare_step_seconds(subject: Subject, session: Session, grid: Grid, grouping: Grouping, steps: int) -> float:
+def bare_step_seconds(subject: Subject, session: Session, plan: Plan, steps: int) -> float:
     """A step from its first action to the end of its last backward: without waiting for the weights' sums."""
-    plan = subject.tiles(session.cluster.names, grid, *grouping)
     logs = subject.run(session, plan, steps + WARM_UP_STEPS, trace=True).logs
     spans = [span for log in logs.values() for span in log.spans]
     return statistics.median(

@@ -78,8 +78,8 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
         "rss_tile_bytes": tile,
         "rss_bare_import_bytes": bare,
         "rss_idle_worker_bytes": statistics.median(idle),
-        "rss_setting": f"{subject}; most resident bytes of a worker's process (VmHWM) over preparing and {steps} steps, "
-        f"less those of a process that has imported torch; medians of {repeats} fresh processes",
+        "rss_setting": f"{subject}; most resident bytes of a worker's process (VmHWM) over preparing and {steps} "
+        f"steps, less those of a process that has imported torch; medians of {repeats} fresh processes",
     }
 
 

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +19,11 @@ from manyhands.api.session import Session, open_session
 from manyhands.api.training import captured
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import ByTiles, LayerName, Plan, Stage
+from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
-from manyhands.planner.grouping import KernelLayer, kernel_layers, plan_groups
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Outcome, Run
@@ -76,15 +74,6 @@ class Subject:
     def __str__(self) -> str:
         return f"{MODEL} {'x'.join(map(str, self.shape))} batch 1"
 
-    @cached_property
-    def chain(self) -> tuple[KernelLayer, ...]:
-        """The paper's layers: convolutions and poolings."""
-        return kernel_layers(self.graph.network)
-
-    def groups(self, starts: Sequence[int]) -> tuple[LayerName, ...]:
-        """Groups that start at these of the paper's layers, as a plan writes them."""
-        return plan_groups(self.graph.network, self.chain, starts)
-
     # Plans
 
     def plan(self, *stages: Stage) -> Plan:
@@ -93,16 +82,9 @@ class Subject:
     def single(self, device: str) -> Plan:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
 
-    def tiles(
-        self,
-        devices: Sequence[str],
-        grid: Grid,
-        forward: Sequence[int] | None = None,
-        backward: Sequence[int] | None = None,
-    ) -> Plan:
-        """Even tiles; groups by the paper's layers at which they start, None as in `ByTiles`."""
-        ahead, back = (None if starts is None else self.groups(starts) for starts in (forward, backward))
-        share = ByTiles((1,) * grid[0], (1,) * grid[1], ahead, back)
+    def tiles(self, devices: Sequence[str], grid: Grid) -> Plan:
+        """Even tiles; boundary data is exchanged before every operator that reads beyond its tile."""
+        share = ByTiles((1,) * grid[0], (1,) * grid[1])
         return self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
 
     def in_turn(self, devices: Sequence[str]) -> Plan:
@@ -114,9 +96,7 @@ class Subject:
 
     # Runs
 
-    def run(
-        self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False
-    ) -> Outcome:
+    def run(self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False) -> Outcome:
         """`steps` steps; with `memory` the last of them counts tensor bytes."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,

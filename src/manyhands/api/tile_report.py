@@ -19,8 +19,9 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.moves import Move, adjoint
-from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import ByTiles, Plan
+from manyhands.facts.plan_check import resolve
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.observe.tile_map import HANDED, GroupMap, draw_tiles
@@ -60,20 +61,16 @@ class Traffic:
         return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
 
     def differences(self, logs: Mapping[str, DeviceLog]) -> list[str]:
-        """Where the devices of a run sent other than this in every round, one sentence each."""
+        """Where the devices of a run sent each other something else than this in every round, one sentence each."""
         found = []
         for device, log in logs.items():
-            planned = self.sent.get(device, Counter())
-            reductions = sum(log.sent_bytes.values()) - log.sent_bytes.get(COORDINATOR, 0) - sum(
-                log.sent_kinds.values())  # fmt: skip
-            pairs = [
-                *((f"sent as '{kind}'", planned[kind], log.sent_kinds.get(kind, 0)) for kind in KINDS),
-                ("sent in reductions", planned[SUMS] + planned[REDUCTION], reductions),
-                ("got from the coordinator", self.fed.get(device, 0), log.received_bytes.get(COORDINATOR, 0)),
-            ]
+            planned, kinds = self.sent.get(device, Counter()), log.sent_kinds
+            to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
+            pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
+            pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
             found += [
-                f"{device} {what} {measured} bytes in {log.rounds} steps; planned were {log.rounds} times {wanted}."
-                for what, wanted, measured in pairs
+                f"{device} sent {measured} bytes {how} in {log.rounds} steps; planned were {wanted} a step."
+                for how, wanted, measured in pairs
                 if measured != wanted * log.rounds
             ]
         return found
@@ -132,6 +129,11 @@ def traffic_text(by_use: Mapping[str, int]) -> str:
 def is_tiled(plan: Plan) -> bool:
     """Whether a plan has a stage that is shared by tiles."""
     return any(isinstance(stage.share, ByTiles) and len(stage.devices) > 1 for stage in plan.stages)
+
+
+def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
+    """A plan's schedule, if it has a tiled stage to report on."""
+    return Schedule(resolve(plan, network), network) if is_tiled(plan) else None
 
 
 # The picture

@@ -21,6 +21,7 @@ from manyhands.api.evaluation import captured as captured
 from manyhands.api.public import is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.api.tile_report import Traffic, is_tiled, planned_traffic, write_tile_map
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.executor import checkpoint
@@ -40,7 +41,7 @@ from manyhands.graph.weights import Weights
 from manyhands.planner.strategies import TileWish
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
-from manyhands.runtime.record import RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
+from manyhands.runtime.record import PLOTS, RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
 from manyhands.runtime.run import Outcome, Run
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -89,6 +90,8 @@ class TrainResult:
     logs: dict[str, DeviceLog]
     planned_bytes: dict[tuple[str, str], int]
     """(from, to) -> bytes the plan says travel in a step."""
+    traffic: Traffic
+    """What the plan says travels in a step, and what for."""
     checkpoint: Path
     steps: int
     scale: float | None = None
@@ -96,6 +99,17 @@ class TrainResult:
     stands_in: bool = False
     """A lab was asked for; plain processes stood in, whose links were shaped and whose speed was this machine's."""
     test: EvaluateResult | None = None
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """Device -> its tensor bytes when they were most, by part, counted in one step."""
+        found = {name: self.logs[name] for name in self.plan.devices if name in self.logs}
+        return {name: log.peak_parts for name, log in found.items() if log.peak_bytes}
+
+    @property
+    def bytes_by_use(self) -> dict[str, int]:
+        """Bytes that the plan says travel in a step: input_output, boundary, weights (TILE Fig. 5.2c)."""
+        return self.traffic.by_use
 
     @property
     def accuracy(self) -> float | None:
@@ -477,21 +491,25 @@ class _Job:
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
-        self.record.devices(outcome.logs, travels)
+        traffic = planned_traffic(schedule, self.graph)
+        for text in traffic.differences(outcome.logs):
+            self.record.event("note", text=text)
+        self.record.devices(outcome.logs, travels, traffic.to_dict())
         return TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.prediction.seconds, measured_seconds=seconds, logs=outcome.logs,
-            planned_bytes=travels, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
+            planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in,
         )  # fmt: skip
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:
-        """trace.json and the plots; measured beside predicted."""
+        """trace.json, and plots/: measured beside predicted, the loss, peaks of memory, the tiles if there are any."""
         from manyhands.files.documents import write_document
-        from manyhands.observe.plots import draw_losses, draw_predicted_beside_measured, draw_utilisation
+        from manyhands.observe.plots import draw_losses, draw_memory, draw_predicted_beside_measured, draw_utilisation
         from manyhands.observe.trace import combined_trace
 
+        plots = self.folder / PLOTS
         spans = [span for log in result.logs.values() for span in log.spans]
         step = max((span.step for span in spans), default=0)
         measured = one_step(spans, step)
@@ -501,7 +519,7 @@ class _Job:
         title = f"{network} on {planned.cluster.name}"
         write_document(self.folder / "trace.json", combined_trace(planned.prediction.spans, measured, title=title))
         draw_predicted_beside_measured(
-            planned.prediction.spans, measured, devices, self.folder / "timeline.png",
+            planned.prediction.spans, measured, devices, plots / "timeline.png",
             title=f"{title}, step {step}", predicted_seconds=planned.prediction.seconds, measured_seconds=end,
         )  # fmt: skip
         busy = {
@@ -510,8 +528,13 @@ class _Job:
             for name in devices
         }
         expected = {name: 1 - planned.prediction.idle_part(name) for name in devices}
-        draw_utilisation(busy, expected, self.folder / "utilisation.png", title=f"{title}: part of a step computing")
+        draw_utilisation(busy, expected, plots / "utilisation.png", title=f"{title}: part of a step computing")
         draw_losses(
-            result.losses, self.folder / "loss.png", title=f"{network}: loss",
+            result.losses, plots / "loss.png", title=f"{network}: loss",
             epoch_steps=self.options.order.steps_per_epoch,
         )  # fmt: skip
+        if peaks := result.peaks:
+            budgets = {name: planned.cluster.device(name).memory_bytes for name in peaks}
+            draw_memory(peaks, budgets, plots / "memory.png", title=f"{title}: peak of tensor bytes in a step")
+        if is_tiled(planned.plan):
+            write_tile_map(Schedule(planned.plan, planned.network), plots / "tiles.png", title=title)

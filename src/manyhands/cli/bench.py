@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,6 +73,28 @@ def lab(
     with working("measuring") as say:
         figures = bench_lab(quick, say)
     _print("bench lab", figures, quick, json)
+
+
+@app.command("tile")
+def tile(
+    workers: Annotated[int, typer.Option("--workers", min=2, help="Tiles, each on a core of its own.")] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a few minutes, small pictures; the figures do not count.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("tile-studies"),
+    json: Json = False,
+) -> None:
+    """Training in tiles against one device: speed against what cutting could give, memory, bytes, groupings.
+
+    Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
+    """
+    from manyhands.api.bench_tile import bench_tile
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_tile(workers, quick=quick, full=full, out=out, on_progress=say)
+    _print("bench tile", figures, quick, json)
 
 
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:

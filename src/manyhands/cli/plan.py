@@ -54,6 +54,7 @@ def plan(
     """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
     from manyhands.api import public, tiling
     from manyhands.api.networks import load_network, parse_input
+    from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_candidates, print_groupings, print_plan, print_tile_groups
@@ -85,6 +86,8 @@ def plan(
         )  # fmt: skip
         result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
         priced = tiling.priced_groups(planned.plan, network, machines, known) if strategy == "tiles" else []
+        tiled = tiled_schedule(planned.plan, network)
+        by_use = planned_traffic(tiled).by_use if tiled is not None else None
     if out:
         write_document(out, planned.plan.to_dict())
     if json:
@@ -93,6 +96,7 @@ def plan(
                 "plan": planned.plan.to_dict(),
                 "simulation": result.to_dict(),
                 "groupings": priced,
+                "bytes_by_use": by_use,
                 "candidates": [
                     {
                         "name": c.name,
@@ -106,6 +110,8 @@ def plan(
         )
         return
     print_plan(planned.plan, network, machines, result)
+    if by_use is not None:
+        typer.echo(traffic_text(by_use))
     if priced:
         print_groupings(priced)
     if planned.candidates:

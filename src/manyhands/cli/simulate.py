@@ -38,11 +38,12 @@ def simulate(
     overcommit: Annotated[
         bool, typer.Option("--overcommit", help="Simulate even if a device would run out of memory.")
     ] = False,
-    out: Annotated[str, typer.Option("--out", "-o", help="Folder for plan.yaml, trace.json and timeline.png.")] = "",
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder for plan.yaml, trace.json and pictures.")] = "",
     json: Json = False,
 ) -> None:
     """Simulate one step of training (or a stream of inferences): time, idle time, bytes, memory, energy."""
     from manyhands.api import public
+    from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_plan, print_simulation
@@ -65,13 +66,21 @@ def simulate(
         result = public.simulate(chosen, network, machines, known, within_memory=not overcommit)
         folder = Path(out) if out else public.run_folder("simulate", network, machines)
         files = public.write_simulation(folder, chosen, network, machines, result)
+        tiled = tiled_schedule(chosen, network)
+        by_use = planned_traffic(tiled).by_use if tiled is not None else None
+        if tiled is not None:
+            title = f"{network.name} on {machines.name}"
+            files.append(write_tile_map(tiled, folder / "plots" / "tiles.png", title=title))
     if json:
-        print_json(
-            {**result.to_dict(), "plan": chosen.to_dict(), "folder": str(folder), "files": [str(f) for f in files]}
-        )
+        written = [str(file) for file in files]
+        about = {"plan": chosen.to_dict(), "bytes_by_use": by_use, "folder": str(folder), "files": written}
+        print_json({**result.to_dict(), **about})
         return
     print_plan(chosen, network, machines, result)
+    if by_use is not None:
+        typer.echo(traffic_text(by_use))
     print_simulation(result, machines)
     for warning in result.warnings:
         typer.echo(f"Note: {warning}")
-    typer.echo(f"Written to {folder}: {', '.join(f.name for f in files)} (trace.json opens in ui.perfetto.dev).")
+    names = ", ".join(str(file.relative_to(folder)) for file in files)
+    typer.echo(f"Written to {folder}: {names} (trace.json opens in ui.perfetto.dev).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -151,6 +151,21 @@ def _by(numbers: tuple[int, ...]) -> str:
 
 def _cost(cost: float) -> str:
     return format_count(cost) if cost >= 1e6 else f"{cost:,.6g}"
+
+
+def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
+    """What each device held when that was most, by part, as it was counted in a step of a run."""
+    kinds = list(dict.fromkeys(kind for own in parts.values() for kind in own))
+    rows = [
+        [device, *(format_bytes(own.get(kind, 0)) for kind in kinds), format_bytes(sum(own.values()))]
+        for device, own in parts.items()
+    ]
+    hidden = len(rows) - MOST_ROWS
+    if rows:
+        headings = ["device", *kinds, "together"]
+        print_table("Peak of tensor bytes in a step", headings, rows[:MOST_ROWS], numbers=headings[1:])
+    if hidden > 0:
+        typer.echo(f"... and {hidden} more devices.")
 
 
 def print_groupings(rows: list[dict[str, Any]]) -> None:

@@ -135,6 +135,8 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "steps": result.steps,
         "scale": result.scale,
         "stands_in": result.stands_in,
+        "bytes_by_use": result.bytes_by_use,
+        "bytes_by_use_of": result.traffic.by_device,
         "devices": {name: log.to_dict() for name, log in result.logs.items()},
     }
 
@@ -219,6 +221,8 @@ class _Show:
 
     def finished(self, result: TrainResult) -> None:
         """How it went, beside what was predicted."""
+        from manyhands.api.tile_report import is_tiled, traffic_text
+        from manyhands.cli.tables import print_peaks
         from manyhands.facts.lab import scale_text
         from manyhands.facts.units import format_seconds
 
@@ -234,6 +238,9 @@ class _Show:
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
+        if is_tiled(result.plan):
+            print_peaks(result.peaks)
+            typer.echo(traffic_text(result.bytes_by_use))
         if result.stands_in:
             typer.echo(
                 "Not in a lab: plain processes stood in for its devices, at this machine's own speed; their links were "
@@ -241,7 +248,10 @@ class _Show:
             )
         elif result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
-        typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; trace.json opens in Perfetto)")
+        typer.echo(
+            f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; pictures in plots/; "
+            "trace.json opens in Perfetto)"
+        )
 
 
 def _number(loss: float) -> str:

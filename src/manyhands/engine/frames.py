@@ -28,7 +28,7 @@ CHUNK_BYTES = 512 * 1024
 LARGEST_MESSAGE_BYTES = 2**36
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Header(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """Which message a frame belongs to, and which part of it this is."""
 
     origin: str
@@ -97,7 +97,7 @@ def decode(body: bytes | bytearray | memoryview) -> Header:
     """A header with every number within its limits."""
     try:
         header = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"a header that is none: {error}") from error
     if not 0 <= header.length <= LARGEST_CHUNK_BYTES:
         raise BadFrame(f"a frame of {header.length} bytes; at most {LARGEST_CHUNK_BYTES} are read")

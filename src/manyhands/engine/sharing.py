@@ -107,7 +107,7 @@ class Sharing:
             raise BadFrame("memory was offered twice")
         try:
             offer = _decoder.decode(content)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"an offer of memory that is none: {error}") from error
         try:
             if not is_welcome or not self._setting.ring_bytes or not 0 < offer.size <= LARGEST_RING_BYTES:

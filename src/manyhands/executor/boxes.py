@@ -14,6 +14,7 @@ def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
 
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
+    assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
     return tensor.detach()[place_of(box, hull)].contiguous().to("cpu")
 
 

@@ -97,6 +97,7 @@ class Executor:
         self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
         self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
         self._handed_over = schedule.lowering.handed_over(self.device)
+        self._handed_back = schedule.lowering.handed_back(self.device) if self.plan.is_training else []
         self._fed: dict[int, Fed] = {}
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
@@ -267,6 +268,20 @@ class Executor:
         place = micro_batch * self.plan.micro_batch_size + first
         return Context(self.plan.is_training, self.setting.seed, self.step, place, last - first)
 
+    def _hand_over(self, stage: int, micro_batch: int) -> None:
+        """What a stage has made for later stages on this device."""
+        for producer, consumer, tensor, box in self._handed_over:
+            if producer == stage:
+                data = self.runners[stage].value(micro_batch, tensor, box).to(self.torch_device)
+                self.runners[consumer].put_value(micro_batch, tensor, box, data)
+
+    def _hand_back(self, stage: int, micro_batch: int) -> None:
+        """The gradients of what a stage was given by earlier stages on this device."""
+        for producer, consumer, tensor, box in self._handed_back:
+            if consumer == stage:
+                data = self.runners[stage].gradient(micro_batch, tensor, box).to(self.torch_device)
+                self.runners[producer].add_gradient(micro_batch, tensor, box, data)
+
     def _drop_landed(self, stage: int, micro_batch: int) -> None:
         """Forget the flight that ended, now that others have what they need of it."""
         if self._landed is not None and self._landed != (stage, micro_batch):
@@ -277,14 +292,12 @@ class Executor:
         stage, micro_batch = action.stage, action.micro_batch
         runner = self.runners[stage]
         self._prepared(micro_batch)
-        if action.first == runner.geometry.first:
-            for producer, consumer, tensor, box in self._handed_over:
-                if consumer == stage:
-                    data = self.runners[producer].value(micro_batch, tensor, box).to(self.torch_device)
-                    runner.put_value(micro_batch, tensor, box, data)
         self._drop_landed(stage, micro_batch)
         runner.forward(action, self._context(stage, micro_batch))
-        if action.last != runner.geometry.last or self.plan.is_training:
+        if action.last != runner.geometry.last or action.part == "interior":
+            return
+        self._hand_over(stage, micro_batch)
+        if self.plan.is_training:
             return
         self._landed = (stage, micro_batch)
         if runner.geometry.is_last:
@@ -307,13 +320,10 @@ class Executor:
     def _backward(self, action: Backward) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         runner = self.runners[stage]
-        if action.last == runner.geometry.last and action.part != "weights":
-            for producer, consumer, tensor, box in self._handed_over:
-                if producer == stage and self.network.tensors[tensor].differentiable:
-                    data = self.runners[consumer].gradient(micro_batch, tensor, box).to(self.torch_device)
-                    runner.add_gradient(micro_batch, tensor, box, data)
         self._drop_landed(stage, micro_batch)
         runner.backward(action, self._context(stage, micro_batch))
+        if action.first == runner.geometry.first and action.part != "weights":
+            self._hand_back(stage, micro_batch)
         if action.first == runner.geometry.first and action.part != "inputs":
             self._landed = (stage, micro_batch)
 

@@ -211,14 +211,15 @@ class TileRunner:
     def _compute(self, flight: TileFlight, index: int, context: Context) -> None:
         operator, op = self.operators[index], self.network.ops[index]
         name, out = op.outputs[0], self._out_box(index)
-        inputs = self._inputs(flight, op)
+        if out is None and name in self.geometry.maps:
+            return
+        inputs = [flight.values[read.tensor] for read in op.reads]
         options = self._options(flight, index)
         if name not in self.geometry.maps:  # the sums of everybody are its result
             whole = Box.whole(self.geometry.shape(name))
             flight.values[name] = Held(whole, operator.forward(inputs, whole, context, **options))
             return
-        if out is None:
-            return
+        assert out is not None
         self.elements += out.volume
         if self._buffers[name] == out:
             flight.values[name] = Held(out, operator.forward(inputs, out, context, **options))

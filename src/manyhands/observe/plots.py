@@ -106,7 +106,7 @@ def draw_memory(
     totals = [sum(parts[device].values()) for device in shown]
     ends = [0.0] * len(shown)
     for kind in kinds:
-        sizes = [parts[device].get(kind, 0) for device in shown]
+        sizes = [max(0, parts[device].get(kind, 0)) for device in shown]
         if any(sizes) or kind in MEMORY_PARTS:
             axes.barh(range(len(shown)), sizes, 0.62, left=ends, label=kind, color=MEMORY_PARTS.get(kind, "#888888"),
                       edgecolor="white", linewidth=0.4)  # fmt: skip
@@ -125,7 +125,8 @@ def draw_memory(
     axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)  # the first device on top
     axes.set_xlim(0, 1.24 * widest)  # room for the numbers
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
-    axes.set_xlabel("tensor bytes alive at once, at their most")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("tensor bytes alive at once, at their most", fontsize=9)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.set_title(wrapped(first_devices(title, len(devices))), fontsize=10, loc="left", parse_math=False)

@@ -2,7 +2,7 @@
 
 config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
 events.jsonl  metrics.csv                                what happened, line by line
-devices.json  trace.json  *.png                          what each device did; measured beside predicted
+devices.json  trace.json  plots/*.png                    what each device did; measured beside predicted
 checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
 workers/*.log                                            what local workers printed
 """
@@ -37,6 +37,8 @@ from manyhands.runtime.order import RunState
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second")
 KEPT_CHECKPOINTS = 3
+PLOTS = "plots"
+"""The sub-folder with the pictures."""
 
 
 class RunRecord:
@@ -112,10 +114,19 @@ class RunRecord:
         self.event("checkpoint", step=found.steps_done, path=str(saved.relative_to(self.folder)))
         return saved
 
-    def devices(self, logs: Mapping[str, DeviceLog], planned_bytes: Mapping[tuple[str, str], int]) -> None:
-        """What each device did, and what the plan said would travel in a round."""
+    def devices(
+        self,
+        logs: Mapping[str, DeviceLog],
+        planned_bytes: Mapping[tuple[str, str], int],
+        bytes_by_use: Mapping[str, Any],
+    ) -> None:
+        """What each device did, and what the plan said would travel in a round, and what for."""
         planned = [{"from": a, "to": b, "bytes_per_step": size} for (a, b), size in planned_bytes.items()]
-        document = {"devices": {name: log.to_dict() for name, log in logs.items()}, "planned": planned}
+        document = {
+            "devices": {name: log.to_dict() for name, log in logs.items()},
+            "planned": planned,
+            "bytes_by_use": dict(bytes_by_use),
+        }
         write_document(self.folder / "devices.json", document)
 
 

@@ -54,7 +54,7 @@ class DeviceMemory:
                 now = self.static_bytes + self.held_bytes + workspace
             else:
                 now += workspace
-                if action.last == stage.last:
+                if action.last == stage.last and action.part != "interior":
                     self._release(action.stage, action.micro_batch)
         elif isinstance(action, Backward) and action.part != "weights":
             stage = self.stages[action.stage]

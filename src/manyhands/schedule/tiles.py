@@ -124,8 +124,8 @@ class TileGeometry(StageGeometry):
         """Whether an operator needs sums over the whole map, which travel inside a group."""
         if not op.inputs or op.inputs[0] not in self.maps:
             return False
-        if op.statistics:
-            return self.plan.is_training
+        if op.statistics:  # in a stream a batch norm goes by its running statistics, if it keeps any
+            return self.plan.is_training or not any(self.network.weights[name].buffer for name in op.weights)
         return op.tile_sums > 0
 
     def reads_beyond(self, op: Op) -> bool:
@@ -201,7 +201,7 @@ class TileGeometry(StageGeometry):
     def _may_be_split(self, index: int) -> bool:
         op = self.network.ops[index]
         fetches = any(group.fetches for group in self.groups if group.first == index)
-        return bool(op.macs) and op.tiling == "local" and fetches
+        return bool(op.macs) and op.tiling == "local" and op.outputs[0] in self.maps and fetches
 
     def interior(self, device: str, index: int) -> Box:
         """Of what a device computes of the first operator of a group, the box that reads nothing it must fetch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -96,6 +97,15 @@ def geometry_of(plan: Plan, index: int, network: Network) -> StageGeometry:
     return TileGeometry(plan, index, network) if is_tiled else StageGeometry(plan, index, network)
 
 
+class Handed(NamedTuple):
+    """A box of a tensor that two stages on one device share."""
+
+    producer: int
+    consumer: int
+    tensor: str
+    box: Box
+
+
 Packed = list[tuple[str, str, Message]]
 """(source, target, what goes from one to the other at once)."""
 
@@ -178,13 +188,24 @@ class Lowering:
                 self.outgoing[producer, source].append((target, message))
                 self.incoming[consumer, target].append((source, message))
 
-    def handed_over(self, device: str) -> list[tuple[int, int, str, Box]]:
-        """(producer, consumer, tensor, box) of what one stage hands to another on the same device: no message."""
+    def handed_over(self, device: str) -> list[Handed]:
+        """What one stage hands to a later one on the same device: no message."""
         return [
-            (producer, consumer, tensor, move.box)
+            Handed(producer, consumer, tensor, move.box)
             for producer, consumer, found in self.between
             for tensor, own in found.items()
             for move in own
+            if move.is_local and move.source == device and not move.box.is_empty
+        ]
+
+    def handed_back(self, device: str) -> list[Handed]:
+        """The gradients that come back the same way."""
+        return [
+            Handed(producer, consumer, tensor, move.box)
+            for producer, consumer, found in self.between
+            for tensor, own in found.items()
+            if self.network.tensors[tensor].differentiable
+            for move in self._way_back(tensor, producer, consumer, own)
             if move.is_local and move.source == device and not move.box.is_empty
         ]
 
@@ -339,7 +360,7 @@ class Lowering:
         }  # fmt: skip
         actions: list[Action] = []
         for op in range(last - 1, first - 1, -1):
-            if op == first and split and isinstance(geometry, TileGeometry) and self._may_split(op):
+            if op == first and split and self._may_split(geometry, op):
                 if op + 1 < high:
                     actions.append(Backward(stage, 0, op + 1, high))
                 actions.append(Backward(stage, 0, op, op + 1, "inputs"))
@@ -359,11 +380,13 @@ class Lowering:
             return actions[:-1], actions[-1:]
         return actions, []
 
-    def _may_split(self, index: int) -> bool:
-        """Whether an operator's weight gradients are worth computing apart from those of its inputs."""
+    def _may_split(self, geometry: StageGeometry, index: int) -> bool:
+        """Whether the weight gradients of an operator on maps are worth computing apart from those of its inputs."""
         op = self.network.ops[index]
         trains = any(self.network.weights[name].trainable for name in op.weights)
-        return bool(op.macs) and trains and any(self.network.tensors[name].differentiable for name in op.inputs)
+        if not isinstance(geometry, TileGeometry) or not op.macs or not trains:
+            return False
+        return any(name in geometry.maps and self.network.tensors[name].differentiable for name in op.inputs)
 
     def _buckets(self, geometry: StageGeometry) -> dict[int, Reduce]:
         """Operator at which a bucket of gradients is complete in backward -> its reduction."""

@@ -1,0 +1,140 @@
+"""Pictures of the tiling paper's studies (TILE chapters 5 and 6), drawn from numbers of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {"1 group": "#E45756", "every layer": "#4C78A8", "optimal": "#54A24B"}
+_PARTS = {"computing": "#4C78A8", "boundary data": "#F58518", "weights": "#B279A2"}
+_BYTES = 4
+"""Of an element."""
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """Where the time of one step went, with so many tiles on each of so many devices."""
+
+    devices: int
+    tiles: int
+    computing_seconds: float
+    boundary_seconds: float
+    weights_seconds: float
+
+    @property
+    def bare_seconds(self) -> float:
+        """Without waiting for the weights' sums."""
+        return self.computing_seconds + self.boundary_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.bare_seconds + self.weights_seconds
+
+
+@dataclass(frozen=True)
+class ExtremeCosts:
+    """What the two extremes cost beside the optimum in one direction, for each ratio of prices."""
+
+    one_group: Sequence[float]
+    every_layer: Sequence[float]
+    groups: Sequence[int]
+    """How many groups the optimum has."""
+
+
+def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]], path: Path) -> Path:
+    """Fig. 5.2c: what an interior tile communicates in a step, part by part, by batch size."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    below = [0.0] * len(batches)
+    for (name, counts), colour in zip(elements.items(), ("#54A24B", "#F58518", "#B279A2"), strict=True):
+        megabytes = [count * _BYTES / 1e6 for count in counts]
+        axes.bar(range(len(batches)), megabytes, 0.6, bottom=below, label=name, color=colour)
+        below = [low + own for low, own in zip(below, megabytes, strict=True)]
+    axes.set_xticks(range(len(batches)), list(map(str, batches)))
+    _finish(axes, "batch size", "MB of one tile in one step", "Fig. 5.2c: communication by part (the paper's model)")
+    return write_figure(figure, path)
+
+
+def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts], path: Path) -> Path:
+    """Fig. 5.2 d and e: what the extremes cost beside the optimum, by the ratio of the two prices."""
+    figure = new_figure(11, 4.5)
+    for axes, letter, (way, own) in zip(figure.subplots(1, len(costs)), "de", costs.items(), strict=True):
+        for name, values in (("1 group", own.one_group), ("every layer", own.every_layer)):
+            axes.plot(ratios, values, marker="o", markersize=3.5, color=_COLOURS[name], label=name)
+        axes.axhline(1.0, color=_COLOURS["optimal"], linewidth=2, label="optimal (its groups below)")
+        for ratio, count in zip(ratios, own.groups, strict=True):
+            axes.annotate(
+                str(count), (ratio, 1.0), xytext=(0, -10), textcoords="offset points", ha="center", fontsize=7
+            )
+        axes.set_xscale("log")
+        title = f"Fig. 5.2{letter}: {way} (the paper's model)"
+        _finish(axes, "price of a boundary element in multiply-accumulates", "cost over the optimum's", title)
+    return write_figure(figure, path)
+
+
+def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
+    """Fig. 6.1: where a step's time goes, and how many times as fast as one tile on one device it is."""
+    figure = new_figure(12, 7)
+    above, below = figure.subplots(2, 1, sharex=True)
+    places = list(range(len(splits)))
+    bottom = [0.0] * len(splits)
+    parts = (
+        [one.computing_seconds for one in splits],
+        [one.boundary_seconds for one in splits],
+        [one.weights_seconds for one in splits],
+    )
+    for (name, colour), seconds in zip(_PARTS.items(), parts, strict=True):
+        above.bar(places, seconds, 0.7, bottom=bottom, label=name, color=colour)
+        bottom = [low + own for low, own in zip(bottom, seconds, strict=True)]
+    first = splits[0]
+    below.plot(places, [first.seconds / one.seconds for one in splits], marker="o", color="#4C78A8", label="batch 1")
+    below.plot(places, [first.bare_seconds / one.bare_seconds for one in splits], marker="o", color="#54A24B",
+               label="without weight update")  # fmt: skip
+    below.set_xticks(places, [f"{one.devices}x{one.tiles}" for one in splits], rotation=60, fontsize=8)
+    _finish(above, "", "seconds of a step", "Fig. 6.1: time of one sample (simulated)")
+    _finish(below, "devices x tiles on each", "speed-up", "")
+    return write_figure(figure, path)
+
+
+def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
+    """Fig. 6.3: a step's time by batch size and grouping."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    width = 0.8 / len(seconds)
+    for number, (name, own) in enumerate(seconds.items()):
+        places = [place + (number - (len(seconds) - 1) / 2) * width for place in range(len(batches))]
+        axes.bar(places, own, width * 0.92, label=name, color=_COLOURS[name])
+    axes.set_xticks(range(len(batches)), list(map(str, batches)))
+    _finish(axes, "batch size", "seconds of a step", "Fig. 6.3: batches and groupings (simulated)")
+    return write_figure(figure, path)
+
+
+def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
+    """Fig. 6.4: forward and backward apart, by the links' rate and the grouping."""
+    figure = new_figure(11, 4.5)
+    for axes, (way, own) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
+        for name, values in own.items():
+            axes.plot(rates, values, marker="o", markersize=3.5, color=_COLOURS[name], label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
+        axes.minorticks_off()
+        _finish(axes, "Mbit/s", "seconds", f"Fig. 6.4: {way}, without weights (simulated)")
+    return write_figure(figure, path)
+
+
+def _finish(axes: Axes, across: str, up: str, title: str) -> None:
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    if title:
+        axes.set_title(wrapped(title), fontsize=10, loc="left", parse_math=False)
+    axes.legend(fontsize=8, framealpha=0.85)
