@@ -500,6 +500,16 @@ def test_tiles_that_own_nothing_of_a_small_map(groups: Any) -> None:
     case.check(case.plan(case.tiled(ByTiles((1, 1, 1), (1, 1), *groups))))
 
 
+@pytest.mark.parametrize("forward", [None, (0,)])
+@pytest.mark.parametrize("back", [None, (0,)])
+def test_rows_made_of_padding_alone(forward: tuple[int, ...] | None, back: tuple[int, ...] | None) -> None:
+    """The first tile's part of the second map reads no part of the first: in one group it computes none of it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(same(2, 4), nn.Conv2d(4, 2, (4, 2), 3, (4, 0)), nn.InstanceNorm2d(2), nn.Tanh())
+    case = case_of(module, (2, 13, 14))
+    case.check(case.plan(case.tiled(ByTiles((1, 3, 1), (1,), forward, back))))
+
+
 def test_a_weight_gradient_fetches_what_forward_did_not_compute() -> None:
     """In one forward group a device may not compute all it owns of a map; its weight gradient needs those inputs."""
     torch.manual_seed(0)

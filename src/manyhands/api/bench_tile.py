@@ -81,7 +81,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     return {
         f"limit_{count}": limit,
         f"speedup_{count}": speedup,
-        f"efficiency_vs_limit_{count}": statistics.median(one["parts"] / one[tiles] for one in rounds),
+        f"efficiency_vs_limit_{count}": speedup / limit,
         **{f"speedup_{count}_grid_{grid_text(grid)}": ratio("one", grid_text(grid)) for grid in grids},
         "one_device_step_seconds": statistics.median(one["one"] for one in rounds),
         "parts_step_seconds": statistics.median(one["parts"] for one in rounds),

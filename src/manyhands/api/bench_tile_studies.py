@@ -98,8 +98,8 @@ def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Fig
     return figures | {
         "studies": str(out),
         "studies_setting": f"{subject}; chapter 5 by the paper's cost model on a 3x3 grid; chapter 6 simulated "
-        f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; no such device "
-        "was measured",
+        f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; no such "
+        "device was measured",
     }
 
 

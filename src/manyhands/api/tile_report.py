@@ -201,7 +201,7 @@ class _Maps:
             tensor = self._most(group.deltas, made[::-1])
             notes = self._notes(group.deltas, self._sums(group.first, group.last, backward=True))
             if group.values:
-                notes.append(f"{format_bytes(self._bytes(group.values))} of it forward values")
+                notes.insert(0, f"{format_bytes(self._bytes(group.values))} of it forward values")
             halos = self._fetched(group.deltas.get(tensor, ()))
             both: dict[str, tuple[Move, ...]] = dict(group.deltas)
             for name, own in group.values.items():

@@ -99,6 +99,9 @@ class Executor:
         self._handed_over = schedule.lowering.handed_over(self.device)
         self._handed_back = schedule.lowering.handed_back(self.device) if self.plan.is_training else []
         self._fed: dict[int, Fed] = {}
+        self._contexts: dict[tuple[int, int], Context] = {}
+        self._topics: dict[int, str] = {}
+        """Of messages, by their identity: the schedule keeps them."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
@@ -264,9 +267,13 @@ class Executor:
                         runner.put_value(micro_batch, part.name, box, here[box.slices()])
 
     def _context(self, stage: int, micro_batch: int) -> Context:
-        first, last = self.samples[stage]
-        place = micro_batch * self.plan.micro_batch_size + first
-        return Context(self.plan.is_training, self.setting.seed, self.step, place, last - first)
+        known = self._contexts.get((stage, micro_batch))
+        if known is None or known.step != self.step:
+            first, last = self.samples[stage]
+            place = micro_batch * self.plan.micro_batch_size + first
+            known = Context(self.plan.is_training, self.setting.seed, self.step, place, last - first)
+            self._contexts[stage, micro_batch] = known
+        return known
 
     def _hand_over(self, stage: int, micro_batch: int) -> None:
         """What a stage has made for later stages on this device."""
@@ -394,7 +401,15 @@ class Executor:
         parts = [self._outgoing(message, part) for part in message.parts]
         urgent = message.kind not in ("weights", "weight-gradient")
         self.recorder.sent(message)
-        self.endpoint.send(action.to, self.step, message.topic, parts, urgent=urgent)
+        self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=urgent)
+
+    def _topic(self, message: Message) -> str:
+        if not self.schedule.is_fixed:
+            return message.topic
+        found = self._topics.get(id(message))
+        if found is None:
+            found = self._topics[id(message)] = message.topic
+        return found
 
     def _outgoing(self, message: Message, part: Part) -> torch.Tensor:
         tensor, box, micro_batch = part.tensor, part.box, message.micro_batch
@@ -419,7 +434,7 @@ class Executor:
         of_weights = message.kind in ("weights", "weight-gradient")
         table = self.network.weights if of_weights else self.network.tensors
         tensors = [empty(part.box, table[part.tensor].dtype) for part in message.parts]
-        self.endpoint.mailbox.receive(action.source, self.step, message.topic, tensors)
+        self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), tensors)
         for part, tensor in zip(message.parts, tensors):
             self._incoming(message, part, tensor)
 

@@ -67,14 +67,18 @@ class Recorder:
     trace_steps: range = range(0)
     """Steps whose spans are kept."""
     _round: list[str] = field(default_factory=list)
+    _texts: dict[int, tuple[Action, str]] = field(default_factory=dict)
+    """What actions print as: a fixed schedule takes the same ones in every round."""
     step: int = 0
 
     def begin(self, step: int) -> None:
         self.step, self._round = step, []
+        if len(self._texts) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
+            self._texts.clear()
 
     def took(self, action: Action, start: float, end: float) -> None:
         """An action of the main thread ended."""
-        text = str(action)
+        text = self._text(action)
         self._round.append(text)
         if isinstance(action, (Forward, Backward)):
             if isinstance(action, Forward) and action.part != "rim":
@@ -82,6 +86,12 @@ class Recorder:
             self.log.busy_seconds += end - start
         if not (isinstance(action, Reduce) and action.what == "gradients"):
             self.span(action, text, start, end)
+
+    def _text(self, action: Action) -> str:
+        known = self._texts.get(id(action))
+        if known is None or known[0] is not action:
+            known = self._texts[id(action)] = (action, str(action))
+        return known[1]
 
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes

@@ -7,9 +7,10 @@ kept for exactly as long as something will read it, and weight gradients are com
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,24 @@ class TileFlight:
     """Their gradients."""
 
 
+Answer = TypeVar("Answer")
+
+
+def memoised(method: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Keep a method's answers: what a runner asks of its geometry is the same in every step."""
+    name = "_known_" + method.__name__
+
+    @wraps(method)
+    def ask(self: Any, *arguments: Hashable) -> Answer:
+        known: dict[Any, Answer] = self.__dict__.setdefault(name, {})
+        key = arguments[0].name if isinstance(arguments[0], Op) else arguments
+        if key not in known:
+            known[key] = method(self, *arguments)
+        return known[key]
+
+    return ask
+
+
 class TileRunner:
     """Runs the actions of one device in a tiled stage."""
 
@@ -69,6 +88,9 @@ class TileRunner:
             else:
                 self.pieces[index] = Piece(graph, weights, index, index + 1)
         self.computed = geometry.computed[device]
+        self._own: dict[str, Box] = {}
+        self._collecting: dict[str, Box] = {}
+        self._rests: dict[tuple[str, Box], list[tuple[slice, ...]]] = {}
         self._formats = self._channels_last(kernels)
         self._buffers = dict(self._buffer_boxes())
         if geometry.plan.is_training:
@@ -101,6 +123,7 @@ class TileRunner:
                             box = box.hull(self.operators[index].raw_demand(number, out))
             yield name, box
 
+    @memoised
     def _out_box(self, index: int) -> Box | None:
         """What this device computes of an operator on maps; None: nothing."""
         op = self.network.ops[index]
@@ -146,22 +169,31 @@ class TileRunner:
             found[index].append(name)
         return set(last), found
 
+    @memoised
     def _is_differentiable(self, op: Op) -> bool:
         return any(self.network.tensors[name].differentiable for name in op.outputs)
 
+    @memoised
     def _trains(self, op: Op) -> bool:
         return any(self.network.weights[name].trainable for name in op.weights)
 
     def _dtype(self, tensor: str) -> torch.dtype:
         return dtype_of(self.network.tensors[tensor].dtype)
 
+    def _buffer(self, tensor: str) -> Box:
+        """The box around all that is ever here of a tensor; of a replicated one, all of it."""
+        return self._buffers.get(tensor) or Box.whole(self.geometry.shape(tensor))
+
     def _room(self, tensor: str, inside: Box) -> Held:
-        """Memory for all that is ever here of a map: zeros but for `inside`, which is about to be written."""
-        box = self._buffers[tensor]
+        """Memory for all that is ever here of a tensor: zeros but for `inside`, which is about to be written."""
+        box = self._buffer(tensor)
         layout = torch.channels_last if tensor in self._formats else torch.contiguous_format
         memory = torch.empty(box.shape, dtype=self._dtype(tensor), device=self.torch_device, memory_format=layout)
-        for rest in without([box], inside):
-            memory[place_of(rest, box)] = 0
+        rests = self._rests.get((tensor, inside))
+        if rests is None:
+            rests = self._rests[tensor, inside] = [place_of(rest, box) for rest in without([box], inside)]
+        for place in rests:
+            memory[place] = 0
         return Held(box, memory)
 
     def _value(self, flight: TileFlight, tensor: str) -> Held:
@@ -213,7 +245,7 @@ class TileRunner:
         name, out = op.outputs[0], self._out_box(index)
         if out is None and name in self.geometry.maps:
             return
-        inputs = [flight.values[read.tensor] for read in op.reads]
+        inputs = self._inputs(flight, op)
         options = self._options(flight, index)
         if name not in self.geometry.maps:  # the sums of everybody are its result
             whole = Box.whole(self.geometry.shape(name))
@@ -261,7 +293,7 @@ class TileRunner:
         operator, op = self.operators[index], self.network.ops[index]
         assert isinstance(operator, SumsOperator)
         if not reduce.backward:
-            return operator.own_row(self._inputs(flight, op), self.geometry.own(self.device, op.inputs[0]))
+            return operator.own_row(self._inputs(flight, op), self._owned(op.inputs[0]))
         gradient = flight.gradients.get(op.outputs[0])
         if gradient is None:
             gradient = self._zeros(op.outputs[0])
@@ -276,8 +308,13 @@ class TileRunner:
         if reduce.backward:
             flight.totals[index] = torch.stack(rows).sum(0)
             return
-        boxes = [self.geometry.own(device, self.network.ops[index].inputs[0]) for device in reduce.devices]
-        flight.states[index] = operator.merged(rows, [box.shape[2] * box.shape[3] for box in boxes])
+        flight.states[index] = operator.merged(rows, self._shares(index))
+
+    @memoised
+    def _shares(self, index: int) -> list[int]:
+        """How many places of the map each device owns."""
+        boxes = [self.geometry.own(device, self.network.ops[index].inputs[0]) for device in self.geometry.devices]
+        return [box.shape[2] * box.shape[3] for box in boxes]
 
     # Backward
 
@@ -285,15 +322,30 @@ class TileRunner:
     def _is_grouped(self) -> bool:
         return self.geometry.share.backward_groups is not None
 
+    def _owned(self, tensor: str) -> Box:
+        found = self._own.get(tensor)
+        if found is None:
+            found = self._own[tensor] = self.geometry.own(self.device, tensor)
+        return found
+
+    def _collected_box(self, tensor: str) -> Box:
+        """The box of a tensor's gradient that this device collects."""
+        found = self._collecting.get(tensor)
+        if found is None:
+            found = self._collecting[tensor] = self.geometry.gradient_box(self.device, tensor)
+        return found
+
+    @memoised
     def _weight_box(self, index: int) -> Box:
         """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
         name = self.network.ops[index].outputs[0]
         if name not in self.geometry.maps:
             return Box.whole(self.geometry.shape(name))
         if self._is_grouped:
-            return self.geometry.own(self.device, name)
+            return self._owned(name)
         return self.computed.get(name) or Box(tuple((0, 0) for _ in self.geometry.shape(name)))
 
+    @memoised
     def _gradient_box(self, index: int) -> Box:
         """What this tile differentiates of an operator's output."""
         name = self.network.ops[index].outputs[0]
@@ -355,7 +407,7 @@ class TileRunner:
             return
         if adds_up:
             source = op.inputs[0]
-            corrected = self._collected(index, source) if self._is_grouped else self.geometry.own(self.device, source)
+            corrected = self._collected(index, source) if self._is_grouped else self._owned(source)
             options |= {"total": flight.totals[index], "corrected": corrected}
         maps = [self._flows(read.tensor) and read.tensor in self.geometry.maps for read in op.reads]
         others = [self._flows(read.tensor) and read.tensor not in self.geometry.maps for read in op.reads]
@@ -366,6 +418,7 @@ class TileRunner:
             wanted = [one or other for one, other in zip(maps, others)]
             self._input_gradients(flight, index, gradient, wanted, self._gradient_box(index), context, options)
 
+    @memoised
     def _flows(self, tensor: str) -> bool:
         return self.network.tensors[tensor].differentiable and tensor not in self.network.inputs
 
@@ -388,12 +441,13 @@ class TileRunner:
                 memory.append(own)
                 self._add(flight, read.tensor, one, self._collected(index, read.tensor), fresh=fresh)
 
+    @memoised
     def _collected(self, index: int, tensor: str) -> Box:
         """The box of an input's gradient that an operator adds to: complete beyond what is owned only if both are in
         one backward group."""
         if self._is_grouped and tensor in self.geometry.maps and not self._same_group(index, tensor):
-            return self.geometry.own(self.device, tensor)
-        return self.geometry.gradient_box(self.device, tensor)
+            return self._owned(tensor)
+        return self._collected_box(tensor)
 
     def _same_group(self, index: int, tensor: str) -> bool:
         made = self.network.producer.get(tensor, -1)
@@ -401,12 +455,12 @@ class TileRunner:
         return any(group.first <= made and index < group.last for group in groups if group.first <= index < group.last)
 
     def _zeros(self, tensor: str) -> Held:
-        box = self.geometry.gradient_box(self.device, tensor)
+        box = self._collected_box(tensor)
         return Held(box, torch.zeros(box.shape, dtype=self._dtype(tensor), device=self.torch_device))
 
     def _add(self, flight: TileFlight, tensor: str, part: Held, within: Box, *, fresh: bool) -> None:
         """Add to a tensor's gradient what lies inside `within`."""
-        box, known = self.geometry.gradient_box(self.device, tensor), flight.gradients.get(tensor)
+        box, known = self._collected_box(tensor), flight.gradients.get(tensor)
         if box.is_empty:
             return
         if known is None and part.box.contains(box) and within == box:
@@ -433,11 +487,8 @@ class TileRunner:
     @torch.no_grad()
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         flight = self.flight(micro_batch)
-        if tensor not in self.geometry.maps:
-            flight.values[tensor] = Held(box, data)
-            return
         if tensor not in flight.values:
-            if box == self._buffers[tensor]:
+            if box == self._buffer(tensor):
                 flight.values[tensor] = Held(box, data)
                 return
             flight.values[tensor] = self._room(tensor, box)
