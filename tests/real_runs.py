@@ -27,7 +27,9 @@ from manyhands.files.documents import read_document
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.feeding import samples_of
+from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
+from manyhands.schedule.tiles import TileGeometry
 
 CLASSES = 5
 LAYERS = 3
@@ -162,10 +164,20 @@ class Ran:
             first, last = samples_of(geometries[0], device)
             assert log.samples == (last - first) * rounds
             assert log.operators == sum(geometry.last - geometry.first for geometry in geometries) * rounds
+            assert log.elements == sum(computed_elements(geometry, device) for geometry in geometries) * rounds
         written = read_document(result.folder / "devices.json")
         assert isinstance(written, dict)
         assert written["devices"] == {name: log.to_dict() for name, log in result.logs.items()}
         assert {(one["from"], one["to"]): one["bytes_per_step"] for one in written["planned"]} == result.planned_bytes
+
+
+def computed_elements(geometry: StageGeometry, device: str) -> int:
+    """Elements of maps that a device computes as its tile in one pass, by the plan."""
+    if not isinstance(geometry, TileGeometry):
+        return 0
+    made = [op.outputs[0] for op in geometry.ops if op.outputs and any(name in geometry.maps for name in op.inputs)]
+    boxes = geometry.computed[device]
+    return sum(boxes[name].volume for name in made if name in geometry.maps and name in boxes)
 
 
 def _between(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:

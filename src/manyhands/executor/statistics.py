@@ -29,6 +29,13 @@ class Moments:
     count: float
     mean: torch.Tensor
     variance: torch.Tensor
+    _inverse: torch.Tensor | None = None
+
+    def inverse(self, epsilon: float) -> torch.Tensor:
+        """1/σ: of one normalisation, so always with the same epsilon."""
+        if self._inverse is None:
+            self._inverse = (self.variance + epsilon).rsqrt_()
+        return self._inverse
 
 
 def own_moments(data: torch.Tensor) -> torch.Tensor:
@@ -41,6 +48,8 @@ def own_moments(data: torch.Tensor) -> torch.Tensor:
 def merged(rows: list[torch.Tensor]) -> Moments:
     """Everybody's rows, in the order of the devices, as the moments of all."""
     channels = (rows[0].numel() - 1) // 2
+    if len(rows) == 2:
+        return _merged_two(rows[0], rows[1], channels)
     counts = torch.stack([row[0] for row in rows])
     means = torch.stack([row[1 : 1 + channels] for row in rows])
     variances = torch.stack([row[1 + channels :] for row in rows])
@@ -49,6 +58,19 @@ def merged(rows: list[torch.Tensor]) -> Moments:
     mean = (weights * means).sum(0)
     variance = (weights * (variances + (means - mean) ** 2)).sum(0)
     return Moments(float(total), mean, variance)
+
+
+def _merged_two(first: torch.Tensor, second: torch.Tensor, channels: int) -> Moments:
+    """Two rows, in few calls: the variance of all is the mean one, and what the distance of the means adds."""
+    counts = first[0].item(), second[0].item()
+    total = sum(counts)
+    share = counts[1] / total
+    (_, mean, variance), (_, other, spread) = (
+        torch.split_with_sizes(row, [1, channels, channels]) for row in (first, second)
+    )
+    distance = other - mean
+    found = torch.lerp(variance, spread, share).addcmul_(distance, distance, value=share * (1.0 - share))
+    return Moments(total, torch.lerp(mean, other, share), found)
 
 
 class SharedBatchNorm:
@@ -82,7 +104,7 @@ class SharedBatchNorm:
         self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
-        inverse = (moments.variance + self.epsilon).rsqrt()
+        inverse = moments.inverse(self.epsilon)
         weight = self.weight if self.weight is not None else torch.ones_like(moments.mean)
         scaled, of_weight, of_bias = _aten.native_batch_norm_backward.default(
             gradient, data, weight, moments.mean, moments.variance, moments.mean, inverse, False, self.epsilon,
@@ -100,7 +122,7 @@ class SharedBatchNorm:
             if parameter is not None and parameter.requires_grad:
                 parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
         total = torch.stack(rows).sum(0)
-        inverse = (moments.variance + self.epsilon).rsqrt()
+        inverse = moments.inverse(self.epsilon)
         factor = inverse if self.weight is None else inverse * self.weight
         slope = -factor * inverse * total[:channels] / moments.count
         offset = -factor * total[channels:] / moments.count - slope * moments.mean

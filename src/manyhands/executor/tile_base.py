@@ -10,10 +10,10 @@ it runs again on the crops, under autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def unrecorded(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Nothing of a call is recorded by autograd; asking first costs less than saying so again."""
+
+    @wraps(call)
+    def inner(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return call(*arguments, **options)
+        with torch.no_grad():
+            return call(*arguments, **options)
+
+    return inner
 
 
 @dataclass
@@ -42,8 +58,17 @@ class Held:
         return self.tensor[box.relative_to(self.box).slices()]
 
 
+Notes = dict[str, Held]
+"""What one operator keeps of one micro-batch from its forward pass for its backward, each with the box it is over."""
+
+
 class TileOperator:
-    """One operator of a graph, on boxes. This class runs any operator again to have its gradients."""
+    """One operator of a graph, on boxes. This class runs any operator again to have its gradients.
+
+    `notes` are given forward and again backward; without them, or over another box, what they would say is computed
+    again. `may_overwrite`: nobody reads the first input (forward) or the gradient (backward) after this call, so its
+    memory may become the result's.
+    """
 
     def __init__(self, graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> None:
         self.graph, self.index, self.weights, self.kernel = graph, index, weights, kernel
@@ -69,7 +94,10 @@ class TileOperator:
         """The same, with the zeros beyond the border that the operator would like to find in place."""
         return self.demand(number, out)
 
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         """`out` of the output, from inputs that hold at least its demand; written to `into` where that is given."""
         with torch.no_grad():
             return placed(self._again(self._crops(inputs, out), out, context), into)
@@ -82,6 +110,9 @@ class TileOperator:
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         """Gradients of the wanted inputs, over boxes that contain their demand; None where that is empty.
 
@@ -102,7 +133,9 @@ class TileOperator:
             for number, part in enumerate(gradients)
         ]
 
-    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+    def weight_gradients(
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
+    ) -> None:
         """Add to the gradients of the trainable weights what the gradient over `out` gives."""
         if not self.trainable:
             return
@@ -112,6 +145,32 @@ class TileOperator:
         for parameter, part in zip(self.trainable, found, strict=True):
             if part is not None:
                 add_gradient(parameter, part)
+
+    def gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
+        **sums: Any,
+    ) -> list[Held | None]:
+        """Both at once, over one box: the weights' are added to theirs, the inputs' returned.
+
+        `inputs` hold all of them where there are trainable weights. `sums`: what an operator with sums is told besides.
+        """
+        if self.trainable:
+            given = [held for held in inputs if held is not None]
+            assert len(given) == len(inputs), f"{self.node.name} needs all its inputs"
+            state = {"state": sums["state"]} if "state" in sums else {}
+            self.weight_gradients(given, gradient, out, context, notes=notes, **state)
+        return self.input_gradients(
+            inputs, output, gradient, out, wanted, context, notes=notes, may_overwrite=may_overwrite, **sums
+        )
 
     @cached_property
     def trainable(self) -> list[Tensor]:
@@ -150,10 +209,15 @@ def blank(box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(box.shape)
 
 
-@torch.no_grad()
+@unrecorded
 def add_gradient(parameter: Tensor, part: Tensor) -> None:
     """Add to a weight's gradient; the first part, which must be the caller's to give, becomes it."""
     parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a map's memory has no gaps, in one of the two formats."""
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:

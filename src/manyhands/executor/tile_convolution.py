@@ -3,7 +3,8 @@
     input held with its padding in place      the convolution pads nothing
     input held up to the border               equal zeros on both sides by the convolution, others beforehand
 
-Both gradients are calls of their own, so that weights can be derived while a halo travels. The input's needs no values.
+Both gradients are calls of their own, so that weights can be derived while a halo travels (one call for both is no
+faster). The input's needs no values, and leaves out the padding on every axis that has as much of it on both sides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, TileOperator, add_gradient, placed, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, placed, unrecorded, widened
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
@@ -112,11 +113,14 @@ class Convolution(_Convolution):
         data, padding = held.view(box), _even_padding(box, raw)
         return (data, padding) if padding is not None else (widened(data, box, raw), [0, 0])
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         return placed(self._convolved(*self._data(inputs[0], out)), into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -125,18 +129,27 @@ class Convolution(_Convolution):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         raw, box = self.raw_demand(0, out), self.demand(0, out)
         if not wanted[0] or box.is_empty:
             return [None]
-        padding = _even_padding(box, raw)
-        if padding is None:
-            box, padding = raw, [0, 0]
+        padding = [0, 0]
+        for axis in (2, 3):
+            (low, high), (first, last) = box.intervals[axis], raw.intervals[axis]
+            if low - first == last - high:
+                padding[axis - 2] = low - first
+            else:
+                box = box.replace(axis, (first, last))
         like = self._like_input(box.shape, gradient)
         return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
 
-    @torch.no_grad()
-    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+    @unrecorded
+    def weight_gradients(
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
+    ) -> None:
         mask = self._trainable_mask
         if any(mask):
             self._collect(gradient, *self._data(inputs[0], out), mask)
@@ -155,8 +168,11 @@ class TransposedConvolution(_Convolution):
         )
         return Box((*out.intervals[:2], rows, columns))
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         demand = self.demand(0, out)
         full = Box(tuple((0, 0) for _ in out.intervals)) if demand.is_empty else self._full(demand, out)
         if full.contains(out) and not full.is_empty:
@@ -171,7 +187,7 @@ class TransposedConvolution(_Convolution):
             Held(out, made).view(common).copy_(Held(full, convolved).view(common))
         return made
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -180,6 +196,9 @@ class TransposedConvolution(_Convolution):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         demand = self.demand(0, out)
         if not wanted[0] or demand.is_empty:
@@ -188,8 +207,10 @@ class TransposedConvolution(_Convolution):
         like = self._like_input(demand.shape, gradient)
         return [Held(demand, self._derived(spread, like, [0, 0], [True, False, False])[0])]
 
-    @torch.no_grad()
-    def weight_gradients(self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context) -> None:
+    @unrecorded
+    def weight_gradients(
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
+    ) -> None:
         _, weight, bias = self._trainable_mask
         demand = self.demand(0, out)
         if bias and self.bias is not None:  # also of output that no input made

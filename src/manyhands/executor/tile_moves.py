@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, TileOperator, placed, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
 from manyhands.facts.boxes import Box
 from manyhands.graph.piece import Context
 from manyhands.graph.random_ops import RANDOM_CALLS, dropped
@@ -16,8 +16,11 @@ from manyhands.graph.random_ops import RANDOM_CALLS, dropped
 class Concatenation(TileOperator):
     """Maps one after the other along their channels."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         parts = self._crops(inputs, out)
         return torch.cat(parts, 1) if into is None else torch.cat(parts, 1, out=into)
 
@@ -29,6 +32,9 @@ class Concatenation(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         found: list[Held | None] = []
         first = 0
@@ -42,8 +48,11 @@ class Concatenation(TileOperator):
 class Slice(TileOperator):
     """A range of channels, rows or columns."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         data = inputs[0].view(self.demand(0, out))
         return data.clone() if into is None else into.copy_(data)
 
@@ -55,6 +64,9 @@ class Slice(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         return [Held(self.demand(0, out), gradient) if wanted[0] else None]
 
@@ -62,8 +74,11 @@ class Slice(TileOperator):
 class Padding(TileOperator):
     """A constant around the map; less than nothing cuts."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         position = 2 if "constant" in self.node.target else 3
         value = float(self.node.arguments[position] or 0) if len(self.node.arguments) > position else 0.0
         demand = self.demand(0, out)
@@ -85,6 +100,9 @@ class Padding(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         demand = self.demand(0, out)
         if not wanted[0] or demand.is_empty:
@@ -101,13 +119,16 @@ class Padding(TileOperator):
 class Shuffle(TileOperator):
     """Channels to neighbours (pixel_shuffle) or neighbours to channels (pixel_unshuffle)."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         demand = self.demand(0, out)
         made = self._moved(inputs[0].view(demand), "unshuffle" in self.node.target)
         return placed(Held(self._full(demand, out), made).view(out), into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -116,6 +137,9 @@ class Shuffle(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]
@@ -140,8 +164,11 @@ class Shuffle(TileOperator):
 class Dropout(TileOperator):
     """All kinds of dropout: the part of the mask that belongs to the box, drawn again for the gradient."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         data = inputs[0].view(out)
         if not self._draws(context):
             return data.clone() if into is None else into.copy_(data)
@@ -149,7 +176,7 @@ class Dropout(TileOperator):
         made = torch.mul(data, factor, out=into)
         return made if offset is None else made.add_(offset)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -158,6 +185,9 @@ class Dropout(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, TileOperator, placed
+from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, placed, unrecorded
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Node, Value, Weight
 from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten
 
-Backward = Callable[[Tensor, Tensor], Tensor]
+Backward = Callable[..., Tensor]
 
 
 def _numbers(node: Node, *defaults: float) -> list[float]:
@@ -24,9 +25,22 @@ def _numbers(node: Node, *defaults: float) -> list[float]:
     return given + list(defaults[len(given) :])
 
 
+def _relu_backward(gradient: Tensor, values: Tensor, place: Tensor | None = None) -> Tensor:
+    if place is None:
+        return cast(Tensor, _aten.threshold_backward.default(gradient, values, 0))
+    return cast(Tensor, _aten.threshold_backward.grad_input(gradient, values, 0, grad_input=place))
+
+
+def _leaky_relu_backward(slope: float, gradient: Tensor, values: Tensor, place: Tensor | None = None) -> Tensor:
+    if place is None:
+        return cast(Tensor, _aten.leaky_relu_backward.default(gradient, values, slope, slope > 0))
+    call = _aten.leaky_relu_backward.grad_input
+    return cast(Tensor, call(gradient, values, slope, slope > 0, grad_input=place))
+
+
 def _leaky_relu(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
     (slope,) = _numbers(node, 0.01)
-    return _aten.leaky_relu.out, (slope,), lambda g, v: _aten.leaky_relu_backward.default(g, v, slope, slope > 0)
+    return _aten.leaky_relu.out, (slope,), partial(_leaky_relu_backward, slope)
 
 
 def _hardtanh(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
@@ -52,7 +66,7 @@ def _gelu(node: Node) -> tuple[Any, tuple[Any, ...], Backward]:
 
 # Target -> its call with `out`, the arguments after the input, and its backward from the input's or output's values.
 _ACTIVATIONS: dict[str, Callable[[Node], tuple[Any, tuple[Any, ...], Backward]]] = {
-    "aten.relu.default": lambda _: (_aten.clamp_min.out, (0,), lambda g, v: _aten.threshold_backward.default(g, v, 0)),
+    "aten.relu.default": lambda _: (_aten.clamp_min.out, (0,), _relu_backward),
     "aten.leaky_relu.default": _leaky_relu,
     "aten.sigmoid.default": lambda _: (_aten.sigmoid.out, (), _aten.sigmoid_backward.default),
     "aten.tanh.default": lambda _: (_aten.tanh.out, (), _aten.tanh_backward.default),
@@ -74,14 +88,20 @@ class Activation(TileOperator):
         super().__init__(*arguments)
         self.call, self.numbers, self.slope = _ACTIVATIONS[self.node.target](self.node)
         self.from_output = self.output.name in self.op.derives_from
+        self.slopes_in_place = self.node.target in ("aten.relu.default", "aten.leaky_relu.default")
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         data = inputs[0].view(out)
-        made: Tensor = self.call(data, *self.numbers, out=torch.empty_like(data) if into is None else into)
+        if into is None:
+            into = data if may_overwrite else torch.empty_like(data)
+        made: Tensor = self.call(data, *self.numbers, out=into)
         return made
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -90,10 +110,18 @@ class Activation(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         values = output if self.from_output else inputs[0]
         assert values is not None, f"{self.node.name} needs the values it derives from"
-        return [Held(out, self.slope(gradient, values.view(out))) if wanted[0] else None]
+        if not wanted[0]:
+            return [None]
+        given = values.view(out)
+        if may_overwrite and self.slopes_in_place and is_dense(gradient):
+            return [Held(out, self.slope(gradient, given, gradient))]
+        return [Held(out, self.slope(gradient, given))]
 
 
 class _Combination(TileOperator):
@@ -117,8 +145,11 @@ class _Combination(TileOperator):
 class Sum(_Combination):
     """a + k·b, a - k·b, k·b - a."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         first, second = self._operands(inputs, out)
         name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
         call = getattr(torch, name)
@@ -127,7 +158,7 @@ class Sum(_Combination):
         made: Tensor = call(first, second, alpha=alpha, out=into)
         return made
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -136,6 +167,9 @@ class Sum(_Combination):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
         factors = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name]
@@ -149,12 +183,15 @@ class Sum(_Combination):
 class Product(_Combination):
     """a · b, also with a number."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         first, second = self._operands(inputs, out)
         return torch.mul(first, second, out=into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -163,6 +200,9 @@ class Product(_Combination):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         first, second = self._operands(inputs, out)
         others = [other for other, number in ((second, self.numbers[0]), (first, self.numbers[1])) if number is None]
@@ -174,8 +214,11 @@ class Product(_Combination):
 class Copy(TileOperator):
     """The same numbers again."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         data = inputs[0].view(out)
         return data.clone() if into is None else into.copy_(data)
 
@@ -187,6 +230,9 @@ class Copy(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         return [Held(out, gradient) if wanted[0] else None]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, TileOperator, placed, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Adaptive, Window
 from manyhands.graph.piece import Context
@@ -41,19 +41,25 @@ class MaxPool(_WindowPool):
     """The largest of each window; the gradient goes to the first of equals, row by row.
 
     On a CPU, windows of 2x2 side by side are taken apart into columns and rows, unless channels come last: several
-    times faster than ATen's loop, with the same choice among equals.
+    times faster than ATen's loop, with the same choice among equals. Otherwise the places found forward are kept in the
+    notes: to make smaller numbers of them takes as long as to find them again.
     """
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         data = self._data(inputs[0], out)
         if self._is_halving(data):
             wide = torch.maximum(data[..., 0::2], data[..., 1::2])
             return torch.maximum(wide[:, :, 0::2], wide[:, :, 1::2], out=into)
-        made, _ = _aten.max_pool2d_with_indices.default(data, self.windows, self.stride, [0, 0], self.dilation)
+        made, places = _aten.max_pool2d_with_indices.default(data, self.windows, self.stride, [0, 0], self.dilation)
+        if notes is not None:
+            notes["places"] = Held(out, places)
         return placed(made, into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -62,22 +68,37 @@ class MaxPool(_WindowPool):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]
         assert inputs[0] is not None, f"{self.node.name} needs its input"
-        data = self._data(inputs[0], out)
-        if self._is_halving(data):
-            return [Held(self._raw(out), _halved_backward(data, gradient))]
-        settings = (self.windows, self.stride, [0, 0], self.dilation)
-        _, places = _aten.max_pool2d_with_indices.default(data, *settings)
+        raw, settings = self._raw(out), (self.windows, self.stride, [0, 0], self.dilation)
+        kept = notes.get("places") if notes is not None else None
+        if kept is not None and kept.box == out:
+            data, places = self._like_data(inputs[0], raw), kept.tensor
+        else:
+            data = self._data(inputs[0], out)
+            if self._is_halving(data):
+                return [Held(raw, _halved_backward(data, gradient))]
+            _, places = _aten.max_pool2d_with_indices.default(data, *settings)
         found = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
-        return [Held(self._raw(out), found)]
+        return [Held(raw, found)]
 
     def _data(self, held: Held, out: Box) -> Tensor:
         """The input over all windows, with nothing larger beyond the border."""
         demand = self.demand(0, out)
         return widened(held.view(demand), demand, self._raw(out), -inf)
+
+    def _like_data(self, held: Held, raw: Box) -> Tensor:
+        """Something with the shape and format of the input over all windows."""
+        if held.box.contains(raw):
+            return held.view(raw)
+        is_last = held.tensor.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if is_last else torch.contiguous_format
+        return torch.empty(raw.shape, dtype=held.tensor.dtype, device=held.tensor.device, memory_format=layout)
 
     def _is_halving(self, data: Tensor) -> bool:
         is_plain = self.windows == self.stride == [2, 2] and self.dilation == [1, 1]
@@ -100,14 +121,17 @@ def _halved_backward(data: Tensor, gradient: Tensor) -> Tensor:
 class AveragePool(_WindowPool):
     """The mean of each window, by the divisors of the whole map."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         demand = self.demand(0, out)
         data = widened(inputs[0].view(demand), demand, self._raw(out))
         made = _aten.avg_pool2d.default(data, self.windows, self.stride, [0, 0], False, True, 1)
         return torch.div(made, self._divisors(out, made), out=made if into is None else into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -116,6 +140,9 @@ class AveragePool(_WindowPool):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]
@@ -145,14 +172,17 @@ class AveragePool(_WindowPool):
 class AdaptiveAveragePool(TileOperator):
     """Means over windows whose bounds follow from the whole axes; as two products with narrow matrices."""
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         demand = self.demand(0, out)
         data = inputs[0].view(demand)
         rows, columns = (self._means(axis, demand, out, data) for axis in (2, 3))
         return placed(torch.matmul(rows, torch.matmul(data, columns.t())), into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -161,6 +191,9 @@ class AdaptiveAveragePool(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]

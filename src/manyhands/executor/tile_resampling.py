@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, TileOperator, placed, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Blocks, Window
 from manyhands.graph.piece import Context
@@ -34,8 +34,11 @@ class Resampling(TileOperator):
         self.changed = [axis for axis, rule in enumerate(rules, start=2) if not isinstance(rule, Window)]
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]] = {}
 
-    @torch.no_grad()
-    def forward(self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None) -> Tensor:
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
         demand = self.demand(0, out)
         data = inputs[0].view(demand)
         if self.is_by_blocks:
@@ -49,7 +52,7 @@ class Resampling(TileOperator):
             data = self._gathered(data, axis, demand, out)
         return placed(data, into)
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -58,6 +61,9 @@ class Resampling(TileOperator):
         out: Box,
         wanted: Sequence[bool],
         context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
     ) -> list[Held | None]:
         if not wanted[0]:
             return [None]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from manyhands.executor.statistics import Moments, merged, own_moments
-from manyhands.executor.tile_base import Held, TileOperator, add_gradient, blank, placed
+from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, blank, is_dense, placed, unrecorded
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Weight
 from manyhands.graph.piece import Context
@@ -59,6 +59,8 @@ class SumsOperator(TileOperator):
         context: Context,
         into: Tensor | None = None,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
     ) -> Tensor:
         """`out` of the output, by the sums of all tiles."""
@@ -77,6 +79,8 @@ class SumsOperator(TileOperator):
         wanted: Sequence[bool],
         context: Context,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
         total: Tensor | None = None,
         corrected: Box | None = None,
@@ -89,8 +93,9 @@ class SumsOperator(TileOperator):
         raise AssertionError("an operator with sums must use them")
 
     def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, state: State | None = None
-    ) -> None:
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None,
+        state: State | None = None,
+    ) -> None:  # fmt: skip
         """Nothing, but for normalisations."""
 
 
@@ -115,6 +120,8 @@ class GlobalPool(SumsOperator):
         context: Context,
         into: Tensor | None = None,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
     ) -> Tensor:
         assert state is not None
@@ -133,6 +140,8 @@ class GlobalPool(SumsOperator):
         wanted: Sequence[bool],
         context: Context,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
         total: Tensor | None = None,
         corrected: Box | None = None,
@@ -166,6 +175,8 @@ class FromShape(SumsOperator):
         context: Context,
         into: Tensor | None = None,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
     ) -> Tensor:
         like = blank(Box.of((0, 1)), getattr(torch, self.sources[0].dtype), self.weights.device)
@@ -186,6 +197,7 @@ class _Normalisation(SumsOperator):
         self.weight, self.bias = self._weight(weight), self._weight(bias)
         self.epsilon = float(epsilon)
         self.channels = self.sources[0].shape[1]
+        self._zeros_and_ones: tuple[Tensor, Tensor] | None = None
 
     def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Weight, bias and epsilon among the arguments."""
@@ -205,9 +217,10 @@ class _Normalisation(SumsOperator):
         """A weight or bias for each feature."""
         if parameter is None:
             return torch.full_like(moments.mean, default)
-        return parameter.detach().repeat(moments.mean.numel() // self.channels)
+        times = moments.mean.numel() // self.channels
+        return parameter.detach() if times == 1 else parameter.detach().repeat(times)
 
-    @torch.no_grad()
+    @unrecorded
     def forward(
         self,
         inputs: Sequence[Held],
@@ -215,6 +228,8 @@ class _Normalisation(SumsOperator):
         context: Context,
         into: Tensor | None = None,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
     ) -> Tensor:
         assert state is not None
@@ -242,7 +257,7 @@ class _Normalisation(SumsOperator):
         leading = (data.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
         return torch.addcmul(offset.view(leading), data, scale.view(leading), out=into)
 
-    @torch.no_grad()
+    @unrecorded
     def own_backward_row(self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State) -> Tensor:
         assert inputs[0] is not None
         assert state.moments is not None
@@ -253,10 +268,9 @@ class _Normalisation(SumsOperator):
         """For each feature, Σ dy·x̂ and Σ dy over a box."""
         if over.is_empty:
             return torch.zeros_like(moments.mean), torch.zeros_like(moments.mean)
-        inverse = (moments.variance + self.epsilon).rsqrt()
         _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
-            self._features(gradient.view(over)), self._features(data.view(over)), torch.ones_like(inverse),
-            moments.mean, moments.variance, moments.mean, inverse, True, self.epsilon, [False, True, True],
+            self._features(gradient.view(over)), self._features(data.view(over)), None, moments.mean,
+            moments.variance, moments.mean, moments.inverse(self.epsilon), True, self.epsilon, [False, True, True],
         )  # fmt: skip
         return of_weight, of_bias
 
@@ -264,12 +278,12 @@ class _Normalisation(SumsOperator):
         """The sums as they travel."""
         return torch.cat([of_weight, of_bias])
 
-    def _totals(self, total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """For each feature, Σ w·dy·x̂ and Σ w·dy over all tiles."""
-        of_weight, of_bias = total.chunk(2)
-        return of_weight * weight, of_bias * weight
+    def _totals(self, total: Tensor) -> Tensor:
+        """For each feature, Σ w·dy·x̂ and Σ w·dy over all tiles, in two rows."""
+        found = total.view(2, -1)
+        return found if self.weight is None else found * self.weight.detach()
 
-    @torch.no_grad()
+    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -279,6 +293,8 @@ class _Normalisation(SumsOperator):
         wanted: Sequence[bool],
         context: Context,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
         total: Tensor | None = None,
         corrected: Box | None = None,
@@ -290,32 +306,48 @@ class _Normalisation(SumsOperator):
         assert state.moments is not None
         assert total is not None
         moments = state.moments
-        inverse = (moments.variance + self.epsilon).rsqrt()
-        weight = self._per_feature(self.weight, moments, 1.0)
-        of_weight, of_bias = self._totals(total, weight)
-        slope = of_weight.mul(inverse).mul_(inverse).div_(-moments.count)
-        offset = torch.addcmul(of_bias.mul(inverse).div_(-moments.count), slope, moments.mean, value=-1)
+        inverse = moments.inverse(self.epsilon)
+        shares = self._totals(total) * (inverse * (-1.0 / moments.count))
+        slope = shares[0] * inverse
+        offset = torch.addcmul(shares[1], slope, moments.mean, value=-1)
+        scale = inverse if self.weight is None else inverse * self._per_feature(self.weight, moments, 1.0)
         leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
-        scale = (inverse * weight).view(leading)
         inside = out if corrected is None else out.intersect(corrected)
         if inside == out:
-            return [Held(out, self._affine(inputs[0].view(out), slope, offset).addcmul_(gradient, scale))]
-        found = gradient * scale
+            data = inputs[0].view(out)
+            if may_overwrite and not self.moments_of_samples and is_dense(gradient):
+                self._affine_in_place(gradient, scale, offset)
+                return [Held(out, gradient.addcmul_(data, slope.view(leading)))]
+            return [Held(out, self._affine(data, slope, offset).addcmul_(gradient, scale.view(leading)))]
+        found = gradient * scale.view(leading)
         if not inside.is_empty:
             Held(out, found).view(inside).add_(self._affine(inputs[0].view(inside), slope, offset))
         return [Held(out, found)]
 
     def _affine(self, data: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """data · slope + offset for each feature: PyTorch's fastest kernel for that is batch norm's own."""
-        made = torch.batch_norm(
-            self._features(data), slope, offset, torch.zeros_like(slope), torch.ones_like(slope), False, 0.0, 0.0, False
-        )
+        made = torch.batch_norm(self._features(data), slope, offset, *self._neutral(slope), False, 0.0, 0.0, False)
         return made.view(data.shape) if self.moments_of_samples else made
 
-    @torch.no_grad()
+    def _affine_in_place(self, data: Tensor, slope: Tensor, offset: Tensor) -> None:
+        """The same, over its own memory; every element is read before it is written."""
+        unused = data.new_empty(0), data.new_empty(0)
+        _aten.native_batch_norm.out(
+            data, slope, offset, *self._neutral(slope), False, 0.0, 0.0, out=data, save_mean=unused[0],
+            save_invstd=unused[1],
+        )  # fmt: skip
+
+    def _neutral(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Moments that change nothing: zeros and ones."""
+        if self._zeros_and_ones is None or self._zeros_and_ones[0].shape != like.shape:
+            self._zeros_and_ones = torch.zeros_like(like), torch.ones_like(like)
+        return self._zeros_and_ones
+
+    @unrecorded
     def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, state: State | None = None
-    ) -> None:
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None,
+        state: State | None = None,
+    ) -> None:  # fmt: skip
         if not self.trainable:
             return
         assert state is not None
@@ -324,7 +356,9 @@ class _Normalisation(SumsOperator):
             state.own_sums = out, *self._sums(inputs[0], Held(out, gradient), out, state.moments)
         for parameter, sums in zip((self.weight, self.bias), state.own_sums[1:]):
             if parameter is not None and parameter.requires_grad:
-                add_gradient(parameter, sums.view(-1, self.channels).sum(0))
+                is_one = sums.numel() == self.channels
+                add_gradient(parameter, sums if is_one else sums.view(-1, self.channels).sum(0))
+        state.own_sums = None  # given away
 
 
 class BatchNorm(_Normalisation):
@@ -338,13 +372,13 @@ class BatchNorm(_Normalisation):
         self.running_mean, self.running_variance = self._weight(mean), self._weight(variance)
         self.momentum = float(momentum)
 
-    @torch.no_grad()
+    @unrecorded
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         if owned.is_empty:
             return inputs[0].tensor.new_zeros(1 + 2 * self.channels)
         return own_moments(inputs[0].view(owned))
 
-    @torch.no_grad()
+    @unrecorded
     def merged(self, rows: Sequence[Tensor], shares: Sequence[int]) -> State:
         """The moments of all; the running statistics follow them."""
         moments = merged(list(rows))
@@ -358,7 +392,7 @@ class BatchNorm(_Normalisation):
         """Whether it normalises by the batch at hand."""
         return bool(self.by_batch) and (context.training or self.running_mean is None)
 
-    @torch.no_grad()
+    @unrecorded
     def forward(
         self,
         inputs: Sequence[Held],
@@ -366,6 +400,8 @@ class BatchNorm(_Normalisation):
         context: Context,
         into: Tensor | None = None,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
     ) -> Tensor:
         if state is not None and state.moments is not None:
@@ -386,24 +422,37 @@ class BatchNorm(_Normalisation):
         wanted: Sequence[bool],
         context: Context,
         *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
         state: State | None = None,
         total: Tensor | None = None,
         corrected: Box | None = None,
     ) -> list[Held | None]:
         if self.by_batch:
             return super().input_gradients(
-                inputs, output, gradient, out, wanted, context, state=state, total=total, corrected=corrected
+                inputs,
+                output,
+                gradient,
+                out,
+                wanted,
+                context,
+                notes=notes,
+                may_overwrite=may_overwrite,
+                state=state,
+                total=total,
+                corrected=corrected,
             )
         with torch.no_grad():  # captured in evaluation mode: a fixed factor for each channel
             moments = self._running()
-            factor = (moments.variance + self.epsilon).rsqrt() * self._per_feature(self.weight, moments, 1.0)
+            factor = moments.inverse(self.epsilon) * self._per_feature(self.weight, moments, 1.0)
             return [Held(out, gradient * factor.view(1, -1, 1, 1)) if wanted[0] else None]
 
     def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, state: State | None = None
-    ) -> None:
+        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None,
+        state: State | None = None,
+    ) -> None:  # fmt: skip
         state = state or State(moments=self._running())
-        super().weight_gradients(inputs, gradient, out, context, state=state)
+        super().weight_gradients(inputs, gradient, out, context, notes=notes, state=state)
 
     def _running(self) -> Moments:
         assert self.running_mean is not None
@@ -425,7 +474,7 @@ class GroupNorm(_Normalisation):
         given = (*given, *(None for _ in range(3)))
         return given[2], given[3], 1e-5 if given[4] is None else given[4]
 
-    @torch.no_grad()
+    @unrecorded
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         """Means and variances of what is owned, for each sample and group."""
         samples = inputs[0].tensor.shape[0]
@@ -434,7 +483,7 @@ class GroupNorm(_Normalisation):
         data = inputs[0].view(owned).reshape(1, samples * self.groups, -1)
         return own_moments(data)[1:]
 
-    @torch.no_grad()
+    @unrecorded
     def merged(self, rows: Sequence[Tensor], shares: Sequence[int]) -> State:
         together = self.channels // self.groups
         counted = [
@@ -452,9 +501,8 @@ class GroupNorm(_Normalisation):
         parts = (part.view(-1, self.channels) * weight for part in (of_weight, of_bias))
         return torch.cat([part.view(-1, self.channels // self.groups).sum(1) for part in parts])
 
-    def _totals(self, total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        of_weight, of_bias = (part.repeat_interleave(self.channels // self.groups) for part in total.chunk(2))
-        return of_weight, of_bias
+    def _totals(self, total: Tensor) -> Tensor:
+        return total.view(2, -1).repeat_interleave(self.channels // self.groups, dim=1)
 
 
 class InstanceNorm(GroupNorm):

@@ -33,14 +33,15 @@ def layers_of(
     if granularity not in GRANULARITIES:
         raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
     crossing = _crossings(described, outputs)
+    glue = frozenset(i for i, op in enumerate(described) if _is_glue_to_next(op, tensors))
     possible = [
         i for i in range(1, len(described))
-        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and not _is_glue_to_next(described, i - 1)
+        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and i - 1 not in glue
     ]  # fmt: skip
-    starts = [i for i in possible if _computes_from(described, i)]
+    starts = [i for i in possible if _computes_from(described, i, glue)]
     if granularity == "blocks":
         narrow = {i for i in starts if sum(tensors[n].differentiable for n in crossing[i]) <= 1}
-        starts = _block_starts(described, starts, narrow)
+        starts = _block_starts(described, starts, narrow, glue)
     bounds = [0, *starts, len(described)] if described else []
     runs = list(itertools.pairwise(bounds))
     names = _names(described, runs)
@@ -67,39 +68,46 @@ def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tupl
     return found
 
 
-def _is_glue_to_next(described: tuple[Op, ...], index: int) -> bool:
-    """Buffer counters and created constants go with the operator after them."""
-    op = described[index]
-    return op.target in ops.BUFFER_UPDATE or op.target in ops.CREATION
+def _is_glue_to_next(op: Op, tensors: dict[str, TensorSpec]) -> bool:
+    """Buffer counters, created constants and the flattening of a map go with the operator after them."""
+    if op.target in ops.BUFFER_UPDATE or op.target in ops.CREATION:
+        return True
+    if not _is_view(op) or not op.inputs or not op.outputs:
+        return False
+    before, after = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
+    return len(before) == 4 and before[2] * before[3] > 1 and len(after) == 2
 
 
 def _is_view(op: Op) -> bool:
     return op.target in ops.SHAPE and op.moved_bytes == 0
 
 
-def _computes_from(described: tuple[Op, ...], index: int) -> bool:
+def _computes_from(described: tuple[Op, ...], index: int, glue: frozenset[int]) -> bool:
     """Whether a layer that starts here starts with work: glue to the next is looked through, a view is not work."""
-    while index < len(described) and _is_glue_to_next(described, index):
+    while index < len(described) and index in glue:
         index += 1
     return index < len(described) and not _is_view(described[index])
 
 
-def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]) -> list[int]:
+def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int], glue: frozenset[int]) -> list[int]:
     """Cuts of the `blocks` granularity: every block holds at least one heavy operator or global pooling."""
     heavy = [(op.target in ops.HEAVY and bool(op.weights)) or _collapses_map(op) for op in described]
     chosen: list[int] = []
     regions = [0, *sorted(narrow), len(described)]
     block_heavy = 0
+    flattened: int | None = None
     for first, last in itertools.pairwise(regions):
         inside = sum(heavy[first:last])
+        if flattened is None and first in glue and described[first].outputs and _is_view(described[first]):
+            flattened = first  # what follows a flattened map goes with the next block
         if inside and block_heavy and first:
-            chosen.append(first)
-            block_heavy = 0
+            chosen.append(first if flattened is None else flattened)
+            block_heavy, flattened = 0, None
         block_heavy += inside
         if inside > _LARGEST_BLOCK:
             for i in starts:
                 since = max([0, *chosen][-1], first)
-                if first < i < last and heavy[_next_work(described, i)] and any(heavy[since:i]):
+                if first < i < last and heavy[_next_work(described, i, glue)] and any(heavy[since:i]):
                     chosen.append(i)
     return chosen
 
@@ -111,8 +119,8 @@ def _collapses_map(op: Op) -> bool:
     return is_pooling and len(rules) == 4 and isinstance(rules[2], Whole) and isinstance(rules[3], Whole)
 
 
-def _next_work(described: tuple[Op, ...], index: int) -> int:
-    while index < len(described) - 1 and _is_glue_to_next(described, index):
+def _next_work(described: tuple[Op, ...], index: int, glue: frozenset[int]) -> int:
+    while index < len(described) - 1 and index in glue:
         index += 1
     return index
 

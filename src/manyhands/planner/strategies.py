@@ -195,7 +195,10 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
     speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
     by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]
     by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
-    share = ByTiles(_shares(by_row) if rows is None else rows, _shares(by_column) if columns is None else columns)
+    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
+    share = ByTiles(
+        _shares(by_row, height) if rows is None else rows, _shares(by_column, width) if columns is None else columns
+    )
     stages = [Stage((0, last), names, share)]
     if last < len(network.layers):
         stages.append(Stage((last, len(network.layers)), (task.fastest(),)))
@@ -203,9 +206,11 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
     return plan if plan.may_repeat_devices or len(stages) == 1 else msgspec.structs.replace(plan, order="sequential")
 
 
-def _shares(speeds: list[float]) -> tuple[float, ...]:
-    """Relative sizes; devices that differ by noise only are alike."""
-    return tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+def _shares(speeds: list[float], extent: int) -> tuple[float, ...]:
+    """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
+    found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+    least = max(found) / extent
+    return tuple(max(share, 2 * least) for share in found) if min(found) < 2 * least else found
 
 
 def grids(count: int) -> list[Grid]:
