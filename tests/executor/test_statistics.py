@@ -63,6 +63,17 @@ def test_the_order_of_the_devices_decides_the_bits() -> None:
     assert torch.equal(merged(rows).variance, merged([row.clone() for row in rows]).variance)
 
 
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=2).filter(any), st.integers(0, 999), st.floats(-1e3, 1e3))
+def test_two_rows_are_merged_like_more(counts: list[int], seed: int, offset: float) -> None:
+    """A third device that owns nothing changes nothing; nor does one of the two."""
+    parts = drawn(counts, 4, seed=seed, offset=offset)
+    rows = [own_moments(part) if len(part) else torch.zeros(9, dtype=torch.float64) for part in parts]
+    found, wanted = merged(rows), merged([*rows, torch.zeros(9, dtype=torch.float64)])
+    assert found.count == wanted.count
+    assert torch.allclose(found.mean, wanted.mean, rtol=1e-13, atol=1e-13)
+    assert torch.allclose(found.variance, wanted.variance, rtol=1e-10, atol=1e-10)
+
+
 class Norm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -44,19 +44,22 @@ def trained(cluster: mh.Cluster, plan: str | mh.Plan, folder: Path) -> tuple[dic
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, result
 
 
-@pytest.mark.parametrize("by", ["samples", "stages"])
+@pytest.mark.parametrize("by", ["samples", "stages", "tiles", "tiles by groups"])
 def test_a_gpu_among_cpus_is_exact(tmp_path: Path, by: str) -> None:
     alone, _ = trained(mh.Cluster.local(1), "single", tmp_path / "alone")
     cluster = mh.Cluster.local(3, gpus=1)
     names = cluster.names
     layers = 7
-    from manyhands.facts.plan import BySamples, Stage
+    from manyhands.facts.plan import BySamples, ByTiles, Stage
 
     whole = mh.capture(Network().double(), torch.randn(4, 3, 12, 12, dtype=torch.float64))
     layers = len(whole.layers)
     stages: tuple[Stage, ...] = (Stage((0, layers), names, BySamples((7, 2, 3))),)
     if by == "stages":
         stages = (Stage((0, 2), names[1:], BySamples((2, 4))), Stage((2, layers), names[:1]))
+    if by.startswith("tiles"):
+        share = ByTiles((3, 1, 2), backward_groups=(0,) if by != "tiles" else None)
+        stages = (Stage((0, layers), names, share),)
     plan = mh.Plan("Network", 12, stages, micro_batches=2 if by == "stages" else 1)
     if by == "stages":
         alone, _ = trained(mh.Cluster.local(1), mh.Plan("Network", 12, (Stage((0, layers), ("local-1",)),), 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.executor.tile_base import Held, TileOperator
+from manyhands.executor.tile_base import Held, Notes, TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
 from manyhands.executor.tile_moves import Concatenation, Dropout, Padding, Shuffle, Slice
 from manyhands.executor.tile_pointwise import pointwise
@@ -22,7 +22,7 @@ from manyhands.graph import ops
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 
-__all__ = ["Held", "State", "SumsOperator", "TileOperator", "tile_operator"]
+__all__ = ["Held", "Notes", "State", "SumsOperator", "TileOperator", "tile_operator"]
 
 _BY_NAME: dict[str, type[TileOperator]] = {
     "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool, "avg_pool2d": AveragePool,

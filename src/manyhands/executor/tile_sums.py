@@ -268,8 +268,9 @@ class _Normalisation(SumsOperator):
         """For each feature, Σ dy·x̂ and Σ dy over a box."""
         if over.is_empty:
             return torch.zeros_like(moments.mean), torch.zeros_like(moments.mean)
+        weight = None if moments.mean.device.type == "cpu" else torch.ones_like(moments.mean)  # CUDA's needs one
         _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
-            self._features(gradient.view(over)), self._features(data.view(over)), None, moments.mean,
+            self._features(gradient.view(over)), self._features(data.view(over)), weight, moments.mean,
             moments.variance, moments.mean, moments.inverse(self.epsilon), True, self.epsilon, [False, True, True],
         )  # fmt: skip
         return of_weight, of_bias

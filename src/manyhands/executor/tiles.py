@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
-from manyhands.executor.tile_operators import Held, State, SumsOperator, TileOperator, tile_operator
+from manyhands.executor.tile_operators import Held, Notes, State, SumsOperator, TileOperator, tile_operator
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.network import Op
 from manyhands.facts.profile import Kernel
@@ -37,6 +37,8 @@ class TileFlight:
     states: dict[int, State] = field(default_factory=dict)
     """Operator that adds up over the map -> the sums of everybody, forward."""
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
+    notes: dict[int, Notes] = field(default_factory=dict)
+    """Operator -> what its forward pass noted for its backward pass."""
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
     """Outputs of the network, whole, on the device that computes the loss."""
     returned: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -211,7 +213,9 @@ class TileRunner:
         self.flights.pop(micro_batch, None)
 
     def features(self) -> list[torch.Tensor]:
-        return [held.tensor for flight in self.flights.values() for held in flight.values.values()]
+        held = [one for flight in self.flights.values() for one in flight.values.values()]
+        held += [one for flight in self.flights.values() for note in flight.notes.values() for one in note.values()]
+        return [one.tensor for one in held]
 
     def deltas(self) -> list[torch.Tensor]:
         return [held.tensor for flight in self.flights.values() for held in flight.gradients.values()]
@@ -253,11 +257,23 @@ class TileRunner:
             return
         assert out is not None
         self.elements += out.volume
+        if context.training and self._is_differentiable(op):
+            options["notes"] = flight.notes.setdefault(index, {})
         if self._buffers[name] == out:
+            options["may_overwrite"] = self._is_last_reader(index)
             flight.values[name] = Held(out, operator.forward(inputs, out, context, **options))
             return
         held = flight.values[name] = self._room(name, out)
         operator.forward(inputs, out, context, into=held.view(out), **options)
+
+    @memoised
+    def _is_last_reader(self, index: int) -> bool:
+        """Whether nothing reads an operator's only input once it has run: its memory may become the output's."""
+        op = self.network.ops[index]
+        name = op.inputs[0]
+        sent = any(move.source == self.device for group in self.geometry.groups for move in group.fetches.get(name, ()))
+        alone = len(op.inputs) == 1 and self.network.readers[name] == (index,) and name not in self.network.outputs
+        return alone and self.geometry.is_made_here(name) and name not in self._kept and not sent
 
     def _compute_interior(self, flight: TileFlight, index: int, context: Context) -> None:
         out, name = self._out_box(index), self.network.ops[index].outputs[0]
@@ -367,6 +383,7 @@ class TileRunner:
                     flight.fresh.discard(name)
                 flight.states.pop(index, None)
                 flight.totals.pop(index, None)
+                flight.notes.pop(index, None)
                 for name in self._done_backward.get(index, ()):
                     flight.values.pop(name, None)
 
@@ -416,6 +433,7 @@ class TileRunner:
             self._input_gradients(flight, index, gradient, others, self._weight_box(index), context, options)
         else:
             wanted = [one or other for one, other in zip(maps, others)]
+            options["may_overwrite"] = not part and name in flight.fresh
             self._input_gradients(flight, index, gradient, wanted, self._gradient_box(index), context, options)
 
     @memoised
@@ -432,13 +450,15 @@ class TileRunner:
         inputs = [self._value(flight, r.tensor) if r.tensor in op.derives_from else None for r in op.reads]
         output = self._value(flight, op.outputs[0]) if op.outputs[0] in op.derives_from else None
         given = gradient.view(out)
+        options["notes"] = flight.notes.get(index)
         found = operator.input_gradients(inputs, output, given, out, wanted, context, **options)
-        memory = [given.untyped_storage().data_ptr()]
+        memory = [one.tensor.untyped_storage().data_ptr() for one in found if one is not None]
+        if not options.get("may_overwrite"):
+            memory.append(given.untyped_storage().data_ptr())
         for read, one in zip(op.reads, found):
             if one is not None:
-                own = one.tensor.untyped_storage().data_ptr()
-                fresh = own not in memory and 0 not in one.tensor.stride()
-                memory.append(own)
+                alone = memory.count(one.tensor.untyped_storage().data_ptr()) == 1
+                fresh = alone and 0 not in one.tensor.stride()
                 self._add(flight, read.tensor, one, self._collected(index, read.tensor), fresh=fresh)
 
     @memoised

@@ -98,11 +98,13 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
     flattened: int | None = None
     for first, last in itertools.pairwise(regions):
         inside = sum(heavy[first:last])
-        if flattened is None and first in glue and described[first].outputs and _is_view(described[first]):
+        if first and flattened is None and first in glue and described[first].outputs and _is_view(described[first]):
             flattened = first  # what follows a flattened map goes with the next block
         if inside and block_heavy and first:
             chosen.append(first if flattened is None else flattened)
-            block_heavy, flattened = 0, None
+            block_heavy = 0
+        if inside:
+            flattened = None
         block_heavy += inside
         if inside > _LARGEST_BLOCK:
             for i in starts:
