@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -17,7 +18,15 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.strategies import Task, balanced_cuts, choose, divisor_near, plan_by_name, proportional
+from manyhands.planner.strategies import (
+    Task,
+    TileWish,
+    balanced_cuts,
+    choose,
+    divisor_near,
+    plan_by_name,
+    proportional,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,9 @@ def test_samples_follow_speed(tiny: Network) -> None:
 
 
 def test_tiles_have_taller_tiles_on_faster_devices() -> None:
-    planned = make_plan(load_network("yolov2-16"), preset("env-c"), batch_size=2, strategy="tiles")
+    cluster = preset("env-c")
+    wish = TileWish(grid=(len(cluster.names), 1))
+    planned = make_plan(load_network("yolov2-16"), cluster, batch_size=2, strategy="tiles", tiles=wish)
     share = planned.plan.stages[0].share
     assert isinstance(share, ByTiles)
     rows = dict(zip(planned.plan.stages[0].devices, share.rows))
@@ -125,8 +136,12 @@ def test_refusals(tiny: Network) -> None:
     task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
     with pytest.raises(UnknownName, match="smples"):
         plan_by_name("smples", task, lambda plan: 1.0)
-    with pytest.raises(BadPlan, match="at least 3 devices"):
-        plan_by_name("tiles", task, lambda plan: 1.0)
+    wrong = replace(task, tiles=TileWish(grid=(3, 2)))
+    with pytest.raises(BadPlan, match=r"A grid of 3x2 has 6 tiles; cluster local:2 has 2 tile slots"):
+        plan_by_name("tiles", wrong, lambda plan: 1.0)
+    alone = Cluster.local(1)
+    with pytest.raises(BadPlan, match="at least two devices"):
+        plan_by_name("tiles", Task(tiny, alone, estimate_cluster(tiny, alone), 16), lambda plan: 1.0)
 
     def refuse(plan: Plan) -> float:
         raise OutOfMemory("too large")

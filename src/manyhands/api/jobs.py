@@ -399,6 +399,8 @@ def loss_of(name: str, data: DataSets) -> Any:
 
     if name in ZOO and ZOO[name].loss not in ("cross_entropy", "mse"):
         return loss_function(ZOO[name].loss)
+    if data.has_boxes:
+        return loss_function("region")
     return loss_function("cross_entropy" if data.num_classes else "mse")
 
 
@@ -472,7 +474,18 @@ def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
         ) from error
     finally:
         model.train(was_training)
-    if isinstance(output, torch.Tensor) and output.dim() == 2 and output.shape[1] < data.num_classes:
+    if data.has_boxes:
+        from manyhands.models.yolov2 import VOC_ANCHORS
+
+        channels = len(VOC_ANCHORS) * (5 + data.num_classes)
+        if not isinstance(output, torch.Tensor) or output.dim() != 4 or output.shape[1] != channels:
+            gives = f"an output of shape {tuple(output.shape[1:])}" if isinstance(output, torch.Tensor) else "no tensor"
+            raise BadValue(
+                f"{wish.model} gives {gives}; {wish.data} has boxes of {data.num_classes} classes, for which a "
+                f"detector gives maps of {channels} channels.",
+                hint="Give a detector, such as --model yolov2, or a folder with one sub-folder of pictures per class.",
+            )
+    elif isinstance(output, torch.Tensor) and output.dim() == 2 and output.shape[1] < data.num_classes:
         raise BadValue(
             f"{wish.model} has {output.shape[1]} outputs; {wish.data} has {data.num_classes} classes.",
             hint="Build it with more: a factory may take num_classes.",

@@ -27,7 +27,11 @@ def train(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", "-d", help="digits, a folder of class folders of images, or file.npz. Default: digits."),
+        typer.Option(
+            "--data",
+            "-d",
+            help="digits, a folder of class folders of images or in Pascal VOC layout, or file.npz. Default: digits.",
+        ),
     ] = None,
     input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x64x64.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 10.")] = None,

@@ -87,9 +87,7 @@ def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
             hint="Tests need the classes that are trained on.",
         )
     names = tuple(train_classes)
-    _check_all(
-        path, [file for classes in (train_classes, test_classes) for files in classes.values() for file in files]
-    )
+    check_all(path, [file for classes in (train_classes, test_classes) for files in classes.values() for file in files])
     train = _pictures(train_classes, names, shape)
     train_set: Dataset[Any] = train
     test_set: Dataset[Any] | None = _pictures(test_classes, names, shape) if test_folder else None
@@ -157,7 +155,7 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _check_all(root: Path, files: list[Path]) -> None:
+def check_all(root: Path, files: list[Path]) -> None:
     with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as threads:
         warnings.simplefilter("ignore")  # what they warn of is either harmless or found below
         reasons = list(threads.map(_fault if len(files) <= DECODED_IN_CHECK else _quick_fault, files))

@@ -25,10 +25,12 @@ class DataSets:
     num_classes: int
     input_shape: tuple[int, ...]
     classes: tuple[str, ...]
+    has_boxes: bool = False
+    """Targets are boxes, as the region loss takes them, in place of one class for each sample."""
 
 
 def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A data set by its name, a folder with one sub-folder of pictures per class, or a .npz file.
+    """A data set by its name, a folder with one sub-folder of pictures per class or laid out as Pascal VOC, or a .npz.
 
     `input_shape` is what the model takes for one sample, without the batch: pictures are resized to it. A name goes
     before a folder of that name; ./digits is the folder.
@@ -40,8 +42,12 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
         return load_digits(input_shape=input_shape)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        from manyhands.data.detection import detection_root, load_detection
         from manyhands.data.pictures import load_folder
 
+        root = detection_root(path)
+        if root is not None:
+            return load_detection(root, input_shape=input_shape)
         return load_folder(path, input_shape=input_shape)
     if path.suffix.lower() == ".npz":
         from manyhands.data.arrays import load_arrays

@@ -32,7 +32,7 @@ from manyhands.facts.units import parse_bytes
 SHARING_VARIABLE = "MANYHANDS_SHARED_MEMORY"
 """In the environment: how large a ring is; 0 for none at all."""
 RING_BYTES = 4 * 2**20
-SMALLEST_SHARED_BYTES = 64 * 1024
+SMALLEST_SHARED_BYTES = 128 * 1024
 LARGEST_RING_BYTES = 2**30
 _SMALLEST_RING_BYTES = 2 * CHUNK_BYTES
 

@@ -41,16 +41,22 @@ class HeldBytes:
         return [*tensors, *gradients, *state]
 
     def _parts(self, total: int) -> dict[str, int]:
-        weights = _bytes(self._static())
-        deltas = _bytes(tensor for runner in self.runners.values() for tensor in runner.deltas())
-        features = _bytes(tensor for runner in self.runners.values() for tensor in runner.features())
-        rest = total - weights - deltas - features
+        seen: set[int] = set()
+        weights = _bytes(self._static(), seen)
+        deltas = _bytes((tensor for runner in self.runners.values() for tensor in runner.deltas()), seen)
+        features = _bytes((tensor for runner in self.runners.values() for tensor in runner.features()), seen)
+        rest = max(0, total - weights - deltas - features)
         if not any(runner.elements for runner in self.runners.values()):  # autograd keeps features where none can look
             features, rest = features + rest, 0
         return {"features": features, "deltas": deltas, "weights": weights, "buffers": rest}
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Each storage once."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(found.values())
+def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Of storages not seen before, each once."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -30,7 +30,7 @@ from manyhands.schedule.tiles import TileGeometry
 
 _AXES = (2, 3)
 SPLIT_COST = 0.05
-"""What computing an operator in bands costs more than at once (TILING.md: -2 to +3 % on large tiles, and a copy)."""
+"""What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
 MESSAGE_SECONDS = 100e-6
 """What an exchange takes beside its bytes and the link's delay: two processes that wake each other."""
 

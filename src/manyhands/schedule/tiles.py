@@ -266,7 +266,7 @@ class TileGeometry(StageGeometry):
 
     @cached_property
     def regions(self) -> Boxes:
-        """Tensor -> device -> the box of its gradient that the device has complete (R in TILING.md)."""
+        """Tensor -> device -> the box of its gradient that the device has complete."""
         found: Boxes = {}
         for first, last in self._backward_bounds:
             grown: Boxes = {}
@@ -294,7 +294,7 @@ class TileGeometry(StageGeometry):
 
     @cached_property
     def _wanted_of_group(self) -> tuple[Boxes, ...]:
-        """For each backward group the forward values that its derivatives read (B in TILING.md)."""
+        """For each backward group the forward values that its derivatives read."""
         if self.share.backward_groups is None:
             return ()
         return tuple(self._wanted(first, last) for first, last in self._backward_bounds)

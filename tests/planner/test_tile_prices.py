@@ -1,0 +1,96 @@
+"""Prices of tiles: the walk along rows and columns equals the boxes, and the optimum equals exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hand_made import chain as chain_of
+from hand_made import changed
+from hand_made import cluster as cluster_of
+from manyhands.api.public import simulate
+from manyhands.facts.cluster import Link
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByTiles, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import estimate_cluster
+from manyhands.planner.tiles import TilePrices, with_groups
+from manyhands.schedule.tiles import TileGeometry
+
+SLOW = Link(1e5, 1e-3)
+
+
+def prices(network: Network, share: ByTiles, link: Link = SLOW) -> tuple[TilePrices, Plan]:
+    devices = tuple(f"d{i}" for i in range(len(share.rows) * len(share.columns)))
+    machines = cluster_of(devices, link)
+    stage = Stage((0, len(network.layers)), devices, share)
+    plan = resolve(Plan(network.name, 1, (stage,)), network, machines)
+    return TilePrices(plan, 0, network, machines, estimate_cluster(network, machines)), plan
+
+
+weights = st.lists(st.sampled_from((1.0, 2.0, 3.0)), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights, weights, st.integers(1, 4), st.sampled_from((1, 3, 5)), st.data())
+def test_the_walk_along_the_axes_finds_the_boxes(
+    rows: tuple[float, ...], columns: tuple[float, ...], layers: int, kernel: int, data: st.DataObject
+) -> None:
+    if len(rows) * len(columns) == 1:
+        rows = (1.0, 1.0)
+    network = chain_of(layers, kernel=kernel)
+    starts = (0, *sorted(data.draw(st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set()))))
+    priced, plan = prices(network, ByTiles(rows, columns, starts))
+    geometry = TileGeometry(plan, 0, network)
+    for group in geometry.groups:
+        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (2, 3)}
+        for place, device in enumerate(geometry.devices):
+            for index in range(group.first, group.last):
+                name = network.ops[index].outputs[0]
+                area = priced._area({axis: needs[axis].made[name] for axis in (2, 3)}, place)
+                assert area == geometry.computed[device][name].volume // geometry.shape(name)[1]
+
+
+@pytest.mark.parametrize("link", [Link(1e4, 1e-3), SLOW, Link(1e9, 1e-5)], ids=["slow", "middling", "fast"])
+def test_the_optimum_is_the_best_of_all_groupings(link: Link) -> None:
+    network = chain_of(5)
+    priced, _ = prices(network, ByTiles((2, 1), (1, 1)), link)
+    last = len(network.ops)
+    inside = range(1, len(priced.starts))
+    groupings = [(0, *some) for some in chain.from_iterable(combinations(inside, n) for n in range(len(inside) + 1))]
+
+    def total(starts: tuple[int, ...]) -> float:
+        bounds = (*(priced.starts[i] for i in starts), last)
+        return sum(priced.forward(a, b, both_ways=True) for a, b in pairwise(bounds))
+
+    def backward(starts: tuple[int, ...]) -> float:
+        return sum(priced.backward(a, b)[0] for a, b in pairwise((*(priced.starts[i] for i in starts), last)))
+
+    def ahead(starts: tuple[int, ...]) -> float:
+        bounds = (*(priced.starts[i] for i in starts), last)
+        return sum(priced.forward(a, b, both_ways=False) for a, b in pairwise(bounds))
+
+    found = {groups.name: groups for groups in priced.groupings()}
+    assert found["optimal"].seconds == pytest.approx(min(map(total, groupings)))
+    assert found["optimal, deltas"].seconds == pytest.approx(min(map(ahead, groupings)) + min(map(backward, groupings)))
+    assert found["one group"].seconds == pytest.approx(total((0,)))
+    assert found["every layer"].seconds == pytest.approx(total(tuple(range(len(priced.starts)))))
+
+
+def test_fetched_activations_are_priced_and_the_interior_comes_first_on_slow_links() -> None:
+    network = chain_of(4)
+    for op in (1, 2):  # their derivatives read what they read, as an activation's do
+        network = changed(network, op, derives_from=network.ops[op].inputs)
+    slow, plan = prices(network, ByTiles((1, 1)), Link(1e4, 1e-3))
+    fast, _ = prices(network, ByTiles((1, 1)), Link(1e12, 0.0))
+    found = {groups.name: groups for groups in slow.groupings()}
+    assert found["one group each way"].fetched_seconds > 0
+    assert found["one group"].fetched_seconds == 0
+    assert slow.interior_first() == (1, 2, 3)
+    assert len(fast.interior_first()) <= len(slow.interior_first())
+    machines = cluster_of(plan.devices, Link(1e4, 1e-3))
+    grouped = with_groups(plan, 0, found["one group each way"])
+    assert simulate(grouped, network, machines).seconds > 0
