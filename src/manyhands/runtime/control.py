@@ -227,7 +227,7 @@ def decode(data: bytes) -> Said:
     """A message; one that is none is the other side's fault, said so."""
     try:
         return _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Refused(
             f"A control message cannot be read: {error}.", hint="Is the same version of manyhands on both sides?"
         ) from error
