@@ -60,8 +60,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "flat" / "1.png").write_text("no picture")
     (folder / "file").write_text("")
     (folder / "typo.yaml").write_text("devices: [{kind: pi4, cout: 2}]\nlink: {rate: 1 Gbit/s, delay: 1 ms}\n")
-    stage: dict[str, Any] = {"layers": [0, 6], "devices": ["local-1", "local-2"]}
-    shares = {"two": {"by": "samples", "samples": [20, 12]}, "tiles": {"by": "tiles", "rows": [1, 1]}}
+    stage: dict[str, Any] = {"layers": [0, 5], "devices": ["local-1", "local-2"]}
+    shares = {"two": {"by": "samples", "samples": [20, 12]}, "channels": {"by": "channels", "groups": [1, 1]}}
     for name, share in shares.items():
         plan = {"network": "tiny", "batch_size": 32, "stages": [{**stage, "share": share}]}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(plan))
@@ -121,7 +121,10 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--optimizer", "SDG:lr=1"], 3, "Did you mean SGD"),
         pytest.param(["--optimizer", "SGD:lr=1,schedule=CosineLR"], 3, "CosineAnnealingLR", marks=pytest.mark.slow),
         (["--share", "sample"], 3, "Did you mean samples"),
-        (["--share", "tiles"], 10, "not yet executed"),
+        (["--share", "tiles", "--grid", "2x2", "--devices", "3"], 10, "2x2 has 4 tiles; there are 3 tile slots"),
+        (["--share", "tiles", "--grid", "2x"], 10, "is not a grid of tiles"),
+        (["--share", "tiles", "--grid", "2x1", "--rows", "1,2,3"], 5, "--rows has 3 numbers; the grid has 2"),
+        (["--grid", "2x2"], 10, "are for --share tiles"),
         (["--share", "samples", "--plan", "two.yaml"], 10, "--plan two.yaml both"),
         (["--epochs", "1", "--steps", "1"], 10, "--steps 1 both"),
         (["--devices", "0"], 10, "--devices is 0; it must be at least 1"),
@@ -137,7 +140,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--plan", "two.yaml", "--batch-size", "64"], 5, "batch_size is 32; --batch-size is 64"),
         (["--plan", "two.yaml", "--model", "din"], 5, "network is tiny; --model is din"),
         (["--plan", "two.yaml", "--devices", "1"], 5, "--devices 2"),
-        (["--plan", "tiles.yaml"], 5, "not yet executed"),
+        (["--plan", "channels.yaml"], 5, "not yet executed"),
         (["--out", "file"], 4, "file is a file"),
         (["--out", "done"], 4, "--resume done"),
         (["--out", "other", "--resume", "done"], 10, "--out other"),

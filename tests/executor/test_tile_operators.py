@@ -22,7 +22,7 @@ from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights
 
 SETTINGS = settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+    max_examples=7, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
 )
 FEW = settings(SETTINGS, max_examples=4)
 KERNELS = (None, Kernel(), Kernel(channels_last=True), Kernel(onednn=False), Kernel(True, False, 1))

@@ -246,7 +246,7 @@ def drawn_tiles(draw: st.DrawFn, network: Network, first: int, last: int) -> ByT
     return ByTiles(tuple(rows), tuple(columns), forward, backward, early)
 
 
-@settings(DRAWN, max_examples=12)
+@settings(DRAWN, max_examples=8)
 @given(st.data())
 def test_any_network_by_any_tiles(data: st.DataObject) -> None:
     """The whole network tiled, its loss on maps; three plans for each drawn network."""
@@ -292,7 +292,7 @@ def any_plan(data: st.DataObject, network: Network, **options: Any) -> Plan:
 
 
 @pytest.mark.xdist_group("tiled yolov2")
-@settings(DRAWN, max_examples=10)
+@settings(DRAWN, max_examples=6)
 @given(st.data())
 def test_any_plan_of_a_network_with_a_passthrough(data: st.DataObject) -> None:
     graph = zoo_case("yolov2").graph
@@ -304,7 +304,7 @@ def test_any_plan_of_a_network_with_a_passthrough(data: st.DataObject) -> None:
 
 
 @pytest.mark.xdist_group("tiled yolov2")
-@settings(DRAWN, max_examples=25)
+@settings(DRAWN, max_examples=12)
 @given(st.data())
 def test_messages_have_names_of_their_own_and_are_counted(data: st.DataObject) -> None:
     """No two messages of a round have one name, and bytes are counted alike by checker and receiver."""

@@ -231,7 +231,7 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
                 "where the stage ends."
             )
     image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
-    if image is not None and len(image.shape) == 4:
+    if image is not None and len(image.shape) == 4 and image.shape[2] * image.shape[3] > 1:
         for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
                 raise BadPlan(
