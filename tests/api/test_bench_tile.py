@@ -68,6 +68,7 @@ def test_bytes_are_the_plans(subject: Subject, session: Session) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
+@pytest.mark.slow
 def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
     figures = bench_speed(subject, session, 1, 1, quiet)
     assert figures["efficiency_vs_limit_2"] == figures["speedup_2"] / figures["limit_2"]  # type: ignore[operator]
@@ -89,6 +90,7 @@ def test_an_extreme_counts_in_its_faster_way() -> None:
     assert gains(seconds, "best") == (3.0, 2.0)
 
 
+@pytest.mark.slow
 def test_memory_is_told_by_part(subject: Subject) -> None:
     figures = bench_memory(subject, True, quiet)
     for tiles in (1, 2, 4):
@@ -104,6 +106,7 @@ def test_resident_memory_is_more_than_torch(subject: Subject, session: Session) 
     assert peaks[session.cluster.names[0]] > bare_import_bytes() > 50e6
 
 
+@pytest.mark.slow
 def test_studies_are_drawn(subject: Subject, tmp_path: Path) -> None:
     figures = draw_studies(subject, tmp_path / "out", True, quiet)
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
