@@ -101,7 +101,8 @@ def test_batch_norm_over_the_memory_of_its_gradient(affine: bool, layout: torch.
     gradient = case.gradient.contiguous(memory_format=layout).clone()
     state = operator.merged([operator.own_row(source, out)], [9 * 12])
     total = operator.own_backward_row(source, Held(out, gradient), out, state)
-    (found,) = operator.gradients(
+    operator.weight_gradients(source, gradient, out, CONTEXT, state=state)
+    (found,) = operator.input_gradients(
         source, None, gradient, out, [True], CONTEXT, may_overwrite=True, state=state, total=total, corrected=out
     )
     assert found is not None
@@ -139,7 +140,9 @@ def test_both_gradients_of_a_convolution(kernel: Kernel | None) -> None:
     for box in (upper, lower):
         demand = operator.demand(0, box)
         source = Held(demand, whole[demand.slices()])
-        (found,) = operator.gradients([source], None, case.gradient[box.slices()], box, [True], CONTEXT)
+        gradient = case.gradient[box.slices()]
+        operator.weight_gradients([source], gradient, box, CONTEXT)
+        (found,) = operator.input_gradients([source], None, gradient, box, [True], CONTEXT)
         assert found is not None
         assert found.box.intervals[3] == (0, 12)  # as much padding on both sides: none comes back
         common = found.box.intersect(Box.whole(whole.shape))

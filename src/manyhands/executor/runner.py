@@ -6,7 +6,7 @@ TileRunner (tiles.py)   tiles of the image: operator by operator, over boxes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -196,8 +196,3 @@ class SegmentRunner:
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
         return self.segments.first_not_finite(self.flight(micro_batch), context)
-
-
-def read_by(runners: Iterable[Runner], tensor: str) -> list[Runner]:
-    """The runners whose stages read a tensor."""
-    return [runner for runner in runners if any(tensor in op.inputs for op in runner.geometry.ops)]

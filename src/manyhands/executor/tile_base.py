@@ -146,32 +146,6 @@ class TileOperator:
             if part is not None:
                 add_gradient(parameter, part)
 
-    def gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-        **sums: Any,
-    ) -> list[Held | None]:
-        """Both at once, over one box: the weights' are added to theirs, the inputs' returned.
-
-        `inputs` hold all of them where there are trainable weights. `sums`: what an operator with sums is told besides.
-        """
-        if self.trainable:
-            given = [held for held in inputs if held is not None]
-            assert len(given) == len(inputs), f"{self.node.name} needs all its inputs"
-            state = {"state": sums["state"]} if "state" in sums else {}
-            self.weight_gradients(given, gradient, out, context, notes=notes, **state)
-        return self.input_gradients(
-            inputs, output, gradient, out, wanted, context, notes=notes, may_overwrite=may_overwrite, **sums
-        )
-
     @cached_property
     def trainable(self) -> list[Tensor]:
         """Its weights that collect gradients."""
