@@ -31,7 +31,7 @@ def prices(network: Network, share: ByTiles, link: Link = SLOW) -> tuple[TilePri
     return TilePrices(plan, 0, network, machines, estimate_cluster(network, machines)), plan
 
 
-weights = st.lists(st.sampled_from((1.0, 2.0, 3.0)), min_size=1, max_size=3).map(tuple)
+weights = st.lists(st.sampled_from((2.0, 3.0)), min_size=1, max_size=3).map(tuple)  # no tile of 6 columns is empty
 
 
 @settings(max_examples=25, deadline=None)

@@ -142,9 +142,12 @@ class LocalWorkers:
 
 def pin_process(process: int, core: int) -> None:
     """Keep the threads that a process has now, and those they start later, on one core."""
-    for thread in os.listdir(f"/proc/{process}/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), {core})
+    pinned: set[str] = set()
+    while new := set(os.listdir(f"/proc/{process}/task")) - pinned:  # one not yet pinned may start one meanwhile
+        for thread in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), {core})
+        pinned |= new
 
 
 def keep_memory() -> None:
