@@ -18,15 +18,9 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.strategies import (
-    Task,
-    TileWish,
-    balanced_cuts,
-    choose,
-    divisor_near,
-    plan_by_name,
-    proportional,
-)
+from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
+from manyhands.planner.strategies import choose, plan_by_name
+from manyhands.planner.task import Task, TileWish
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO
-from manyhands.planner.strategies import TileWish
+from manyhands.planner.task import TileWish
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,11 +12,12 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadPlan, BadValue, unknown
 from manyhands.facts.network import Network
-from manyhands.facts.plan import Order, Plan
+from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
 from manyhands.files.documents import load_cluster, read_document, write_document
-from manyhands.planner.strategies import STRATEGIES, Candidate, Task, TileWish, choose, plan_by_name
+from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
+from manyhands.planner.task import Candidate, Task, TileWish
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -54,6 +55,8 @@ def plan(
     micro_batches: int | None = None,
     order: Order = "1f1b",
     optimizer_slots: int = 1,
+    batch_norm: BatchNorm = "synchronised",
+    warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
     tiles: TileWish | None = None,
 ) -> Planned:
@@ -69,8 +72,9 @@ def plan(
         divisors = ", ".join(str(n) for n in range(1, min(batch_size, 10_000) + 1) if batch_size % n == 0)
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
     task = Task(
-        network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, tiles or TileWish()
-    )
+        network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, batch_norm, warm_up,
+        tiles or TileWish(),
+    )  # fmt: skip
 
     def price(candidate: Plan) -> float:
         return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
@@ -157,6 +161,14 @@ def order_named(name: str) -> Order:
     if name not in orders:
         raise unknown("order", name, orders)
     return orders[name]
+
+
+def batch_norm_named(name: str) -> BatchNorm:
+    """How batch norm takes its statistics, by name."""
+    ways: dict[str, BatchNorm] = {known: known for known in get_args(BatchNorm)}
+    if name not in ways:
+        raise unknown("way of batch norm", name, ways)
+    return ways[name]
 
 
 def parse_ladder(text: str) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from manyhands.facts.plan import ByTiles, LayerName, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
-from manyhands.planner.strategies import TileWish
+from manyhands.planner.task import TileWish
 from manyhands.planner.tiles import TilePrices, with_groups
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
-from manyhands.api.public import is_strategy, plan_file, read_plan, simulate
+from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
 from manyhands.api.tile_report import Traffic, is_tiled, planned_traffic, write_tile_map
@@ -38,7 +38,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
-from manyhands.planner.strategies import TileWish
+from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
@@ -373,10 +373,10 @@ class _Job:
             made = make_plan(
                 network, cluster, batch_size=self.options.batch_size, strategy=str(wanted), profile=profile,
                 micro_batches=wish.micro_batches, optimizer_slots=slots(self.options.optimizer), tiles=wish.tiles,
+                batch_norm=batch_norm_named(self.options.batch_norm),
             )  # fmt: skip
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
-            plan = msgspec.structs.replace(plan, batch_norm=self.options.batch_norm)
         else:
             plan = read_plan(plan_file(str(wanted)), network, cluster)
         plan = resolve(wish.applied(plan, self.options.batch_size), network, cluster)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
     from manyhands.planner.grouping import TileGroups
-    from manyhands.planner.strategies import Candidate
+    from manyhands.planner.task import Candidate
     from manyhands.simulator.result import Simulation
 
 MOST_ROWS = 40

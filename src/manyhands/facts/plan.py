@@ -28,6 +28,7 @@ from manyhands.facts.errors import BadPlan
 LayerName = int | str
 Order = Literal["sequential", "gpipe", "1f1b", "eager", "stream"]
 WarmUp = Literal["2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1"]
+BatchNorm = Literal["synchronised", "local"]
 EVERYWHERE = "everywhere"
 
 
@@ -99,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: Order = "1f1b"
     warm_up: WarmUp | tuple[int, ...] = "2(P-p)-1"
     """Forward passes a stage p of P runs ahead of its first backward (ASTEROID §3.2), or one number per stage."""
-    batch_norm: Literal["synchronised", "local"] = "synchronised"
+    batch_norm: BatchNorm = "synchronised"
     homes: dict[str, str] = {}
     """Graph input -> the device that has it; an input not named is at hand wherever it is read."""
     optimizer_slots: int = 1

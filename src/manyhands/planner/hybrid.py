@@ -1,0 +1,373 @@
+"""The best pipeline of replicated stages (ASTEROID Algorithm 2), exactly, and fast.
+
+Devices in order of memory; every stage takes layers [first, last) and an interval of the devices; devices may be left
+out between stages. Built from the last stage to the first: with a new first stage in front of a sub-pipeline,
+
+    A = max(M·E_stage,  M·E_cut + E_stage,  A' + E_stage + E_cut)          the longest step, aligned (Eq. 11)
+    D = max(T_a,  D' - E_b of the stage and the cut)                       what the all-reduces add at the end
+    round = A + D
+
+Algorithm 2 keeps one sub-pipeline for each place, the one with the least A' + D'. That can miss the optimum: a little
+more A' may be worth a smaller D'. So the pairs that no other beats in both are kept (a Pareto front), which is enough,
+as A and D never fall when A' or D' rise. All extensions by one stage are priced at once. What cannot become better than
+a plan that is known is dropped; the first one is found among a few good cuts, by the same search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy
+from numpy.typing import NDArray
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BySamples, Plan, Single, Stage
+from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.facts.units import format_bytes
+from manyhands.planner.shares import Counts, Numbers
+from manyhands.planner.steps import Batch, Ground, StageTable, Steps
+
+USUAL = Batch(1, 1)
+COARSE_CUTS = 24
+"""Cuts among which the first plan is looked for."""
+MOST_MICRO_BATCHES = 512
+USUAL_MICRO_BATCHES = 16
+"""The first way of cutting a mini-batch that is tried: a good one soon spares the search of others."""
+WORTH_A_SEARCH = 1.2
+"""Micro-batch sizes whose coarse plan is within this of the best are searched in full."""
+WORTH_KEEPING = 1.1
+"""Of these, the plans within this of the best are kept: a simulation may order them otherwise."""
+MOST_WITH_GAPS = 12
+"""Up to so many devices, some may be left out between two stages; beyond, only at the ends."""
+_PAIRS_AT_ONCE = 2_000_000
+_SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a pipeline."""
+
+    first: int
+    last: int
+    devices: tuple[str, ...]
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline with what a round of it takes, by Eq. 4-6."""
+
+    batch: Batch
+    stages: tuple[PlannedStage, ...]
+    seconds: float
+
+    def plan(self, network: Network) -> Plan:
+        stages = tuple(
+            Stage(
+                (one.first, one.last), one.devices, BySamples(one.samples) if len(one.devices) > 1 else Single()
+            )
+            for one in self.stages
+        )  # fmt: skip
+        batch = self.batch
+        return Plan(
+            network=network.name,
+            batch_size=batch.samples * batch.count,
+            stages=stages,
+            micro_batches=batch.count,
+            order="1f1b",
+            warm_up=batch.warm_up,
+            batch_norm="synchronised" if batch.is_synchronised else "local",
+            optimizer_slots=batch.optimizer_slots,
+        )
+
+
+@dataclass
+class _Front:
+    """Sub-pipelines of one number of stages that nothing beats, in the order of `key`."""
+
+    key: Counts
+    """Where it starts: layer x devices + first device."""
+    layer: Counts
+    group: Counts
+    longest: Numbers
+    ending: Numbers
+    stage: Counts
+    """The line of the stage table that is its first stage."""
+    following: Counts
+    """The sub-pipeline behind that."""
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+
+class Search:
+    """Algorithm 2 over one way of cutting the mini-batch."""
+
+    def __init__(self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True) -> None:
+        """`may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own recurrence."""
+        self.steps, self.may_be_alone, self.keep_fronts = steps, may_be_alone, keep_fronts
+        self.count = steps.batch.count
+        self.devices = len(steps.names)
+        self.has_gaps = self.devices <= MOST_WITH_GAPS
+
+    def best(self, cuts: Sequence[int] | None = None, bound: float = inf) -> Pipeline | None:
+        """The fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
+        return min(self.by_stages(cuts, bound), key=lambda one: one.seconds, default=None)
+
+    def by_stages(self, cuts: Sequence[int] | None = None, bound: float = inf, keeping: float = 1.0) -> list[Pipeline]:
+        """The fastest pipelines of one stage, of two, and so on: those within the bound and within `keeping` times
+        the best of those with fewer stages."""
+        layers = self.steps.layers
+        positions = numpy.array(sorted({0, layers, *(range(layers) if cuts is None else cuts)}))
+        first, last = (positions[one] for one in numpy.triu_indices(len(positions), 1))
+        groups = numpy.arange(len(self.steps.groups))
+        lines = numpy.repeat(first, len(groups)), numpy.repeat(last, len(groups)), numpy.tile(groups, len(first))
+        free = self.steps.stages(*self._promising(*lines, bound))
+        tables: list[StageTable] = []
+        fronts: list[_Front] = []
+        found: list[Pipeline] = []
+        for from_end in range(1, min(self.devices, len(positions) - 1) + 1):
+            table = self.steps.within_memory(free, self.steps.batch.ahead(from_end))
+            front = self._alone(table, bound) if from_end == 1 else self._extended(table, fronts[-1], bound)
+            tables.append(table)
+            fronts.append(front)
+            if not len(front):
+                break
+            whole = numpy.flatnonzero(front.layer == 0)
+            if not len(whole):
+                continue
+            total = front.longest[whole] + front.ending[whole]
+            place = int(total.argmin())
+            if total[place] < bound:
+                seconds = float(total[place])
+                found.append(Pipeline(self.steps.batch, self._stages(tables, fronts, int(whole[place])), seconds))
+                bound = min(bound, keeping * seconds)
+        return found
+
+    def _promising(self, first: Counts, last: Counts, group: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
+        """Stages that a plan within the bound may have: they, what comes before and what comes after, fit in."""
+        steps, layers = self.steps, self.steps.layers
+        starts, ends = steps.starts[group], steps.ends[group]
+        keep = ((first == 0) | (starts > 0)) & ((last == layers) | (ends < self.devices))
+        if not self.may_be_alone and self.devices > 1:
+            keep &= (first > 0) | (last < layers) | (ends - starts > 1)
+        if bound < inf:
+            limit = bound * _SLACK / self.count
+            head, tail = self._least_around
+            keep &= (head[first, starts] <= limit) & (tail[last, ends] <= limit)
+            left = numpy.flatnonzero(keep)
+            keep[left] = steps.least_seconds(first[left], last[left], group[left]) <= limit
+        which = numpy.flatnonzero(keep)
+        return first[which], last[which], group[which]
+
+    @cached_property
+    def _least_around(self) -> tuple[Numbers, Numbers]:
+        """[layer, device] -> the least that all devices before it take for all layers before it; and from it on."""
+        best = numpy.stack([self.steps.best[kind] for kind in self.steps.kinds], axis=1)
+        samples = self.steps.batch.samples
+        speeds = 1 / numpy.maximum(best, 1e-30)
+        rest = 1 / numpy.maximum(best[-1:] - best, 1e-30)
+        none = numpy.zeros((len(best), 1))
+        before = numpy.concatenate([none, speeds.cumsum(1)], axis=1)
+        after = numpy.concatenate([rest[:, ::-1].cumsum(1)[:, ::-1], none], axis=1)
+        with numpy.errstate(divide="ignore"):
+            head, tail = samples / before, samples / after
+        head[0], tail[-1] = 0.0, 0.0
+        return head, tail
+
+    def _alone(self, table: StageTable, bound: float) -> _Front:
+        """Every stage that can be the last one."""
+        ends = numpy.flatnonzero(table.last == self.steps.layers)
+        longest = self.count * (table.forward[ends] + table.backward[ends])
+        nothing = numpy.full(len(ends), -1)
+        return self._kept(table, ends, nothing, longest, table.reduce[ends], bound)
+
+    def _extended(self, table: StageTable, behind: _Front, bound: float) -> _Front:
+        """Every sub-pipeline with one more stage in front."""
+        width = self.devices + 1
+        joint = table.last * width
+        low = numpy.searchsorted(behind.key, joint + self.steps.ends[table.group])
+        high = numpy.searchsorted(
+            behind.key, joint + (self.devices if self.has_gaps else self.steps.ends[table.group]) + 1
+        )
+        high = numpy.maximum(low, high)
+        none, nowhere = numpy.zeros(0), numpy.zeros(0, numpy.int64)
+        parts = [_Front(nowhere, nowhere, nowhere, none, none, nowhere, nowhere)]
+        for lines in _blocks(high - low):
+            stage = numpy.repeat(lines, high[lines] - low[lines])
+            skipped = numpy.cumsum(high[lines] - low[lines]) - (high[lines] - low[lines])
+            sub = numpy.arange(len(stage)) - numpy.repeat(skipped, high[lines] - low[lines]) + low[stage]
+            ahead, back = self.steps.cut_seconds(table.last[stage], table.group[stage], behind.group[sub])
+            forward, backward = table.forward[stage], table.backward[stage]
+            own, cut = forward + backward, ahead + back
+            longest = numpy.maximum(self.count * own, self.count * cut + own)
+            longest = numpy.maximum(longest, behind.longest[sub] + own + cut)
+            ending = numpy.maximum(table.reduce[stage], behind.ending[sub] - backward - back)
+            parts.append(self._kept(table, stage, sub, longest, ending, bound))
+        names = ("layer", "group", "longest", "ending", "stage", "following")
+        joined = {name: numpy.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return self._unbeaten(**joined)
+
+    def _kept(
+        self, table: StageTable, stage: Counts, sub: Counts, longest: Numbers, ending: Numbers, bound: float
+    ) -> _Front:
+        """Of so many sub-pipelines, those that may become better than the bound and that nothing beats."""
+        if bound < inf:
+            head, _ = self._least_around
+            layer, start = table.first[stage], self.steps.starts[table.group[stage]]
+            least = longest + head[layer, start] + numpy.where(layer == 0, ending, 0.0)
+            keep = numpy.flatnonzero(least < bound * _SLACK)
+            stage, sub, longest, ending = stage[keep], sub[keep], longest[keep], ending[keep]
+        return self._unbeaten(table.first[stage], table.group[stage], longest, ending, stage, sub)
+
+    def _unbeaten(
+        self, layer: Counts, group: Counts, longest: Numbers, ending: Numbers, stage: Counts, following: Counts
+    ) -> _Front:
+        """The Pareto front of every place (a layer and a group); or, as in the paper, the best one of each."""
+        if not len(layer):
+            return _Front(layer, layer, group, longest, ending, stage, following)
+        key = layer * (self.devices + 1) + self.steps.starts[group]
+        if self.keep_fronts:
+            place = layer * len(self.steps.groups) + group
+            order = numpy.lexsort((ending, longest, place))
+            ranks = numpy.unique(ending, return_inverse=True)[1].reshape(-1)[order]
+            segment = numpy.concatenate([[0], numpy.diff(place[order]) != 0]).cumsum()
+            least = numpy.minimum.accumulate(ranks - segment * (len(ranks) + 1))  # starts anew in every segment
+            is_new = numpy.concatenate([[True], least[1:] < least[:-1]])
+        else:
+            order = numpy.lexsort((longest + ending, key))
+            is_new = numpy.concatenate([[True], key[order][1:] != key[order][:-1]])
+        kept = order[is_new]
+        kept = kept[numpy.argsort(key[kept], kind="stable")]
+        return _Front(key[kept], layer[kept], group[kept], longest[kept], ending[kept], stage[kept], following[kept])
+
+    def _stages(self, tables: list[StageTable], fronts: list[_Front], place: int) -> tuple[PlannedStage, ...]:
+        """Read a pipeline back, from its first stage to its last."""
+        found = []
+        for table, front in zip(reversed(tables), reversed(fronts)):
+            line = int(front.stage[place])
+            found.append(self._stage(table, line))
+            place = int(front.following[place])
+        return tuple(found)
+
+    def _stage(self, table: StageTable, line: int) -> PlannedStage:
+        steps = self.steps
+        number = int(table.group[line])
+        a, b = steps.groups[number]
+        left = table.shares.of(line, [int(one) for one in steps.counts[number]])
+        samples = tuple(left[steps.kinds[device]].pop(0) for device in range(a, b))
+        return PlannedStage(int(table.first[line]), int(table.last[line]), steps.names[a:b], samples)
+
+
+def _blocks(sizes: Counts) -> Iterator[Counts]:
+    """Lines in runs that make about so many pairs."""
+    lines = numpy.flatnonzero(sizes)
+    if not len(lines):
+        return
+    number = (numpy.cumsum(sizes[lines]) - 1) // _PAIRS_AT_ONCE
+    for block in range(int(number[-1]) + 1):
+        own: NDArray[numpy.int64] = lines[number == block]
+        if len(own):
+            yield own
+
+
+def coarse_cuts(network: Network, count: int = COARSE_CUTS) -> list[int]:
+    """Cuts with little to carry, spread over the network's work."""
+    layers = network.layers
+    work = numpy.cumsum([layer.macs + 1 for layer in layers])
+    carried = [network.cut_bytes(layer) for layer in range(1, len(layers))]
+    found = []
+    for part in range(count):
+        inside = [
+            cut for cut in range(1, len(layers)) if part <= work[cut - 1] / work[-1] * count < part + 1
+        ]  # fmt: skip
+        if inside:
+            found.append(min(inside, key=lambda cut: (carried[cut - 1], cut)))
+    return found
+
+
+def batches(network: Network, batch_size: int, like: Batch, micro_batches: int | None = None) -> list[Batch]:
+    """The ways to cut a mini-batch into equal micro-batches that are looked at."""
+    least = 2 if any(op.statistics for op in network.ops) and batch_size > 1 else 1  # statistics of one sample are none
+    counts = [micro_batches] if micro_batches else [
+        count for count in range(1, min(batch_size, MOST_MICRO_BATCHES) + 1)
+        if batch_size % count == 0 and batch_size // count >= least
+    ]  # fmt: skip
+    return [replace(like, samples=batch_size // count, count=count) for count in counts]
+
+
+def pipelines(
+    network: Network,
+    cluster: Cluster,
+    profile: Profile,
+    batch_size: int,
+    *,
+    micro_batches: int | None = None,
+    like: Batch = USUAL,
+    may_be_alone: bool = True,
+) -> list[Pipeline]:
+    """The best pipelines of each promising way to cut the mini-batch, the fastest first.
+
+    `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster.
+    """
+    cuts = coarse_cuts(network)
+    rough: list[tuple[float, Search]] = []
+    ways = batches(network, batch_size, like, micro_batches)
+    ground = Ground(network, cluster, profile, max(way.samples for way in ways), like.optimizer_slots)
+    least = inf
+    for way in sorted(ways, key=lambda one: abs(one.count - USUAL_MICRO_BATCHES)):
+        search = Search(Steps(ground, way), may_be_alone=may_be_alone)
+        coarse = search.best(cuts, WORTH_A_SEARCH * least)
+        if coarse is not None:
+            least = min(least, coarse.seconds)
+            rough.append((coarse.seconds, search))
+    if not rough:  # no luck with these cuts
+        rough = [(inf, Search(Steps(ground, way), may_be_alone=may_be_alone)) for way in ways]
+    found: list[Pipeline] = []
+    least = inf
+    for seconds, search in sorted(rough, key=lambda one: one[0]):
+        own = search.by_stages(bound=WORTH_KEEPING * min(seconds, least), keeping=WORTH_KEEPING)
+        least = min([least, *(one.seconds for one in own)])
+        found += own
+    if not found:
+        raise OutOfMemory(
+            _shortage(network, cluster), hint="Use a larger cluster, smaller inputs, or an optimiser with less state."
+        )
+    kept = [one for one in found if one.seconds <= WORTH_KEEPING * least]
+    return sorted(kept, key=lambda one: one.seconds)
+
+
+def _shortage(network: Network, cluster: Cluster) -> str:
+    """Why nothing fits: the layer at which the devices' memory is used up, one sample at a time."""
+    steps = Steps(Ground(network, cluster, estimate_cluster(network, cluster), 1), Batch(1, 1))
+    sizes = [cluster.device(name).memory_bytes for name in steps.names]
+    first, device = 0, 0
+    for last in range(1, steps.layers + 1):
+        needed = _needed(steps, first, last)
+        if needed <= sizes[device]:
+            continue
+        first = last - 1
+        device += 1
+        needed = _needed(steps, first, last)
+        if device == len(sizes) or needed > sizes[device]:
+            have = sizes[min(device, len(sizes) - 1)]
+            layer = network.layers[first]
+            where = f"{steps.names[min(device, len(sizes) - 1)]} has {format_bytes(have)}"
+            if device == len(sizes):
+                where = f"all {len(sizes)} devices are full by then"
+                have = 0
+            return (
+                f"No pipeline of {network.name} fits cluster {cluster.name}: layer {first} ({layer.name}) needs "
+                f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing."
+            )
+    return f"No pipeline of {network.name} fits cluster {cluster.name} with micro-batches of this size."
+
+
+def _needed(steps: Steps, first: int, last: int) -> float:
+    fixed, each = steps.memory(numpy.array([first]), numpy.array([last]), 1)
+    return float(fixed[0] + each[0])

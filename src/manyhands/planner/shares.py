@@ -1,0 +1,210 @@
+"""How a micro-batch is divided among the devices of a stage (ASTEROID §3.3, Eq. 7).
+
+    min over y   max over devices d   t_d(y_d)      where   Σ y_d = B,   1 <= y_d <= what d's memory holds
+
+More samples never take less time, so the least maximum is found by raising a threshold: devices take all that they
+finish below it, and the threshold moves to the next cheapest sample until the whole batch is taken. That is exact, and
+it is done for every stage that a planner looks at, at once. Devices of one kind (same times, same memory) are counted,
+not listed. `offloaded` is the paper's Algorithm 1, which moves blocks of samples off the slowest device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+Numbers = NDArray[numpy.float64]
+Counts = NDArray[numpy.int64]
+Times = Callable[[int, Counts, Counts], Numbers]
+"""(kind, problems, samples) -> seconds of one device of that kind in those problems."""
+
+_ROUNDING = 1e-12
+_MOST_HALVINGS = 24
+
+
+@dataclass
+class Shares:
+    """For every problem and kind: `full` devices take `most` samples each, the kind's others one sample less."""
+
+    most: Counts
+    full: Counts
+    fits: NDArray[numpy.bool_]
+    """Whether the whole micro-batch found room."""
+
+    def of(self, problem: int, counts: Sequence[int]) -> list[list[int]]:
+        """Samples of each device, by kind."""
+        found = []
+        for kind, count in enumerate(counts):
+            most, full = int(self.most[problem, kind]), int(self.full[problem, kind])
+            found.append([most] * full + [most - 1] * (count - full))
+        return found
+
+
+def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors: Numbers) -> Shares:
+    """The least slowest device of every problem.
+
+    `counts`: devices of each kind, problems x kinds. `caps`: the most samples one of them holds.
+    `floors`: times that no division can beat, to begin with; 0 will do.
+    """
+    kinds = counts.shape[1]
+    has = counts > 0
+    caps = numpy.where(has, numpy.minimum(caps, batch), 0)
+    fits = ((counts * caps).sum(1) >= batch) & (caps >= has).all(1) & (counts.sum(1) <= batch)
+    found = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
+    alike = has.sum(1) == 1
+    if alike.any():  # devices of one kind: as evenly as can be
+        kind_of, size = has.argmax(1), numpy.maximum(1, counts.sum(1))
+        rows = numpy.flatnonzero(alike & fits)
+        most = -(-batch // size[rows])
+        found.most[rows, kind_of[rows]] = most
+        found.full[rows, kind_of[rows]] = batch - (most - 1) * size[rows]
+    mixed = numpy.flatnonzero(~alike & fits)
+    if not len(mixed):
+        return found
+    ones = [_seconds(times, kind, mixed, has[mixed, kind].astype(numpy.int64)) for kind in range(kinds)]
+    floor = numpy.maximum.reduce([floors[mixed] * (1 - _ROUNDING), *ones])
+    found.most[mixed] = _brought_near(times, mixed, counts[mixed], caps[mixed], batch, floor)
+    _add(times, found, counts, caps, batch)
+    _remove(times, found, counts, batch)
+    return found
+
+
+def _seconds(times: Times, kind: int, problems: Counts, samples: Counts) -> Numbers:
+    return numpy.where(samples > 0, times(kind, problems, samples), 0.0)
+
+
+def _brought_near(times: Times, problems: Counts, counts: Counts, caps: Counts, batch: int, floor: Numbers) -> Counts:
+    """Samples of each kind below a threshold that is just not enough, or at the floor where that is too much."""
+    kinds = counts.shape[1]
+    low_time = floor.copy()
+    high = caps.copy()
+    low = numpy.stack(
+        [_below(times, k, problems, low_time, numpy.zeros_like(high[:, k]), high[:, k]) for k in range(kinds)], 1
+    )
+    low = numpy.maximum(low, counts > 0)
+    high = numpy.maximum(low, high)
+    high_time = numpy.maximum.reduce([_seconds(times, k, problems, high[:, k]) for k in range(kinds)])
+    for _ in range(_MOST_HALVINGS):
+        going = numpy.flatnonzero(((counts * low).sum(1) < batch) & ((high - low) > 1).any(1))
+        if not len(going):
+            break
+        need = batch - (counts[going] * low[going]).sum(1)
+        room = (counts[going] * (high[going] - low[going])).sum(1)
+        part = numpy.clip(need / room, 0.05, 0.95)  # times are nearly straight lines: guess, do not halve
+        time = low_time[going] + part * (high_time[going] - low_time[going])
+        tried = numpy.stack(
+            [_below(times, k, problems[going], time, low[going, k], high[going, k]) for k in range(kinds)], axis=1
+        )  # fmt: skip
+        enough = (counts[going] * tried).sum(1) >= batch
+        low[going[~enough]], low_time[going[~enough]] = tried[~enough], time[~enough]
+        high[going[enough]], high_time[going[enough]] = tried[enough], time[enough]
+    return low
+
+
+def _below(times: Times, kind: int, problems: Counts, limit: Numbers, low: Counts, high: Counts) -> Counts:
+    """The most samples, between two numbers, that take no longer than a limit; `low` do."""
+    low, high = low.copy(), high.copy()
+    active = numpy.flatnonzero(low < high)
+    while len(active):
+        middle = (low[active] + high[active] + 1) // 2
+        within = times(kind, problems[active], middle) <= limit[active]
+        low[active[within]] = middle[within]
+        high[active[~within]] = middle[~within] - 1
+        active = active[low[active] < high[active]]
+    return low
+
+
+def _taken(shares: Shares, counts: Counts) -> Counts:
+    total: Counts = (counts * shares.most - (counts - shares.full)).sum(1)
+    return total
+
+
+def _add(times: Times, shares: Shares, counts: Counts, caps: Counts, batch: int) -> None:
+    """Raise the threshold to the next cheapest sample until nothing is left."""
+    kinds = counts.shape[1]
+    left = batch - _taken(shares, counts)
+    active = numpy.flatnonzero(shares.fits & (left > 0))
+    upcoming = numpy.full((len(active), kinds), numpy.inf)
+    stale = counts[active] > 0
+    while len(active):
+        for kind in range(kinds):
+            look = numpy.flatnonzero(stale[:, kind] & (shares.most[active, kind] < caps[active, kind]))
+            upcoming[:, kind][stale[:, kind]] = numpy.inf
+            where = active[look]
+            upcoming[look, kind] = times(kind, where, shares.most[where, kind] + 1)
+        kind_of = upcoming.argmin(1)
+        rows = numpy.arange(len(active))
+        added = numpy.minimum(counts[active, kind_of], left[active])
+        shares.most[active, kind_of] += 1
+        shares.full[active, kind_of] = added
+        left[active] -= added
+        stale[:] = False
+        stale[rows, kind_of] = True
+        going = left[active] > 0
+        active, upcoming, stale = active[going], upcoming[going], stale[going]
+
+
+def _remove(times: Times, shares: Shares, counts: Counts, batch: int) -> None:
+    """Take back what was given below a threshold that one device alone sets: the most expensive samples first."""
+    kinds = counts.shape[1]
+    surplus = _taken(shares, counts) - batch
+    active = numpy.flatnonzero(shares.fits & (surplus > 0))
+    while len(active):
+        last = numpy.full((len(active), kinds), -numpy.inf)
+        for kind in range(kinds):
+            look = numpy.flatnonzero((counts[active, kind] > 0) & (shares.most[active, kind] > 1))
+            where = active[look]
+            last[look, kind] = times(kind, where, shares.most[where, kind])
+        kind_of = last.argmax(1)
+        taken = numpy.minimum(shares.full[active, kind_of], surplus[active])
+        shares.full[active, kind_of] -= taken
+        surplus[active] -= taken
+        emptied = shares.full[active, kind_of] == 0
+        shares.most[active[emptied], kind_of[emptied]] -= 1
+        shares.full[active[emptied], kind_of[emptied]] = counts[active[emptied], kind_of[emptied]]
+        active = active[surplus[active] > 0]
+
+
+def offloaded(
+    seconds: Sequence[Callable[[int], float]], caps: Sequence[int], batch: int, block: int = 1
+) -> list[int] | None:
+    """Algorithm 1: shares by capacity within memory, then blocks move off the slowest device. None: no room."""
+    if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
+        return None
+    shares = _balanced([1.0 / one(batch) if one(batch) else 1.0 for one in seconds], list(caps), batch)
+    while True:
+        taken = [one(share) for one, share in zip(seconds, shares)]
+        slowest = max(range(len(shares)), key=taken.__getitem__)
+        moved = min(block, shares[slowest] - 1)
+        room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
+        if not room or moved < 1:
+            return shares
+        fastest = min(room, key=taken.__getitem__)
+        tried = list(shares)
+        tried[slowest] -= moved
+        tried[fastest] += moved
+        if max(one(share) for one, share in zip(seconds, tried)) >= taken[slowest]:
+            return shares
+        shares = tried
+
+
+def _balanced(speeds: list[float], caps: list[int], batch: int) -> list[int]:
+    """Phase 1: in proportion to capacity, at least one each; what does not fit goes to those with room."""
+    shares = [1] * len(caps)
+    left = batch - len(caps)
+    while left:
+        room = [d for d in range(len(caps)) if shares[d] < caps[d]]
+        total = sum(speeds[d] for d in room)
+        given = 0
+        for d in room:
+            part = min(int(left * speeds[d] / total), caps[d] - shares[d])
+            shares[d] += part
+            given += part
+        if not given:  # rounding: one at a time, to the fastest with room
+            shares[max(room, key=speeds.__getitem__)] += 1
+            given = 1
+        left -= given
+    return shares

@@ -1,0 +1,406 @@
+"""What every stage and every cut of a network would cost on a cluster: the quantities of ASTEROID §3.3, as arrays.
+
+A round of P stages has 2P-1 steps: stages and the communication between them. Of each a planner knows E_f and E_b, the
+seconds of one micro-batch forward and backward, and of a stage T_a, the all-reduce of its weights (Eq. 5). Then (with
+A the longest step, aligned, and the last backward passes running down to the first stage; Eq. 4, 6 and 11 put together)
+
+    round = max over steps s (M·E^s + Σ_{i<s} E^i)  +  max over steps t (T_a^t - Σ_{i<t} E_b^i),     E = E_f + E_b
+
+Devices are in order of memory, a stage takes an interval of them. What crosses a cut is priced by ports and links, with
+a device's part of it by its speed over the whole network, so that a cut's price depends on the two groups only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.network import Network
+from manyhands.facts.plan import WarmUp
+from manyhands.facts.profile import DeviceProfile, Profile, Timing
+from manyhands.planner.shares import Counts, Numbers, Shares, exact_shares
+
+Group = tuple[int, int]
+"""An interval of the devices, in order of memory."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a mini-batch is cut, and what a round of it is like."""
+
+    samples: int
+    """Of one micro-batch."""
+    count: int
+    optimizer_slots: int = 1
+    is_synchronised: bool = True
+    """Whether batch normalisation takes its statistics over all devices of a stage."""
+    warm_up: WarmUp = "2(P-p)-1"
+
+    def ahead(self, from_end: int) -> int:
+        """K_p of the stage that has so many stages from it to the end, itself included."""
+        known = {"2(P-p)-1": 2 * from_end - 1, "2(P-p)": 2 * from_end, "P-p": from_end, "2(P-p)+1": 2 * from_end + 1}
+        return max(1, min(known[self.warm_up], self.count))
+
+
+def by_memory(cluster: Cluster) -> tuple[str, ...]:
+    """The devices' names, the largest memory first (ASTEROID §3.3); of equal memory, the faster first."""
+    order = sorted(cluster.devices, key=lambda one: (-one.memory_bytes, -one.gflops))
+    return tuple(one.name for one in order)
+
+
+class Ladders:
+    """Seconds of every layer on every kind of device for 0 to `most` samples, as running sums over the layers."""
+
+    def __init__(self, profiles: Sequence[DeviceProfile], most: int) -> None:
+        self.forward: list[Numbers] = []
+        self.backward: list[Numbers] = []
+        self._least: list[Numbers] = []
+        samples = numpy.arange(most + 1)
+        for own in profiles:
+            tables = [_table(ladder, samples) for ladder in own.ladders]
+            ahead, back = (numpy.stack([table[way] for table in tables], axis=1) for way in (0, 1))
+            self._least.append(numpy.minimum.accumulate((ahead + back)[1:] / samples[1:, None]))
+            self.forward.append(_running(ahead))
+            self.backward.append(_running(back))
+        self.total = [ahead + back for ahead, back in zip(self.forward, self.backward)]
+
+    def best(self, kind: int, most: int) -> Numbers:
+        """Running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
+        found: Numbers = _running(self._least[kind][most - 1 : most])[0]
+        return found
+
+
+def _running(table: Numbers) -> Numbers:
+    """Sums over the first n columns, n from 0 on."""
+    return numpy.concatenate([numpy.zeros((len(table), 1)), table.cumsum(1)], axis=1)
+
+
+def _table(ladder: tuple[Timing, ...], samples: Counts) -> tuple[Numbers, Numbers]:
+    """A layer's seconds for each number of samples, read as profiles are; more samples never take less time."""
+    sizes = numpy.array([timing.samples for timing in ladder], float)
+    found = []
+    for own in ([t.forward_seconds for t in ladder], [t.backward_seconds for t in ladder]):
+        seconds = numpy.interp(samples, sizes, own)
+        seconds = numpy.where(samples < sizes[0], own[0] * samples / sizes[0], seconds)
+        if len(ladder) > 1:
+            slope = (own[-1] - own[-2]) / (sizes[-1] - sizes[-2])
+            beyond = numpy.maximum(own[-1], own[-1] + slope * (samples - sizes[-1]))
+        else:
+            beyond = own[0] * samples / sizes[0]
+        found.append(numpy.maximum.accumulate(numpy.where(samples > sizes[-1], beyond, seconds)))
+    return found[0], found[1]
+
+
+class LayerBytes:
+    """What layers weigh: running sums over the network, and what crosses each cut."""
+
+    def __init__(self, network: Network, optimizer_slots: int) -> None:
+        layers = range(len(network.layers) + 1)
+        static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
+        self.work = numpy.zeros(len(layers))
+        """The most that one of its operators moves, for one sample."""
+        seen: set[str] = set()
+        for index, layer in enumerate(network.layers, 1):
+            for name in layer.weights:
+                weight = network.weights[name]
+                copies = 2 + optimizer_slots if weight.trainable else 1
+                static[index] += weight.bytes * copies * (name not in seen)
+                trained[index] += weight.bytes * (weight.trainable and name not in seen)
+                seen.add(name)
+            for op in network.ops[layer.first : layer.last]:
+                saved[index] += op.saved_bytes
+                fixed[index] += op.saved_fixed_bytes
+                norms[index] += op.statistics > 0
+                sums[index] += 4 * op.statistics
+                self.work[index] = max(self.work[index], op.moved_bytes)
+        self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
+            one.cumsum() for one in (static, trained, saved, fixed, norms, sums)
+        )
+        crossing = [[] if layer in (0, layers[-1]) else list(network.cut(layer)) for layer in layers]
+        self.crossing = numpy.array([sum(one.bytes_per_sample for one in tensors) for tensors in crossing], float)
+        self.returning = numpy.array(
+            [sum(one.bytes_per_sample for one in tensors if one.differentiable) for tensors in crossing], float
+        )
+
+    @cached_property
+    def widest(self) -> Numbers:
+        """[first, last]: the most that one operator of these layers moves, for one sample."""
+        count = len(self.work)
+        found = numpy.zeros((count, count))
+        for first in range(count):
+            found[first, first + 1 :] = numpy.maximum.accumulate(self.work[first + 1 :])
+        return found
+
+
+@dataclass
+class StageTable:
+    """Candidate stages: layers [first, last) on a group, and what they cost; one line each."""
+
+    first: Counts
+    last: Counts
+    group: Counts
+    forward: Numbers
+    backward: Numbers
+    reduce: Numbers
+    shares: Shares
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def only(self, which: Counts) -> StageTable:
+        one = self.shares
+        return StageTable(
+            self.first[which], self.last[which], self.group[which], self.forward[which], self.backward[which],
+            self.reduce[which], Shares(one.most[which], one.full[which], one.fits[which]),
+        )  # fmt: skip
+
+    def joined(self, other: StageTable) -> StageTable:
+        def both(column: str) -> NDArray[Any]:
+            return numpy.concatenate([attrgetter(column)(one) for one in (self, other)])
+
+        shares = Shares(both("shares.most"), both("shares.full"), both("shares.fits"))
+        first, last, group = both("first"), both("last"), both("group")
+        return StageTable(first, last, group, both("forward"), both("backward"), both("reduce"), shares)
+
+
+class Ground:
+    """What does not depend on how the mini-batch is cut."""
+
+    def __init__(
+        self, network: Network, cluster: Cluster, profile: Profile, most: int, optimizer_slots: int = 1
+    ) -> None:
+        self.network, self.cluster = network, cluster
+        self.names = by_memory(cluster)
+        keys = [(id(profile.of(name)), cluster.device(name).memory_bytes) for name in self.names]
+        unique = list(dict.fromkeys(keys))
+        self.kinds = [unique.index(key) for key in keys]
+        self.budgets = [memory for _, memory in unique]
+        self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
+        self.bytes = LayerBytes(network, optimizer_slots)
+
+
+class Steps:
+    """Prices of stages and cuts for one way of cutting the mini-batch."""
+
+    def __init__(self, ground: Ground, batch: Batch) -> None:
+        self.cluster, self.batch = ground.cluster, batch
+        self.names, self.kinds, self.budgets = ground.names, ground.kinds, ground.budgets
+        self.layers = len(ground.network.layers)
+        self.ladders, self.bytes = ground.ladders, ground.bytes
+        self.best = [self.ladders.best(kind, batch.samples) for kind in range(len(self.budgets))]
+        count = len(self.names)
+        self.groups: list[Group] = [
+            (a, b) for a in range(count) for b in range(a + 1, min(count, a + batch.samples) + 1)
+        ]
+        self.counts = numpy.zeros((len(self.groups), len(self.budgets)), numpy.int64)
+        for number, (a, b) in enumerate(self.groups):
+            for device in range(a, b):
+                self.counts[number, self.kinds[device]] += 1
+        self.starts = numpy.array([a for a, _ in self.groups])
+        self.ends = numpy.array([b for _, b in self.groups])
+        whole = [self.ladders.total[kind][batch.samples, -1] for kind in self.kinds]
+        speeds = batch.samples / numpy.maximum(1e-12, whole)
+        self._parts = {g: speeds[g[0] : g[1]] / speeds[g[0] : g[1]].sum() for g in self.groups}
+
+    # Stages
+
+    def least_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
+        """What no division of a micro-batch over a group can beat."""
+        speed = numpy.zeros(len(first))
+        for kind in range(self.counts.shape[1]):
+            each = self.best[kind][last] - self.best[kind][first]
+            speed += self.counts[group, kind] / numpy.maximum(each, 1e-30)
+        found: Numbers = self.batch.samples / speed
+        return found
+
+    def memory(self, first: Counts, last: Counts, ahead: int) -> tuple[Numbers, Numbers]:
+        """Eq. 3 of stages: bytes whatever the share, and bytes for each sample of it."""
+        b = self.bytes
+        fixed = b.static[last] - b.static[first] + ahead * (b.fixed[last] - b.fixed[first])
+        each = ahead * (b.saved[last] - b.saved[first] + b.crossing[first])
+        each = each + numpy.maximum(b.widest[first, last], b.returning[last])
+        return fixed, each
+
+    def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
+        """The given stages with the best shares, whatever memory they take."""
+        free = numpy.full((len(first), self.counts.shape[1]), self.batch.samples)
+        return self._solved(first, last, group, free)
+
+    def within_memory(self, table: StageTable, ahead: int) -> StageTable:
+        """The same with so many micro-batches held: within every device's memory; without those that fit nowhere."""
+        first, last, group = table.first, table.last, table.group
+        fixed, each = self.memory(first, last, ahead)
+        most = [numpy.floor((budget - fixed) / numpy.maximum(each, 1e-9)) for budget in self.budgets]
+        caps = numpy.stack(most, axis=1).clip(0, self.batch.samples).astype(numpy.int64)
+        tight = ((table.shares.most > caps) & (self.counts[group] > 0)).any(1)
+        which = numpy.flatnonzero(tight)
+        if not len(which):
+            return table.only(numpy.flatnonzero(table.shares.fits))
+        loose = table.only(numpy.flatnonzero(~tight & table.shares.fits))
+        other = self._solved(first[which], last[which], group[which], caps[which])
+        return loose.joined(other.only(numpy.flatnonzero(other.shares.fits)))
+
+    def _solved(self, first: Counts, last: Counts, group: Counts, caps: Counts) -> StageTable:
+        def times(kind: int, problems: Counts, samples: Counts) -> Numbers:
+            table = self.ladders.total[kind]
+            found: Numbers = table[samples, last[problems]] - table[samples, first[problems]]
+            return found
+
+        counts = self.counts[group]
+        shares = exact_shares(times, counts, caps, self.batch.samples, self.least_seconds(first, last, group))
+        forward, backward = numpy.zeros(len(first)), numpy.zeros(len(first))
+        for kind in range(counts.shape[1]):
+            own = shares.most[:, kind]
+            for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
+                numpy.maximum(seconds, tables[kind][own, last] - tables[kind][own, first], out=seconds)
+        b = self.bytes
+        is_shared = self.ends[group] - self.starts[group] > 1
+        if self.batch.is_synchronised:
+            norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
+            delay, rate = self._group_delays[group], self._sum_seconds[group]
+            forward += is_shared * (norms * delay + 2 * sums * rate)
+            backward += is_shared * (norms * delay + 2 * sums * rate)
+        reduce = (
+            self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
+            + is_shared * 2 * self._group_delays[group]
+        )
+        return StageTable(first, last, group, forward, backward, reduce, shares)
+
+    @cached_property
+    def _group_rates(self) -> Numbers:
+        """The slowest way between two devices of each group, in bytes per second."""
+        return numpy.array([self._least_rate(g) for g in self.groups])
+
+    def _least_rate(self, group: Group) -> float:
+        names = self.names[group[0] : group[1]]
+        if self._is_uniform:
+            ports = [(one.up_bytes_per_second, one.down_bytes_per_second) for one in map(self.cluster.device, names)]
+            return min(self.cluster.link.bytes_per_second, *(rate for port in ports for rate in port))
+        between = self.cluster.bytes_per_second_between
+        return min((between(a, b) for a in names for b in names if a != b), default=numpy.inf)
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        """Whether all pairs have the same link, and no host has several of the devices."""
+        hosts = {device.host_name for device in self.cluster.devices}
+        return not self.cluster.links and len(hosts) == len(self.cluster.devices)
+
+    @cached_property
+    def _group_delays(self) -> Numbers:
+        if self._is_uniform:
+            return numpy.full(len(self.groups), self.cluster.link.delay_seconds)
+        link = self.cluster.link_between
+        found = []
+        for a, b in self.groups:
+            names = self.names[a:b]
+            found.append(max((link(x, y).delay_seconds for x in names for y in names if x != y), default=0.0))
+        return numpy.array(found)
+
+    @cached_property
+    def _reduce_seconds(self) -> Numbers:
+        """T_a of Eq. 5 for one byte of weights."""
+        size = self.ends - self.starts
+        found: Numbers = 2 * (size - 1) / size / self._group_rates
+        return found
+
+    @cached_property
+    def _sum_seconds(self) -> Numbers:
+        """Everybody's sums to everybody, for one byte of them."""
+        found: Numbers = (self.ends - self.starts - 1) / self._group_rates
+        return found
+
+    # Cuts
+
+    @cached_property
+    def _cut_rates(self) -> tuple[Numbers, Numbers, Numbers]:
+        """[group, next group] -> seconds per byte of a cut forward and backward, and the delay."""
+        count = len(self.groups)
+        device = self.cluster.device
+        ups = numpy.array([device(name).up_bytes_per_second for name in self.names])
+        downs = numpy.array([device(name).down_bytes_per_second for name in self.names])
+        out = numpy.array([(self._parts[g] / ups[g[0] : g[1]]).max() for g in self.groups])
+        into = numpy.array([(self._parts[g] / downs[g[0] : g[1]]).max() for g in self.groups])
+        ahead = numpy.maximum(out[:, None], into[None, :])
+        back = numpy.maximum(into[:, None], out[None, :])
+        delay = numpy.full((count, count), self.cluster.link.delay_seconds)
+        if self._is_uniform:
+            largest = numpy.array([self._parts[g].max() for g in self.groups])
+            link = numpy.minimum(largest[:, None], largest[None, :]) / self.cluster.link.bytes_per_second
+            if self.cluster.link.bytes_per_second >= max(ups.max(), downs.max()):
+                link = numpy.zeros_like(link)  # ports are what limits
+            return numpy.maximum(ahead, link), numpy.maximum(back, link), delay
+        for x, one in enumerate(self.groups):
+            for y, other in enumerate(self.groups):
+                if one[1] <= other[0]:
+                    ahead[x, y], back[x, y], delay[x, y] = self._between(one, other)
+        return ahead, back, delay
+
+    def _between(self, one: Group, other: Group) -> tuple[float, float, float]:
+        """Seconds per byte of a cut between two groups, forward and backward, and the longest delay: ports of the
+        devices (those of one host together), and every pair's link."""
+        ports: dict[tuple[str, str], float] = {}
+        slowest = [0.0, 0.0]
+        delay = 0.0
+        mine, theirs = (numpy.concatenate([[0.0], self._parts[g].cumsum()]) for g in (one, other))
+        for i, (a, b) in enumerate(pairwise(mine)):
+            for j, (c, d) in enumerate(pairwise(theirs)):
+                part = min(b, d) - max(a, c)
+                if part <= 1e-12:
+                    continue
+                pair = self.cluster.device(self.names[one[0] + i]), self.cluster.device(self.names[other[0] + j])
+                for way, (sender, receiver) in enumerate((pair, pair[::-1])):
+                    link = self.cluster.link_between(sender.name, receiver.name)
+                    delay = max(delay, link.delay_seconds)
+                    slowest[way] = max(slowest[way], part / link.bytes_per_second)
+                    if sender.host_name != receiver.host_name:
+                        for key, rate in (
+                            ((f"{way}up", sender.host_name), sender.up_bytes_per_second),
+                            ((f"{way}down", receiver.host_name), receiver.down_bytes_per_second),
+                        ):
+                            ports[key] = ports.get(key, 0.0) + part / rate
+        for (name, _), seconds in ports.items():
+            slowest[int(name[0])] = max(slowest[int(name[0])], seconds)
+        return slowest[0], slowest[1], delay
+
+    def cut_seconds(self, layer: Counts, group: Counts, following: Counts) -> tuple[Numbers, Numbers]:
+        """E_f and E_b of the communication between two stages that meet at a layer."""
+        ahead, back, delay = self._cut_rates
+        samples = self.batch.samples
+        wait = delay[group, following]
+        forward = self.bytes.crossing[layer] * samples * ahead[group, following] + wait
+        backward = self.bytes.returning[layer] * samples * back[group, following]
+        return forward, numpy.where(backward > 0, backward + wait, 0.0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage or a communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
+
+    forward: float
+    backward: float
+    reduce: float = 0.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def round_seconds(steps: Sequence[Step], micro_batches: int) -> float:
+    """Eq. 4-6: the latency of a round."""
+    before = [0.0]
+    down = [0.0]
+    for step in steps:
+        before.append(before[-1] + step.both)
+        down.append(down[-1] + step.backward)
+    dominant = max(range(len(steps)), key=lambda s: micro_batches * steps[s].both + before[s])
+    executing = micro_batches * steps[dominant].both + before[dominant]
+    waiting = [sum(one.forward for one in steps[:s]) for s in range(len(steps))]
+    return max(waiting[s] + (executing - before[s]) + step.reduce for s, step in enumerate(steps))

@@ -1,0 +1,97 @@
+"""What is to be planned, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BatchNorm, LayerName, Order, Plan, Stage, WarmUp
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+
+Grid = tuple[int, int]
+Weights = tuple[float, ...] | None
+Price = Callable[[Plan], float]
+"""Simulates a plan: seconds of a step, or OutOfMemory."""
+
+
+@dataclass(frozen=True)
+class TileWish:
+    """What is asked of tiles; the rest is chosen."""
+
+    grid: Grid | None = None
+    rows: Weights = None
+    columns: Weights = None
+    forward_groups: tuple[LayerName, ...] | None = None
+    backward_groups: tuple[LayerName, ...] | None = None
+    is_grouped: bool = False
+    """The groups are as given, not chosen."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned."""
+
+    network: Network
+    cluster: Cluster
+    profile: Profile
+    batch_size: int
+    micro_batches: int | None = None
+    """None: chosen by the strategy."""
+    order: Order = "1f1b"
+    optimizer_slots: int = 1
+    batch_norm: BatchNorm = "synchronised"
+    warm_up: WarmUp = "2(P-p)-1"
+    tiles: TileWish = TileWish()
+
+    def step_seconds(self, device: str, samples: int) -> float:
+        """Forward and backward of the whole network on one device."""
+        profile = self.profile.of(device)
+        return sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(self.network.layers)))
+
+    def fastest(self) -> str:
+        return min(self.cluster.names, key=lambda name: self.step_seconds(name, self.batch_size))
+
+    def plan(self, stages: list[Stage], micro_batches: int) -> Plan:
+        return Plan(
+            network=self.network.name,
+            batch_size=self.batch_size,
+            stages=tuple(stages),
+            micro_batches=micro_batches,
+            order=self.order,
+            warm_up=self.warm_up,
+            batch_norm=self.batch_norm,
+            optimizer_slots=self.optimizer_slots,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its price, or why it has none."""
+
+    name: str
+    plan: Plan | None
+    seconds: float
+    reason: str = ""
+
+
+def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> Candidate:
+    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches."""
+    plan = resolve(make(task), task.network, task.cluster)
+    try:
+        return Candidate(name, plan, price(plan))
+    except OutOfMemory:
+        if task.micro_batches is not None:
+            raise
+    for count in range(plan.micro_batches + 1, task.batch_size + 1):
+        if task.batch_size % count == 0:
+            try:
+                finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+                return Candidate(name, finer, price(finer))
+            except OutOfMemory:
+                continue
+    price(plan)  # nothing fits: the first refusal says by how much
+    raise AssertionError("a plan that was refused once is refused again")

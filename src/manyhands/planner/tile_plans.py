@@ -1,0 +1,109 @@
+"""Plans of tiles: grids in proportion to speed, groups by their prices, the best few simulated."""
+
+from __future__ import annotations
+
+import msgspec
+
+from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.plan import ByTiles, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.planner.task import Grid, Price, Task, Weights
+from manyhands.planner.tiles import Groups, TilePrices, with_groups
+from manyhands.schedule.tiles import tileable_layers
+
+SIMULATED_UP_TO = 1.3
+"""Groupings whose price is within this of the least are simulated."""
+
+
+def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
+    """A grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of them.
+
+    Heights and widths in proportion to speed, unless given; boundary data is exchanged at every layer.
+    """
+    network, names = task.network, task.cluster.names
+    if grid[0] * grid[1] != len(names):
+        raise BadPlan(
+            f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; cluster {task.cluster.name} has "
+            f"{len(names)} tile slots.",
+            hint="Give as many tiles as there are devices (times their slots).",
+        )
+    if len(names) < 2:
+        raise BadPlan(f"Tiles need at least two devices; cluster {task.cluster.name} has {len(names)}.")
+    last, obstacle = tileable_layers(network)
+    if not last:
+        why = f" (operator {obstacle.name}, {obstacle.target})" if obstacle is not None else ""
+        raise BadPlan(
+            f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and "
+            f"columns{why}.",
+            hint="Share it by samples, or as a pipeline: --share samples, --share pipeline.",
+        )
+    speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
+    by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]
+    by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
+    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
+    share = ByTiles(
+        _shares(by_row, height) if rows is None else rows, _shares(by_column, width) if columns is None else columns
+    )
+    stages = [Stage((0, last), names, share)]
+    if last < len(network.layers):
+        stages.append(Stage((last, len(network.layers)), (task.fastest(),)))
+    plan = task.plan(stages, task.micro_batches or 1)
+    return plan if plan.may_repeat_devices or len(stages) == 1 else msgspec.structs.replace(plan, order="sequential")
+
+
+def _shares(speeds: list[float], extent: int) -> tuple[float, ...]:
+    """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
+    found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+    least = max(found) / extent
+    return tuple(max(share, 2 * least) for share in found) if min(found) < 2 * least else found
+
+
+def grids(count: int) -> list[Grid]:
+    """Rows x columns of so many tiles, rows first: rows of a map are contiguous in memory."""
+    return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
+
+
+def tiles(task: Task, price: Price) -> Plan:
+    """The grid, unless given, and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+    asked = task.tiles
+    if asked.grid is None:
+        ranked = []
+        for grid in grids(len(task.cluster.names)):
+            plan = resolve(tile_stages(task, grid), task.network, task.cluster)
+            ranked.append((TilePrices(plan, 0, task.network, task.cluster, task.profile).every_layer().seconds, plan))
+        plan = min(ranked, key=lambda one: one[0])[1]
+    else:
+        plan = resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
+    if asked.is_grouped:
+        groups = Groups("given", asked.forward_groups, asked.backward_groups)
+        return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
+    _, best, seconds = fastest_groups(plan, task, price)[0]
+    early = TilePrices(best, 0, task.network, task.cluster, task.profile).interior_first()
+    if not early:
+        return best
+    share = best.stages[0].share
+    assert isinstance(share, ByTiles)
+    stage = msgspec.structs.replace(best.stages[0], share=msgspec.structs.replace(share, interior_first=early))
+    hidden = resolve(msgspec.structs.replace(best, stages=(stage, *best.stages[1:])), task.network, task.cluster)
+    return hidden if price(hidden) < seconds else best
+
+
+def fastest_groups(plan: Plan, task: Task, price: Price) -> list[tuple[Groups, Plan, float]]:
+    """A tile plan with each grouping that is worth a simulation, the fastest first; ties go to fewer groups."""
+    known = TilePrices(plan, 0, task.network, task.cluster, task.profile).groupings()
+    least = min(groups.seconds for groups in known)
+    tried: dict[tuple[object, object], tuple[Groups, Plan, float]] = {}
+    refusal: OutOfMemory | None = None
+    for groups in sorted(known, key=lambda one: (one.seconds, one.count)):
+        key = (groups.forward, groups.backward)
+        if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
+            continue
+        grouped = with_groups(plan, 0, groups)
+        try:
+            tried[key] = (groups, grouped, price(grouped))
+        except OutOfMemory as error:
+            refusal = error
+    if not tried:
+        assert refusal is not None
+        raise refusal
+    return sorted(tried.values(), key=lambda one: (one[2], one[0].count))
