@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from manyhands.facts.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.api.comparing import Comparison, compare
     from manyhands.api.evaluation import EvaluateResult, evaluate
+    from manyhands.api.pipelining import pipeline_plan
     from manyhands.api.public import Planned, plan, read_plan, simulate
     from manyhands.api.tiling import tile_plan
     from manyhands.api.training import TrainResult, train
@@ -48,6 +50,9 @@ _HOMES = {
     "Planned": ("api.public", "Planned"),
     "read_plan": ("api.public", "read_plan"),
     "simulate": ("api.public", "simulate"),
+    "compare": ("api.comparing", "compare"),
+    "Comparison": ("api.comparing", "Comparison"),
+    "pipeline_plan": ("api.pipelining", "pipeline_plan"),
     "tile_plan": ("api.tiling", "tile_plan"),
     "train": ("api.training", "train"),
     "TrainResult": ("api.training", "TrainResult"),
@@ -67,9 +72,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network", "Optimizer",
-    "Plan", "Planned", "Profile", "Stage", "TrainResult", "__version__", "capture", "evaluate", "load_cluster",
-    "load_graph", "plan", "profile", "read_plan", "save_graph", "simulate", "tile_plan", "train",
+    "Cluster", "Comparison", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network",
+    "Optimizer", "Plan", "Planned", "Profile", "Stage", "TrainResult", "__version__", "capture", "compare", "evaluate",
+    "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
+    "tile_plan", "train",
 ]  # fmt: skip
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
 
 import msgspec
 import pytest
@@ -16,8 +15,9 @@ from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
-from manyhands.planner.hybrid import PlannedStage, Search
-from manyhands.planner.steps import Batch, Ground, Step, Steps, by_memory, round_seconds
+from manyhands.planner.exhaustive import Exhaustive
+from manyhands.planner.hybrid import Search
+from manyhands.planner.steps import Batch, Ground, Steps
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 
@@ -92,121 +92,10 @@ def instances(draw: st.DrawFn, most_layers: int = 6, most_devices: int = 4, same
     return Instance(network, cluster, Profile(profiles), batch)
 
 
-class Exhaustive:
-    """Every pipeline of an instance, priced as the paper writes it."""
-
-    def __init__(self, instance: Instance) -> None:
-        self.one = instance
-        self.names = by_memory(instance.cluster)
-
-    def times(self, device: str, first: int, last: int, samples: int) -> tuple[float, float]:
-        own = self.one.profile.of(device)
-        found = [own.layer_seconds(layer, samples) for layer in range(first, last)]
-        return sum(ahead for ahead, _ in found), sum(back for _, back in found)
-
-    def memory(self, first: int, last: int, samples: int, ahead: int) -> float:
-        network, slots = self.one.network, self.one.batch.optimizer_slots
-        ops = network.ops[first:last]
-        static = sum(network.weights[name].bytes * (2 + slots) for op in ops for name in op.weights)
-        received = sum(t.bytes_per_sample for t in network.cut(first)) if first else 0
-        returned = sum(t.bytes_per_sample for t in network.cut(last)) if last < len(network.layers) else 0
-        saved = sum(op.saved_bytes for op in ops) + received
-        return static + samples * (ahead * saved + max(returned, *(op.moved_bytes for op in ops)))
-
-    def shares(self, first: int, last: int, devices: Sequence[str], ahead: int) -> tuple[int, ...] | None:
-        """Of every share, the one whose slowest device is fastest."""
-        samples = self.one.batch.samples
-        cuts = combinations(range(1, samples), len(devices) - 1)
-        best: tuple[float, tuple[int, ...]] | None = None
-        for inside in cuts:
-            share = tuple(b - a for a, b in pairwise((0, *inside, samples)))
-            budgets = [self.one.cluster.device(device).memory_bytes for device in devices]
-            if any(self.memory(first, last, y, ahead) > most for y, most in zip(share, budgets)):
-                continue
-            slowest = max(sum(self.times(d, first, last, y)) for y, d in zip(share, devices))
-            if best is None or slowest < best[0] - 1e-12:
-                best = slowest, share
-        return None if best is None else best[1]
-
-    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> Step:
-        times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
-        ahead, back = max(one[0] for one in times), max(one[1] for one in times)
-        count, cluster, network = len(devices), self.one.cluster, self.one.network
-        if count == 1:
-            return Step(ahead, back)
-        rate = min(cluster.bytes_per_second_between(a, b) for a in devices for b in devices if a != b)
-        delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
-        if self.one.batch.is_synchronised:
-            norms = [op for op in network.ops[first:last] if op.statistics]
-            extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
-            ahead, back = ahead + extra, back + extra
-        weights = sum(network.weights[name].bytes for op in network.ops[first:last] for name in op.weights)
-        return Step(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
-
-    def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
-        """Which part of a cut each device has: by its speed over the whole network."""
-        samples, layers = self.one.batch.samples, len(self.one.network.layers)
-        speeds = [1 / sum(self.times(d, 0, layers, samples)) for d in devices]
-        points = [0.0]
-        for speed in speeds:
-            points.append(points[-1] + speed / sum(speeds))
-        return list(pairwise(points))
-
-    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> Step:
-        cluster = self.one.cluster
-        size = sum(t.bytes_per_sample for t in self.one.network.cut(layer)) * self.one.batch.samples
-        found, delay = [], 0.0
-        for senders, receivers in ((one, other), (other, one)):
-            ups, downs, links = dict.fromkeys(senders, 0.0), dict.fromkeys(receivers, 0.0), [0.0]
-            for (a, (low, high)), (b, (start, end)) in product(
-                zip(senders, self.parts(senders)), zip(receivers, self.parts(receivers))
-            ):
-                part = min(high, end) - max(low, start)
-                if part > 1e-12:
-                    link = cluster.link_between(a, b)
-                    delay = max(delay, link.delay_seconds)
-                    links.append(part / link.bytes_per_second)
-                    ups[a] += part / cluster.device(a).up_bytes_per_second
-                    downs[b] += part / cluster.device(b).down_bytes_per_second
-            found.append(size * max(*ups.values(), *downs.values(), *links))
-        return Step(found[0] + delay, found[1] + delay)
-
-    def all(self) -> Iterator[tuple[float, tuple[PlannedStage, ...]]]:
-        layers, batch = len(self.one.network.layers), self.one.batch
-        for count in range(1, min(layers, len(self.names)) + 1):
-            for inside in combinations(range(1, layers), count - 1):
-                cuts = list(pairwise((0, *inside, layers)))
-                for groups in self.groups(0, count):
-                    stages = []
-                    for number, ((first, last), devices) in enumerate(zip(cuts, groups)):
-                        share = self.shares(first, last, devices, batch.ahead(count - number))
-                        if share is None:
-                            break
-                        stages.append(PlannedStage(first, last, devices, share))
-                    else:
-                        yield self.price(stages), tuple(stages)
-
-    def groups(self, start: int, count: int) -> Iterator[list[tuple[str, ...]]]:
-        if count == 0:
-            yield []
-            return
-        for a in range(start, len(self.names)):
-            for b in range(a + 1, len(self.names) + 1):
-                for rest in self.groups(b, count - 1):
-                    yield [self.names[a:b], *rest]
-
-    def price(self, stages: Sequence[PlannedStage]) -> float:
-        steps = [self.step(one.first, one.last, one.devices, one.samples) for one in stages[:1]]
-        for one, other in pairwise(stages):
-            steps.append(self.cut(other.first, one.devices, other.devices))
-            steps.append(self.step(other.first, other.last, other.devices, other.samples))
-        return round_seconds(steps, self.one.batch.count)
-
-
 @settings(max_examples=60, deadline=None)
 @given(instances())
 def test_the_plan_equals_exhaustive_search(instance: Instance) -> None:
-    exhaustive = Exhaustive(instance)
+    exhaustive = Exhaustive(instance.network, instance.cluster, instance.profile, instance.batch)
     best = min((seconds for seconds, _ in exhaustive.all()), default=None)
     found = Search(instance.steps()).best()
     assert (found is None) == (best is None)
@@ -221,7 +110,10 @@ def test_the_plan_equals_exhaustive_search(instance: Instance) -> None:
 @settings(max_examples=60, deadline=None)
 @given(instances(same_ratio=False))
 def test_shares_are_the_best_of_all(instance: Instance) -> None:
-    exhaustive, steps = Exhaustive(instance), instance.steps()
+    exhaustive, steps = (
+        Exhaustive(instance.network, instance.cluster, instance.profile, instance.batch),
+        instance.steps(),
+    )
     found = Search(steps).best()
     if found is None:
         return

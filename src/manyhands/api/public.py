@@ -171,6 +171,14 @@ def batch_norm_named(name: str) -> BatchNorm:
     return ways[name]
 
 
+def warm_up_named(name: str) -> WarmUp:
+    """How far a stage runs ahead, by name."""
+    policies: dict[str, WarmUp] = {known: known for known in get_args(WarmUp)}
+    if name not in policies:
+        raise unknown("warm-up policy", name, policies)
+    return policies[name]
+
+
 def parse_ladder(text: str) -> tuple[int, ...] | None:
     """'1,2,4' -> (1, 2, 4); empty: the default ladder."""
     if not text:

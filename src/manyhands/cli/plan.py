@@ -42,6 +42,23 @@ def plan(
             "multiply-accumulate, a boundary element and an exchange cost so much: 0.1,2,0. Needs no cluster.",
         ),
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Plan a pipeline and show it beside one device, data parallel, EDDL, pipeline parallel, GPipe, "
+            "PipeDream, DAPPLE and HetPipe: throughput, bytes, memory, and why it wins.",
+        ),
+    ] = False,
+    batch_norm: Annotated[
+        str, typer.Option("--batch-norm", help="synchronised (exact) or local (per device, as DDP).")
+    ] = "synchronised",
+    warm_up: Annotated[
+        str,
+        typer.Option(
+            "--warm-up", help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)+1 ..."
+        ),
+    ] = "2(P-p)-1",
     micro_batches: MicroBatches = None,
     order: Order = None,
     input: Input = "",
@@ -52,12 +69,18 @@ def plan(
     json: Json = False,
 ) -> None:
     """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
-    from manyhands.api import public, tiling
+    from manyhands.api import comparing, public, tiling
     from manyhands.api.networks import load_network, parse_input
     from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
-    from manyhands.cli.tables import print_candidates, print_groupings, print_plan, print_tile_groups
+    from manyhands.cli.tables import (
+        print_candidates,
+        print_comparison,
+        print_groupings,
+        print_plan,
+        print_tile_groups,
+    )
     from manyhands.facts.errors import BadValue
     from manyhands.files.documents import write_document
 
@@ -78,11 +101,30 @@ def plan(
     wish = tiling.tile_wish(grid, rows, columns)
     if strategy != "tiles" and wish.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
+    norm, ahead = public.batch_norm_named(batch_norm), public.warm_up_named(warm_up)
     network, machines, known = load_task(model, input, granularity, cluster, profile)
+    if compare:
+        beside = {"--grid": grid, "--order": order, "--schedule": schedule or None, "--out": out or None}
+        said = [option for option, value in beside.items() if value is not None]
+        if said or strategy not in ("auto", "pipeline"):
+            raise BadValue(
+                f"--compare compares pipelines; it was given with {' and '.join(said) or f'--share {strategy}'}.",
+                hint="Leave that out, or --compare.",
+            )
+        with working("planning, ours and the rivals'"):
+            table = comparing.compare(
+                network, machines, batch_size=batch_size or BATCH_SIZE, micro_batches=micro_batches, profile=known,
+                batch_norm=norm, warm_up=ahead,
+            )  # fmt: skip
+        if json:
+            print_json(table.to_dict())
+        else:
+            print_comparison(table, network, machines, batch_size or BATCH_SIZE)
+        return
     with working("planning"):
         planned = public.plan(
             network, machines, batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
-            order=public.order_named(order or "1f1b"), profile=known, tiles=wish,
+            order=public.order_named(order or "1f1b"), profile=known, tiles=wish, batch_norm=norm, warm_up=ahead,
         )  # fmt: skip
         result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
         priced = tiling.priced_groups(planned.plan, network, machines, known) if strategy == "tiles" else []

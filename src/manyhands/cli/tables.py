@@ -14,6 +14,7 @@ from manyhands.facts.plan_check import layer_range
 from manyhands.facts.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from manyhands.api.comparing import Comparison
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
@@ -115,6 +116,30 @@ def print_candidates(candidates: list[Candidate]) -> None:
                 [candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"]
             )
     print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])
+
+
+def print_comparison(table: Comparison, network: Network, cluster: Cluster, batch_size: int) -> None:
+    """Ours beside every rival, and why it wins."""
+    best = table.ours.seconds
+    rows = []
+    for row in table.rows:
+        name = row.name if row.is_synchronous else f"({row.name})"
+        if row.plan is None:
+            rows.append([name, "", "", "", "", "", "", "", row.problem])
+            continue
+        stages = "-".join(str(len(stage.devices)) for stage in row.plan.stages)
+        energy = f"{row.joules_per_sample:.3g}" if row.joules_per_sample else ""
+        rows.append(
+            [name, stages, str(row.plan.micro_batches), f"{row.samples_per_second:.4g}",
+             f"{best / row.seconds:.2f}" if row.seconds else "", format_bytes(row.bytes), format_bytes(row.peak_bytes),
+             energy, row.problem]
+        )  # fmt: skip
+    title = f"{network.name} ({network.input_text}) on {cluster.name}, batch {batch_size}, simulated"
+    numbers = ["micro-batches", "samples/s", "of ours", "bytes", "peak memory", "J/sample"]
+    print_table(title, ["", "devices by stage", *numbers, ""], rows, numbers=numbers)
+    typer.echo(table.why)
+    if any(not row.is_synchronous for row in table.rows):
+        typer.echo("In brackets: asynchronous, its weights are stale; priced by its pipelines and the server's port.")
 
 
 def print_tile_groups(groups: TileGroups, network: Network) -> None:

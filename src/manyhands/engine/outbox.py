@@ -1,5 +1,8 @@
 """What is to leave over one connection: messages cut into frames, urgent ones first, large ones taking turns.
 
+Bulk (gradients of weights, weights) also stands back while urgent messages wait at the device's other connections: a
+port that both share is theirs first (`Precedence`).
+
 Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
 What the link does not take at once is left to the engine's thread; all of it where the link is shaped (see `shaping`).
 Payloads go through memory in common where there is some, with room for them, and the link is not shaped.
@@ -11,6 +14,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -54,11 +58,47 @@ class Outgoing:
             self.copied_at, self.is_detached = self.offset, True
 
 
+class Precedence:
+    """Which outboxes of a device have urgent messages. `on_gone`: called, by whoever took the last one out, where bulk
+    may have stood back for it."""
+
+    def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
+        self._waiting: set[Outbox] = set()
+        self._lock = threading.Lock()
+        self._on_gone = on_gone
+        self._has_stood_back = False
+
+    def must_stand_back(self, outbox: Outbox) -> bool:
+        """Whether the bulk of an outbox waits for the urgent messages of others."""
+        if not self._waiting:
+            return False
+        with self._lock:
+            others = bool(self._waiting - {outbox})
+            self._has_stood_back |= others
+            return others
+
+    def begin(self, outbox: Outbox) -> None:
+        with self._lock:
+            self._waiting.add(outbox)
+
+    def end(self, outbox: Outbox) -> None:
+        """Its last urgent message is leaving, or the connection is lost."""
+        with self._lock:
+            if outbox not in self._waiting:
+                return
+            self._waiting.remove(outbox)
+            tell = self._has_stood_back
+            self._has_stood_back = False
+        if tell:
+            self._on_gone()
+
+
 class Outbox:
     """The queues of one connection. `put` and `pump` from any thread."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, precedence: Precedence | None = None) -> None:
         self._wire, self._is_encrypted = wire, wire.encrypted
+        self._precedence = precedence or Precedence()
         self._urgent: deque[Outgoing] = deque()
         self._bulk: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
@@ -79,6 +119,8 @@ class Outbox:
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
         message.handed_at = time.monotonic()
+        if urgent:  # said before it can leave: whoever takes it out says so too
+            self._precedence.begin(self)
         (self._urgent if urgent else self._bulk).append(message)
 
     def put_beat(self) -> None:
@@ -171,17 +213,21 @@ class Outbox:
             try:
                 if self.is_shaped:
                     return True
-                written += self._write()
+                count = self._write()
+                if count < 0:
+                    return False
+                written += count
             finally:
                 self.writing.release()
         return self.is_blocked
 
     def _write(self) -> int:
+        """Bytes written; -1 where what waits stands back for others."""
         frame, shared = self._frame, 0
         if not frame and not (self._is_encrypted and self._wire.has_unsent):
             message = self._choose()
             if message is None:
-                return 0
+                return -1
             header, views = message.next_part()
             frame = self._frame = self._framed(header, views, self.ring)
             shared = header.length if len(frame) == 1 else 0
@@ -200,7 +246,11 @@ class Outbox:
             message = self._urgent[0]
             if message.offset + CHUNK_BYTES >= message.start.bytes:
                 self._urgent.popleft()
+                if not self._urgent:
+                    self._precedence.end(self)
             return message
+        if self._precedence.must_stand_back(self):
+            return None
         while self._bulk and len(self._turns) < _MESSAGES_TAKING_TURNS and self._bulk[0].handed_at <= latest:
             self._turns.append(self._bulk.popleft())
         if not self._turns:
@@ -242,8 +292,8 @@ class Outbox:
         if not self._frame:
             message = self._choose(now - delay_seconds)
             if message is None:
-                waiting = [queue[0].handed_at for queue in (self._urgent, self._bulk) if queue]
-                return min(waiting, default=math.inf) + delay_seconds
+                queues = (self._urgent,) if self._precedence.must_stand_back(self) else (self._urgent, self._bulk)
+                return min((queue[0].handed_at for queue in queues if queue), default=math.inf) + delay_seconds
             self._frame = self._framed(*message.next_part(), None)
             shaper.begin(message.handed_at + delay_seconds)
         return shaper.due(sum(map(len, self._frame)), now)

@@ -28,7 +28,7 @@ from manyhands.engine.frames import ANSWER, CHUNK_BYTES, LONGEST_TOPIC, OFFER, B
 from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
 from manyhands.engine.meeting import Meeting
-from manyhands.engine.outbox import Outbox, Outgoing
+from manyhands.engine.outbox import Outbox, Outgoing, Precedence
 from manyhands.engine.poller import READ, WRITE, Poller
 from manyhands.engine.security import Security
 from manyhands.engine.shaping import Port, Shaper
@@ -61,9 +61,10 @@ class Connection:
         mailbox: Mailbox,
         setting: SharingSetting,
         on_answer: Callable[[Connection], None],
+        precedence: Precedence,
     ) -> None:
         self.peer, self.wire, self._on_answer = peer, wire, on_answer
-        self.outbox, self.inbox = Outbox(wire), Inbox(peer, wire, mailbox, self._hear)
+        self.outbox, self.inbox = Outbox(wire, precedence), Inbox(peer, wire, mailbox, self._hear)
         self.sharing = Sharing(wire, setting)
         self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
@@ -128,6 +129,7 @@ class TcpEndpoint:
         self._links: dict[str, Link] = {}
         self._up_bytes_per_second = math.inf
         self._port = Port()
+        self._precedence = Precedence(on_gone=lambda: self._ask(self._write_everywhere))
         self._held: dict[Connection, float] = {}
         """Shaped connections with something to send, and when it is due."""
         self._poller: Poller[Connection | None] = Poller()
@@ -254,7 +256,7 @@ class TcpEndpoint:
     # Connections come and go
 
     def _install(self, peer: str, wire: Wire) -> None:
-        connection = Connection(peer, wire, self.mailbox, self.sharing, self._write_soon)
+        connection = Connection(peer, wire, self.mailbox, self.sharing, self._write_soon, self._precedence)
         with self._lock:
             if self._is_closing or peer in self._connections:
                 raise Broken("closed" if self._is_closing else f"{peer} is connected already")
@@ -274,6 +276,7 @@ class TcpEndpoint:
             self._lost.add(connection.peer)
         self._meeting.forget(connection.peer)
         connection.wire.shut()
+        self._precedence.end(connection.outbox)
         self.mailbox.lose(
             connection.peer,
             WorkerLost(
@@ -363,6 +366,12 @@ class TcpEndpoint:
             self._poller.modify(connection.wire.socket, events, connection)
             connection.events = events
             (self._writers.add if is_left else self._writers.discard)(connection)
+
+    def _write_everywhere(self) -> None:
+        """Bulk that stood back goes on."""
+        for connection in list(self._connections.values()):
+            if connection.outbox.has_work:
+                self._go_on_writing(connection)
 
     def _hold(self, connection: Connection) -> bool:
         """Write what the shaper lets through, and note when to go on. Whether the link is full."""

@@ -39,9 +39,8 @@ MOST_MICRO_BATCHES = 512
 USUAL_MICRO_BATCHES = 16
 """The first way of cutting a mini-batch that is tried: a good one soon spares the search of others."""
 WORTH_A_SEARCH = 1.2
-"""Micro-batch sizes whose coarse plan is within this of the best are searched in full."""
-WORTH_KEEPING = 1.1
-"""Of these, the plans within this of the best are kept: a simulation may order them otherwise."""
+"""Micro-batch sizes whose coarse plan is within this of the best are searched in full; plans within it are kept, as a
+simulation may order them otherwise."""
 MOST_WITH_GAPS = 12
 """Up to so many devices, some may be left out between two stages; beyond, only at the ends."""
 _PAIRS_AT_ONCE = 2_000_000
@@ -160,6 +159,8 @@ class Search:
             limit = bound * _SLACK / self.count
             head, tail = self._least_around
             keep &= (head[first, starts] <= limit) & (tail[last, ends] <= limit)
+            arriving, leaving = steps.least_cut_seconds
+            keep &= (arriving[first, group] <= limit) & (leaving[last, group] <= limit)
             left = numpy.flatnonzero(keep)
             keep[left] = steps.least_seconds(first[left], last[left], group[left]) <= limit
         which = numpy.flatnonzero(keep)
@@ -316,30 +317,33 @@ def pipelines(
     `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster.
     """
     cuts = coarse_cuts(network)
-    rough: list[tuple[float, Search]] = []
     ways = batches(network, batch_size, like, micro_batches)
     ground = Ground(network, cluster, profile, max(way.samples for way in ways), like.optimizer_slots)
+    found: list[Pipeline] = []
+    rough: list[tuple[float, Search]] = []
     least = inf
     for way in sorted(ways, key=lambda one: abs(one.count - USUAL_MICRO_BATCHES)):
         search = Search(Steps(ground, way), may_be_alone=may_be_alone)
-        coarse = search.best(cuts, WORTH_A_SEARCH * least)
-        if coarse is not None:
-            least = min(least, coarse.seconds)
-            rough.append((coarse.seconds, search))
+        coarse = search.by_stages(cuts, WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
+        if coarse:
+            found += coarse
+            rough.append((min(one.seconds for one in coarse), search))
+            least = min(least, rough[-1][0])
     if not rough:  # no luck with these cuts
         rough = [(inf, Search(Steps(ground, way), may_be_alone=may_be_alone)) for way in ways]
-    found: list[Pipeline] = []
-    least = inf
     for seconds, search in sorted(rough, key=lambda one: one[0]):
-        own = search.by_stages(bound=WORTH_KEEPING * min(seconds, least), keeping=WORTH_KEEPING)
-        least = min([least, *(one.seconds for one in own)])
-        found += own
+        if seconds > WORTH_A_SEARCH * least and found:
+            break
+        best = search.best(bound=least * _SLACK)
+        if best is not None:
+            found.append(best)
+            least = min(least, best.seconds)
     if not found:
         raise OutOfMemory(
             _shortage(network, cluster), hint="Use a larger cluster, smaller inputs, or an optimiser with less state."
         )
-    kept = [one for one in found if one.seconds <= WORTH_KEEPING * least]
-    return sorted(kept, key=lambda one: one.seconds)
+    kept = {one.stages: one for one in found if one.seconds <= WORTH_A_SEARCH * least}
+    return sorted(kept.values(), key=lambda one: one.seconds)
 
 
 def _shortage(network: Network, cluster: Cluster) -> str:

@@ -115,11 +115,12 @@ SYNCHRONOUS: dict[str, Callable[[Task, Price], Plan]] = {
 def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str) -> Plan:
     """A rival's plan with the number of micro-batches that simulates fastest; if none fits in memory, any."""
     counts = [batch.count for batch in batches(task.network, task.batch_size, Batch(1, 1), task.micro_batches)]
-    devices = len(task.cluster.devices)
-    usual = sorted(counts, key=lambda count: abs(count - 4 * devices))[:MOST_TRIED]
+    usual = sorted(counts, key=lambda count: abs(count - 4 * len(task.cluster.devices)))
     best: tuple[float, Plan] | None = None
     refused: Plan | None = None
-    for count in usual:
+    for tried, count in enumerate([*usual[:MOST_TRIED], *sorted(usual[MOST_TRIED:])]):
+        if tried >= MOST_TRIED and best is not None:
+            break
         plan = msgspec.structs.replace(make(replace(task, micro_batches=count)), order=order)
         try:
             plan = resolve(plan, task.network, task.cluster)

@@ -379,6 +379,16 @@ class Steps:
         backward = self.bytes.returning[layer] * samples * back[group, following]
         return forward, numpy.where(backward > 0, backward + wait, 0.0)
 
+    @cached_property
+    def least_cut_seconds(self) -> tuple[Numbers, Numbers]:
+        """[layer, group] -> the least of a cut there before the group, and after it, whoever is on the other side."""
+        ahead, back, _ = self._cut_rates
+        size = self.batch.samples
+        crossing, returning = self.bytes.crossing[:, None] * size, self.bytes.returning[:, None] * size
+        before = crossing * ahead.min(0) + returning * back.min(0)
+        after = crossing * ahead.min(1) + returning * back.min(1)
+        return before, after
+
 
 @dataclass(frozen=True)
 class Step:

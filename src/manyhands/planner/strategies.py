@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from manyhands.facts.errors import ManyhandsError, unknown
-from manyhands.facts.plan import Plan
+import msgspec
+
+from manyhands.facts.errors import ManyhandsError, OutOfMemory, unknown
+from manyhands.facts.plan import Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.rivals import SYNCHRONOUS
@@ -22,6 +24,10 @@ from manyhands.planner.task import Candidate, Price, Task, fitting
 from manyhands.planner.tile_plans import tiles
 
 STRATEGIES = ("auto", "single", "samples", "pipeline", "tiles")
+MEMORY_SAVING: WarmUp = "2(P-p)-1"
+FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
+WORTH_MEMORY = 0.99
+"""A plan that holds more micro-batches must be that much faster."""
 MOST_SIMULATED = 8
 """Pipelines that are simulated: those with the least predicted time."""
 
@@ -71,7 +77,22 @@ def pipeline(task: Task, price: Price) -> Plan:
     if best is None:
         assert refusal is not None
         raise refusal
-    return best[1]
+    return _running_ahead(task, *best, price)
+
+
+def _running_ahead(task: Task, seconds: float, plan: Plan, price: Price) -> Plan:
+    """The same plan with more forward passes before the first backward, where memory allows and links are slow."""
+    if len(plan.stages) == 1 or plan.order != "1f1b" or task.warm_up != MEMORY_SAVING:
+        return plan
+    for policy in FURTHER_AHEAD:
+        other = msgspec.structs.replace(plan, warm_up=policy)
+        try:
+            taken = price(other)
+        except OutOfMemory:
+            break
+        if taken < WORTH_MEMORY * seconds:
+            seconds, plan = taken, other
+    return plan
 
 
 def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task], Plan]]]:

@@ -162,6 +162,15 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 Action = Forward | Loss | Backward | Send | Receive | Reduce | Step
 
+
+def is_urgent(what: object) -> bool:
+    """Whether somebody's computing waits for what travels. Weights and their gradients are bulk: only the step waits
+    for them, so they stand back where a device has both to send."""
+    if isinstance(what, Message):
+        return what.kind not in ("weights", "weight-gradient")
+    return isinstance(what, Reduce) and what.what == "statistics"
+
+
 _COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim))?")
 _LOSS = re.compile(r"loss s(\d+) m(\d+)")
 _BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"

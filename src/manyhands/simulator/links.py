@@ -2,13 +2,14 @@
 
 Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share them, and
 between these there is only the pair's link. Rates are max-min fair: the most crowded of these gives each of its
-transfers an equal part; what they leave is shared by the others in the same way.
-Only transfers connected to the one that starts or ends are looked at again.
+transfers an equal part; what they leave is shared by the others in the same way. Bulk transfers wait while their sender
+has urgent ones under way, as in the engine. Only what is connected to the one that starts or ends is looked at again.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class Transfer:
     left: float
     label: object
     started: float
+    is_urgent: bool = True
     crosses: tuple[Resource, ...] = ()
     rate: float = 0.0
     since: float = 0.0
@@ -40,21 +42,41 @@ class Network:
     on: dict[Resource, dict[Transfer, None]] = field(default_factory=dict)
     """Who crosses a resource, in the order they came: sets would make two runs differ in the last digit."""
     capacity: dict[Resource, float] = field(default_factory=dict)
+    bulk_of: dict[str, dict[Transfer, None]] = field(default_factory=lambda: defaultdict(dict))
+    """Sender -> its bulk transfers."""
+    urgent_of: Counter[str] = field(default_factory=Counter)
 
-    def start(self, source: str, target: str, byte_count: float, label: object, now: float) -> list[Transfer]:
+    def start(
+        self, source: str, target: str, byte_count: float, label: object, now: float, *, is_urgent: bool = True
+    ) -> list[Transfer]:
         """Begin a transfer. Returns the transfers whose rate changed, the new one among them."""
-        transfer = Transfer(source, target, byte_count, label, now, self._resources(source, target), since=now)
+        crosses = self._resources(source, target)
+        transfer = Transfer(source, target, byte_count, label, now, is_urgent, crosses, since=now)
         for resource in transfer.crosses:
             self.on.setdefault(resource, {})[transfer] = None
+        if not is_urgent:
+            self.bulk_of[source][transfer] = None
+            return self._share_again(transfer, now)
+        self.urgent_of[source] += 1
+        if self.urgent_of[source] == 1 and self.bulk_of[source]:
+            return self._fill(self._connected(transfer, *self.bulk_of[source]), now)
         return self._share_again(transfer, now)
 
     def finish(self, transfer: Transfer, now: float) -> list[Transfer]:
         """End a transfer. Returns the transfers whose rate changed."""
-        touched = self._connected(transfer)
+        if transfer.is_urgent:
+            self.urgent_of[transfer.source] -= 1
+        else:
+            del self.bulk_of[transfer.source][transfer]
+        let_go = () if self.urgent_of[transfer.source] or not transfer.is_urgent else self.bulk_of[transfer.source]
+        touched = self._connected(transfer, *let_go)
         del touched[transfer]
         for resource in transfer.crosses:
             del self.on[resource][transfer]
         return self._fill(touched, now) if touched else []
+
+    def _waits(self, transfer: Transfer) -> bool:
+        return not transfer.is_urgent and self.urgent_of[transfer.source] > 0
 
     def _resources(self, source: str, target: str) -> tuple[Resource, ...]:
         found: list[Resource] = []
@@ -74,9 +96,9 @@ class Network:
                 found.append(resource)
         return tuple(found)
 
-    def _connected(self, transfer: Transfer) -> dict[Transfer, None]:
-        found = {transfer: None}
-        frontier = [transfer]
+    def _connected(self, *transfers: Transfer) -> dict[Transfer, None]:
+        found = dict.fromkeys(transfers)
+        frontier = list(transfers)
         seen: set[Resource] = set()
         while frontier:
             for resource in frontier.pop().crosses:
@@ -89,6 +111,8 @@ class Network:
 
     def _share_again(self, transfer: Transfer, now: float) -> list[Transfer]:
         if all(len(self.on[resource]) == 1 for resource in transfer.crosses):  # alone: the common case
+            if self._waits(transfer):
+                return []
             transfer.rate = min((self.capacity[resource] for resource in transfer.crosses), default=math.inf)
             return [transfer]
         return self._fill(self._connected(transfer), now)
@@ -97,8 +121,8 @@ class Network:
         """Max-min fair rates by progressive filling."""
         resources = dict.fromkeys(resource for transfer in transfers for resource in transfer.crosses)
         left = {resource: self.capacity[resource] for resource in resources}
-        crowd = {resource: dict(self.on[resource]) for resource in resources}
-        rates: dict[Transfer, float] = {}
+        crowd = {resource: {one: None for one in self.on[resource] if not self._waits(one)} for resource in resources}
+        rates = {transfer: 0.0 for transfer in transfers if self._waits(transfer)}
         while len(rates) < len(transfers):
             open_resources = [resource for resource in resources if crowd[resource]]
             if not open_resources:

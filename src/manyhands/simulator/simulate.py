@@ -23,7 +23,19 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
 from manyhands.planner.cost import CostModel
-from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Receive, Reduce, ReduceKey, Send, Step
+from manyhands.schedule.actions import (
+    Action,
+    Backward,
+    Forward,
+    Loss,
+    Message,
+    Receive,
+    Reduce,
+    ReduceKey,
+    Send,
+    Step,
+    is_urgent,
+)
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
 from manyhands.schedule.work import DeviceWork
@@ -207,12 +219,13 @@ class _Run:
     def _start_transfer(self, source: str, target: str, byte_count: float, label: object) -> None:
         self._count_transfer(source, 1)
         self._count_transfer(target, 1)
-        self._retime(self.links.start(source, target, byte_count, label, self.now))
+        self._retime(self.links.start(source, target, byte_count, label, self.now, is_urgent=is_urgent(label)))
 
     def _retime(self, changed: list[Transfer]) -> None:
         for transfer in changed:
-            seconds = transfer.left / transfer.rate if transfer.rate < math.inf else 0.0
-            self._at(transfer.since + max(0.0, seconds), "sent", transfer, transfer.version)
+            if transfer.rate:  # else it waits, and its rate will change
+                seconds = transfer.left / transfer.rate if transfer.rate < math.inf else 0.0
+                self._at(transfer.since + max(0.0, seconds), "sent", transfer, transfer.version)
 
     def _transfer_ended(self, transfer: Transfer) -> None:
         """The last byte has left. It arrives after the link's delay."""

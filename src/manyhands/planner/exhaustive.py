@@ -1,0 +1,137 @@
+"""Every pipeline of a small instance, one after another, priced as ASTEROID writes it (Eq. 3-8): slow, and without the
+arrays, bounds and fronts of `hybrid`, which is checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.network import Network, Op, TensorSpec, WeightSpec
+from manyhands.facts.profile import Profile
+from manyhands.planner.hybrid import PlannedStage
+from manyhands.planner.steps import Batch, Step, by_memory, round_seconds
+
+
+class Exhaustive:
+    """All pipelines of a small network on a few devices."""
+
+    def __init__(self, network: Network, cluster: Cluster, profile: Profile, batch: Batch) -> None:
+        self.network, self.cluster, self.profile, self.batch = network, cluster, profile, batch
+        self.names = by_memory(cluster)
+
+    def times(self, device: str, first: int, last: int, samples: int) -> tuple[float, float]:
+        own = self.profile.of(device)
+        found = [own.layer_seconds(layer, samples) for layer in range(first, last)]
+        return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+
+    def memory(self, first: int, last: int, samples: int, ahead: int) -> float:
+        ops, slots = self.ops(first, last), self.batch.optimizer_slots
+        static = sum(w.bytes * (2 + slots if w.trainable else 1) for w in self.weights(first, last))
+        received = sum(tensor.bytes_per_sample for tensor in self.crossing(first))
+        returned = sum(tensor.bytes_per_sample for tensor in self.crossing(last) if tensor.differentiable)
+        fixed = static + ahead * sum(op.saved_fixed_bytes for op in ops)
+        saved = sum(op.saved_bytes for op in ops) + received
+        return fixed + samples * (ahead * saved + max(returned, *(op.moved_bytes for op in ops)))
+
+    def ops(self, first: int, last: int) -> tuple[Op, ...]:
+        layers = self.network.layers
+        return self.network.ops[layers[first].first : layers[last - 1].last]
+
+    def weights(self, first: int, last: int) -> list[WeightSpec]:
+        layers = self.network.layers
+        names = self.network.weights_of(layers[first].first, layers[last - 1].last)
+        return [self.network.weights[name] for name in names]
+
+    def crossing(self, layer: int) -> tuple[TensorSpec, ...]:
+        return self.network.cut(layer) if 0 < layer < len(self.network.layers) else ()
+
+    def shares(self, first: int, last: int, devices: Sequence[str], ahead: int) -> tuple[int, ...] | None:
+        """Of every share, the one whose slowest device is fastest."""
+        samples = self.batch.samples
+        cuts = combinations(range(1, samples), len(devices) - 1)
+        best: tuple[float, tuple[int, ...]] | None = None
+        for inside in cuts:
+            share = tuple(b - a for a, b in pairwise((0, *inside, samples)))
+            budgets = [self.cluster.device(device).memory_bytes for device in devices]
+            if any(self.memory(first, last, y, ahead) > most for y, most in zip(share, budgets)):
+                continue
+            slowest = max(sum(self.times(d, first, last, y)) for y, d in zip(share, devices))
+            if best is None or slowest < best[0] - 1e-12:
+                best = slowest, share
+        return None if best is None else best[1]
+
+    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> Step:
+        times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
+        ahead, back = max(one[0] for one in times), max(one[1] for one in times)
+        count, cluster = len(devices), self.cluster
+        if count == 1:
+            return Step(ahead, back)
+        rate = min(cluster.bytes_per_second_between(a, b) for a in devices for b in devices if a != b)
+        delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
+        if self.batch.is_synchronised:
+            norms = [op for op in self.ops(first, last) if op.statistics]
+            extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
+            ahead, back = ahead + extra, back + extra
+        weights = sum(weight.bytes for weight in self.weights(first, last) if weight.trainable)
+        return Step(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
+
+    def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
+        """Which part of a cut each device has: by its speed over the whole network."""
+        samples, layers = self.batch.samples, len(self.network.layers)
+        speeds = [1 / sum(self.times(d, 0, layers, samples)) for d in devices]
+        points = [0.0]
+        for speed in speeds:
+            points.append(points[-1] + speed / sum(speeds))
+        return list(pairwise(points))
+
+    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> Step:
+        cluster = self.cluster
+        forward = sum(tensor.bytes_per_sample for tensor in self.crossing(layer)) * self.batch.samples
+        back = sum(t.bytes_per_sample for t in self.crossing(layer) if t.differentiable) * self.batch.samples
+        found, delay = [], 0.0
+        for size, senders, receivers in ((forward, one, other), (back, other, one)):
+            ups, downs, links = dict.fromkeys(senders, 0.0), dict.fromkeys(receivers, 0.0), [0.0]
+            for (a, (low, high)), (b, (start, end)) in product(
+                zip(senders, self.parts(senders)), zip(receivers, self.parts(receivers))
+            ):
+                part = min(high, end) - max(low, start)
+                if part > 1e-12:
+                    link = cluster.link_between(a, b)
+                    delay = max(delay, link.delay_seconds)
+                    links.append(part / link.bytes_per_second)
+                    ups[a] += part / cluster.device(a).up_bytes_per_second
+                    downs[b] += part / cluster.device(b).down_bytes_per_second
+            found.append(size * max(*ups.values(), *downs.values(), *links))
+        return Step(found[0] + delay, found[1] + delay if found[1] else 0.0)
+
+    def all(self) -> Iterator[tuple[float, tuple[PlannedStage, ...]]]:
+        layers, batch = len(self.network.layers), self.batch
+        for count in range(1, min(layers, len(self.names)) + 1):
+            for inside in combinations(range(1, layers), count - 1):
+                cuts = list(pairwise((0, *inside, layers)))
+                for groups in self.groups(0, count):
+                    stages = []
+                    for number, ((first, last), devices) in enumerate(zip(cuts, groups)):
+                        share = self.shares(first, last, devices, batch.ahead(count - number))
+                        if share is None:
+                            break
+                        stages.append(PlannedStage(first, last, devices, share))
+                    else:
+                        yield self.price(stages), tuple(stages)
+
+    def groups(self, start: int, count: int) -> Iterator[list[tuple[str, ...]]]:
+        if count == 0:
+            yield []
+            return
+        for a in range(start, len(self.names)):
+            for b in range(a + 1, len(self.names) + 1):
+                for rest in self.groups(b, count - 1):
+                    yield [self.names[a:b], *rest]
+
+    def price(self, stages: Sequence[PlannedStage]) -> float:
+        steps = [self.step(one.first, one.last, one.devices, one.samples) for one in stages[:1]]
+        for one, other in pairwise(stages):
+            steps.append(self.cut(other.first, one.devices, other.devices))
+            steps.append(self.step(other.first, other.last, other.devices, other.samples))
+        return round_seconds(steps, self.batch.count)
