@@ -21,7 +21,7 @@ from manyhands.api.evaluation import captured as captured
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
-from manyhands.api.tile_report import Traffic, is_tiled, planned_traffic, write_tile_map
+from manyhands.api.tile_report import Traffic, planned_traffic
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.executor import checkpoint
@@ -41,7 +41,7 @@ from manyhands.graph.weights import Weights
 from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
-from manyhands.runtime.record import PLOTS, RunRecord, new_folder, one_step, read_config, read_decided, resumed_state
+from manyhands.runtime.record import PLOTS, RunRecord, new_folder, read_config, read_decided, resumed_state
 from manyhands.runtime.run import Outcome, Run
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -151,8 +151,8 @@ def train(
     optimizer   mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
-    plan        a Plan (mh.tile_plan makes one), a plan file, or a strategy: "auto", "single", "samples", "pipeline",
-                "tiles"; only "auto" leaves devices out
+    plan        a Plan (mh.tile_plan and mh.pipeline_plan make one), a plan file, or a strategy: "auto", "single",
+                "samples", "pipeline", "tiles"; "auto" and "pipeline" may leave devices out
     reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)
     batch_norm  "synchronised" (statistics over all devices; of each micro-batch where there are several) or "local"
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
@@ -504,37 +504,6 @@ class _Job:
         )  # fmt: skip
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:
-        """trace.json, and plots/: measured beside predicted, the loss, peaks of memory, the tiles if there are any."""
-        from manyhands.files.documents import write_document
-        from manyhands.observe.plots import draw_losses, draw_memory, draw_predicted_beside_measured, draw_utilisation
-        from manyhands.observe.trace import combined_trace
+        from manyhands.api.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
 
-        plots = self.folder / PLOTS
-        spans = [span for log in result.logs.values() for span in log.spans]
-        step = max((span.step for span in spans), default=0)
-        measured = one_step(spans, step)
-        devices = list(planned.plan.devices)
-        network = planned.network.name
-        end = max((span.end for span in measured), default=0.0)
-        title = f"{network} on {planned.cluster.name}"
-        write_document(self.folder / "trace.json", combined_trace(planned.prediction.spans, measured, title=title))
-        draw_predicted_beside_measured(
-            planned.prediction.spans, measured, devices, plots / "timeline.png",
-            title=f"{title}, step {step}", predicted_seconds=planned.prediction.seconds, measured_seconds=end,
-        )  # fmt: skip
-        busy = {
-            name: sum(s.end - s.start for s in measured if s.device == name and s.kind in ("forward", "backward"))
-            / (end or 1.0)
-            for name in devices
-        }
-        expected = {name: 1 - planned.prediction.idle_part(name) for name in devices}
-        draw_utilisation(busy, expected, plots / "utilisation.png", title=f"{title}: part of a step computing")
-        draw_losses(
-            result.losses, plots / "loss.png", title=f"{network}: loss",
-            epoch_steps=self.options.order.steps_per_epoch,
-        )  # fmt: skip
-        if peaks := result.peaks:
-            budgets = {name: planned.cluster.device(name).memory_bytes for name in peaks}
-            draw_memory(peaks, budgets, plots / "memory.png", title=f"{title}: peak of tensor bytes in a step")
-        if is_tiled(planned.plan):
-            write_tile_map(Schedule(planned.plan, planned.network), plots / "tiles.png", title=title)
+        write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)

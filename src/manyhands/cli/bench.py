@@ -97,6 +97,27 @@ def tile(
     _print("bench tile", figures, quick, json)
 
 
+@app.command("pipeline")
+def pipeline(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a few minutes, fewer networks; the figures do not count.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("pipeline-studies"),
+    json: Json = False,
+) -> None:
+    """Pipelines: planning time and optimality, plans beside the rivals', and measured beside PyTorch's own.
+
+    Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
+    """
+    from manyhands.api.bench_pipeline import bench_pipeline
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_pipeline(quick=quick, full=full, out=out, on_progress=say)
+    _print("bench pipeline", figures, quick, json)
+
+
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
 

@@ -55,9 +55,7 @@ def plan(
     ] = "synchronised",
     warm_up: Annotated[
         str,
-        typer.Option(
-            "--warm-up", help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)+1 ..."
-        ),
+        typer.Option("--warm-up", help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)+1 ..."),
     ] = "2(P-p)-1",
     micro_batches: MicroBatches = None,
     order: Order = None,

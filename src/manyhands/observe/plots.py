@@ -143,20 +143,24 @@ def draw_predicted_beside_measured(
     title: str,
     predicted_seconds: float,
     measured_seconds: float,
+    notes: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Path:
-    """One step as simulated above one step as it went, on the same time axis, both from 0."""
+    """One step as simulated above one step as it went, on the same time axis, both from 0.
+
+    `notes`: a word on each device, for either side.
+    """
     sides = [
-        (f"predicted: {predicted_seconds:.4g} s", from_zero(predicted), predicted_seconds),
+        (f"predicted: {predicted_seconds:.4g} s", from_zero(predicted), predicted_seconds, notes[0]),
         (f"measured: {measured_seconds:.4g} s{_difference(predicted_seconds, measured_seconds)}",
-         from_zero(measured), measured_seconds),
+         from_zero(measured), measured_seconds, notes[1]),
     ]  # fmt: skip
-    ends = [seconds for _, _, seconds in sides] + [span.end for _, spans, _ in sides for span in spans]
+    ends = [side[2] for side in sides] + [span.end for side in sides for span in side[1]]
     longest = max(end for end in [0.0, *ends] if math.isfinite(end))
     figure = new_figure(12, 2.2 + 2 * 0.55 * min(max(1, len(devices)), MOST_DEVICES))
     panels = figure.subplots(2, 1, sharex=True)
     kinds: set[str] = set()
-    for axes, (name, spans, seconds) in zip(panels, sides):
-        kinds |= draw_bands(axes, spans, devices, longest)
+    for axes, (name, spans, seconds, words) in zip(panels, sides):
+        kinds |= draw_bands(axes, spans, devices, longest, notes=words)
         if math.isfinite(seconds):
             axes.axvline(seconds, color="#333333", linewidth=1, linestyle="--")
         axes.set_title(name, fontsize=9, loc="left")
