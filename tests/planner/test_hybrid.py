@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_made import chain
+from hand_made import chain, cluster, even_profile
 from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.errors import OutOfMemory
 from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
+from manyhands.facts.presets import preset
+from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.exhaustive import Exhaustive
-from manyhands.planner.hybrid import Search
+from manyhands.planner.hybrid import Search, pipelines
+from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Batch, Ground, Steps
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -86,10 +89,10 @@ def instances(draw: st.DrawFn, most_layers: int = 6, most_devices: int = 4, same
     pairs = [(a.name, b.name) for a in members for b in members if a != b]
     slow = draw(st.sets(st.sampled_from(pairs), max_size=2)) if pairs else set()
     links = tuple(DirectedLink(*pair, Link(draw(st.sampled_from((1e3, 5e4))), 0.125)) for pair in sorted(slow))
-    cluster = Cluster("drawn", tuple(members), link, links)
+    machines = Cluster("drawn", tuple(members), link, links)
     warm_up = draw(st.sampled_from(("2(P-p)-1", "P-p")))
     batch = Batch(samples, count, draw(st.integers(0, 2)), draw(st.booleans()), warm_up)
-    return Instance(network, cluster, Profile(profiles), batch)
+    return Instance(network, machines, Profile(profiles), batch)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,3 +140,55 @@ def test_one_candidate_for_each_place_is_never_better(instance: Instance) -> Non
     if single is not None:
         assert fronts is not None
         assert fronts.seconds <= single.seconds * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.floats(0.5, 1.0),
+    st.data(),
+)
+def test_algorithm_1_is_valid_and_near_the_best(
+    speeds: list[float], batch: int, block: int, power: float, data: st.DataObject
+) -> None:
+    """Its shares add up and stay within memory; moving one sample at a time, no single move would help."""
+    caps = [data.draw(st.integers(1, batch)) for _ in speeds]
+
+    def seconds_of(speed: float) -> Callable[[int], float]:
+        return lambda samples: samples**power / speed
+
+    times = [seconds_of(speed) for speed in speeds]
+    shares = offloaded(times, caps, batch, block)
+    if sum(caps) < batch or len(caps) > batch:
+        assert shares is None
+        return
+    assert shares is not None
+    assert sum(shares) == batch
+    assert all(1 <= share <= cap for share, cap in zip(shares, caps))
+    if block == 1:
+        taken = [own(share) for own, share in zip(times, shares)]
+        slowest = max(range(len(shares)), key=taken.__getitem__)
+        room = [d for d in range(len(shares)) if d != slowest and shares[d] < caps[d]]
+        if room and shares[slowest] > 1:
+            fastest = min(room, key=taken.__getitem__)
+            moved = max(times[fastest](shares[fastest] + 1), times[slowest](shares[slowest] - 1))
+            others = [taken[d] for d in range(len(shares)) if d not in (fastest, slowest)]
+            assert max([moved, *others]) >= taken[slowest] - 1e-12
+
+
+def test_pipelines_come_the_fastest_first_and_fit() -> None:
+    network, machines = chain(6), preset("env-c")
+    found = pipelines(network, machines, estimate_cluster(network, machines), 64)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        assert one.batch.samples * one.batch.count == 64
+        assert all(sum(stage.samples) == one.batch.samples for stage in one.stages)
+
+
+def test_what_nothing_holds_is_an_error_with_the_layer() -> None:
+    network = chain(6)
+    machines = cluster(("a", "b"), memory_bytes=2000)
+    with pytest.raises(OutOfMemory, match=r"layer 0 \(layer0\) needs .*a has 2 kB: .* are missing"):
+        pipelines(network, machines, even_profile(network, machines.names), 8)

@@ -31,6 +31,9 @@ class Clock:
 
     def _note(self, changed: list[Transfer]) -> None:
         for transfer in changed:
+            self.ends.pop(transfer, None)
+            if not transfer.rate:
+                continue
             self.ends[transfer] = transfer.since + (transfer.left / transfer.rate if transfer.rate < math.inf else 0.0)
 
     def until(self, limit: float = math.inf) -> None:
@@ -306,3 +309,29 @@ def test_everything_sent_arrives_and_no_limit_is_broken(
     last = max(end for _, end in run.finished)
     alone = [sizes[n] / made.bytes_per_second_between(*flow) for n, flow in enumerate(flows)]
     assert float(max(loads.values())) * (1 - 1e-9) <= last <= sum(alone) * (1 + 1e-9)
+
+
+def test_bulk_waits_while_its_sender_has_something_urgent() -> None:
+    run = clock(Link(math.inf, 0.0), up_bytes_per_second=100.0)
+    run._note(run.network.start("a", "b", 100, "bulk", 0.0, is_urgent=False))
+    run.until(0.5)
+    run.start("a", "c", 50, "urgent")
+    run.until()
+    assert run.finished == [("urgent", 1.0), ("bulk", 1.5)]
+
+
+def test_bulk_of_others_does_not_wait() -> None:
+    run = clock(Link(math.inf, 0.0), down_bytes_per_second=100.0)
+    run._note(run.network.start("a", "c", 50, "bulk", 0.0, is_urgent=False))
+    run.start("b", "c", 50, "urgent")
+    run.until()
+    assert run.finished == [("bulk", 1.0), ("urgent", 1.0)]
+
+
+def test_bulk_that_starts_beside_urgent_transfers_waits_for_all_of_them() -> None:
+    run = clock(Link(math.inf, 0.0), up_bytes_per_second=100.0)
+    run.start("a", "b", 50, "one")
+    run.start("a", "c", 100, "two")
+    run._note(run.network.start("a", "d", 50, "bulk", 0.0, is_urgent=False))
+    run.until()
+    assert run.finished == [("one", 1.0), ("two", 1.5), ("bulk", 2.0)]

@@ -352,23 +352,21 @@ def _shortage(network: Network, cluster: Cluster) -> str:
     sizes = [cluster.device(name).memory_bytes for name in steps.names]
     first, device = 0, 0
     for last in range(1, steps.layers + 1):
-        needed = _needed(steps, first, last)
-        if needed <= sizes[device]:
+        if _needed(steps, first, last) <= sizes[device]:
             continue
-        first = last - 1
-        device += 1
+        if last - first > 1:  # it begins the next device's stage
+            first, device = last - 1, device + 1
         needed = _needed(steps, first, last)
-        if device == len(sizes) or needed > sizes[device]:
-            have = sizes[min(device, len(sizes) - 1)]
-            layer = network.layers[first]
-            where = f"{steps.names[min(device, len(sizes) - 1)]} has {format_bytes(have)}"
-            if device == len(sizes):
-                where = f"all {len(sizes)} devices are full by then"
-                have = 0
-            return (
-                f"No pipeline of {network.name} fits cluster {cluster.name}: layer {first} ({layer.name}) needs "
-                f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing."
-            )
+        if device < len(sizes) and needed <= sizes[device]:
+            continue
+        layer = network.layers[first]
+        is_full = device == len(sizes)
+        have = 0 if is_full else sizes[device]
+        where = "all devices are full by then" if is_full else f"{steps.names[device]} has {format_bytes(have)}"
+        return (
+            f"No pipeline of {network.name} fits cluster {cluster.name}: layer {first} ({layer.name}) needs "
+            f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing."
+        )
     return f"No pipeline of {network.name} fits cluster {cluster.name} with micro-batches of this size."
 
 
