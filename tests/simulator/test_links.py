@@ -43,7 +43,7 @@ class Clock:
                 break
             self.now = self.ends.pop(transfer)
             self.finished.append((str(transfer.label), self.now))
-            self._note(self.network.finish(transfer, self.now))
+            self._note(self.network.finish([transfer], self.now))
         self.now = max(self.now, limit) if limit < math.inf else self.now
 
 
@@ -285,7 +285,7 @@ def test_rates_are_fair_again_when_one_has_ended(
     for number, (source, target) in enumerate(flows):
         transfers.update({str(t.label): t for t in network.start(source, target, 1e6, str(number), 0.0)})
     gone = data.draw(st.integers(0, len(flows) - 1))
-    network.finish(transfers.pop(str(gone)), 1.0)
+    network.finish([transfers.pop(str(gone))], 1.0)
     rest = [number for number in range(len(flows)) if number != gone]
     expected = max_min(made, [flows[number] for number in rest])
     assert [transfers[str(n)].rate for n in rest] == pytest.approx([float(rate) for rate in expected])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.facts.cluster import Cluster
@@ -50,29 +50,45 @@ class Network:
         self, source: str, target: str, byte_count: float, label: object, now: float, *, is_urgent: bool = True
     ) -> list[Transfer]:
         """Begin a transfer. Returns the transfers whose rate changed, the new one among them."""
-        crosses = self._resources(source, target)
-        transfer = Transfer(source, target, byte_count, label, now, is_urgent, crosses, since=now)
-        for resource in transfer.crosses:
-            self.on.setdefault(resource, {})[transfer] = None
-        if not is_urgent:
-            self.bulk_of[source][transfer] = None
-            return self._share_again(transfer, now)
-        self.urgent_of[source] += 1
-        if self.urgent_of[source] == 1 and self.bulk_of[source]:
-            return self._fill(self._connected(transfer, *self.bulk_of[source]), now)
-        return self._share_again(transfer, now)
+        return self.start_all([(source, target, byte_count)], label, now, is_urgent=is_urgent)
 
-    def finish(self, transfer: Transfer, now: float) -> list[Transfer]:
-        """End a transfer. Returns the transfers whose rate changed."""
-        if transfer.is_urgent:
+    def start_all(
+        self, flows: Sequence[tuple[str, str, float]], label: object, now: float, *, is_urgent: bool = True
+    ) -> list[Transfer]:
+        """Begin several transfers (source, target, bytes) at once, and share only once."""
+        new = []
+        held_back: dict[Transfer, None] = {}
+        for source, target, byte_count in flows:
+            crosses = self._resources(source, target)
+            transfer = Transfer(source, target, byte_count, label, now, is_urgent, crosses, since=now)
+            for resource in crosses:
+                self.on.setdefault(resource, {})[transfer] = None
+            if is_urgent:
+                self.urgent_of[source] += 1
+                if self.urgent_of[source] == 1:
+                    held_back.update(self.bulk_of[source])
+            else:
+                self.bulk_of[source][transfer] = None
+            new.append(transfer)
+        if len(new) == 1 and not held_back:
+            return self._share_again(new[0], now)
+        return self._fill(self._connected(*new, *held_back), now)
+
+    def finish(self, transfers: Sequence[Transfer], now: float) -> list[Transfer]:
+        """End transfers. Returns those whose rate changed."""
+        let_go: dict[Transfer, None] = {}
+        for transfer in transfers:
+            if not transfer.is_urgent:
+                del self.bulk_of[transfer.source][transfer]
+                continue
             self.urgent_of[transfer.source] -= 1
-        else:
-            del self.bulk_of[transfer.source][transfer]
-        let_go = () if self.urgent_of[transfer.source] or not transfer.is_urgent else self.bulk_of[transfer.source]
-        touched = self._connected(transfer, *let_go)
-        del touched[transfer]
-        for resource in transfer.crosses:
-            del self.on[resource][transfer]
+            if not self.urgent_of[transfer.source]:
+                let_go.update(self.bulk_of[transfer.source])
+        touched = self._connected(*transfers, *let_go)
+        for transfer in transfers:
+            del touched[transfer]
+            for resource in transfer.crosses:
+                del self.on[resource][transfer]
         return self._fill(touched, now) if touched else []
 
     def _waits(self, transfer: Transfer) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -120,8 +121,7 @@ class _Run:
             if kind == "computed":
                 self.runnable.append(what)
             elif kind == "sent":
-                if version == what.version:
-                    self._transfer_ended(what)
+                self._transfers_ended(what, version)
             elif kind == "arrived":
                 self._arrived(what)
             else:
@@ -214,12 +214,13 @@ class _Run:
         self.bytes_between[pair] += action.message.bytes
         self.queues[pair].append(action.message)
         if len(self.queues[pair]) == 1:
-            self._start_transfer(*pair, action.message.bytes, action.message)
+            self._start_transfers([(*pair, action.message.bytes)], action.message)
 
-    def _start_transfer(self, source: str, target: str, byte_count: float, label: object) -> None:
-        self._count_transfer(source, 1)
-        self._count_transfer(target, 1)
-        self._retime(self.links.start(source, target, byte_count, label, self.now, is_urgent=is_urgent(label)))
+    def _start_transfers(self, flows: Sequence[tuple[str, str, float]], label: object) -> None:
+        for source, target, _ in flows:
+            self._count_transfer(source, 1)
+            self._count_transfer(target, 1)
+        self._retime(self.links.start_all(flows, label, self.now, is_urgent=is_urgent(label)))
 
     def _retime(self, changed: list[Transfer]) -> None:
         for transfer in changed:
@@ -227,10 +228,22 @@ class _Run:
                 seconds = transfer.left / transfer.rate if transfer.rate < math.inf else 0.0
                 self._at(transfer.since + max(0.0, seconds), "sent", transfer, transfer.version)
 
-    def _transfer_ended(self, transfer: Transfer) -> None:
-        """The last byte has left. It arrives after the link's delay."""
-        transfer.version += 1
-        self._retime(self.links.finish(transfer, self.now))
+    def _transfers_ended(self, first: Transfer, version: int) -> None:
+        """The last byte has left: of this transfer and of all others that end now, as those of a sum often do."""
+        ended = [first] if version == first.version else []
+        while self.events and self.events[0][0] == self.now and self.events[0][2] == "sent":
+            _, _, _, other, version = heapq.heappop(self.events)
+            if version == other.version:
+                ended.append(other)
+        for transfer in ended:
+            transfer.version += 1
+        if ended:
+            self._retime(self.links.finish(ended, self.now))
+        for transfer in ended:
+            self._leaves(transfer)
+
+    def _leaves(self, transfer: Transfer) -> None:
+        """It arrives after the link's delay."""
         delay = self.costs.link(transfer.source, transfer.target).delay_seconds
         is_message = isinstance(transfer.label, Message)
         if self.keep_spans and len(self.spans) < MOST_SPANS:
@@ -244,7 +257,7 @@ class _Run:
             self.queues[pair].popleft()
             if self.queues[pair]:
                 following = self.queues[pair][0]
-                self._start_transfer(*pair, following.bytes, following)
+                self._start_transfers([(*pair, following.bytes)], following)
             self._at(self.now + delay, "arrived", transfer)
         else:
             self._count_transfer(transfer.target, -1)
@@ -276,7 +289,7 @@ class _Run:
         for (source, target), byte_count in flows.items():
             self.bytes_between[(source, target)] += byte_count
             self.devices[target].result.bytes_received += byte_count
-            self._start_transfer(source, target, byte_count, reduce)
+        self._start_transfers([(*pair, byte_count) for pair, byte_count in flows.items()], reduce)
 
     def _reduced(self, reduce: Reduce) -> None:
         self.complete.add(reduce.key)
