@@ -45,12 +45,12 @@ def _training(model: str, shape: tuple[int, ...], samples: int) -> tuple[Any, An
     return module, batch, target, loss_function(ZOO[model].loss)
 
 
-def plain(model: str, shape: tuple[int, ...], samples: int) -> None:
+def plain(model: str, shape: tuple[int, ...], samples: int, momentum: float = 0.9) -> None:
     """One process, the plain module, PyTorch's default kernels."""
     import torch
 
     module, batch, target, loss = _training(model, shape, samples)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=momentum)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -54,7 +54,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     in_turn = subject.in_turn(names)
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(Parts.of(subject, grids[0]))
-        rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1)"])
+        rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
         stack.callback(rival.close)
         pin_process(rival.processes[0].pid, usable()[0])
         rival.run(1)
@@ -101,7 +101,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         "the adjoint of that; SGD without momentum",
         "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
         "on a core of its own, at once, with nothing exchanged: the slowest of them",
-        "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD (with momentum)",
+        "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD without momentum",
         "data_parallel_setting": "a batch of one sample cannot be shared by samples: one device trains it alone",
         "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),
         "speed_blocks": f"{blocks} blocks of {steps} steps after {WARM_UP_STEPS} that does not count; "
