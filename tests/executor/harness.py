@@ -150,6 +150,7 @@ def run(
     prepare: Callable[[Switchboard], None] | None = None,
     watch: Callable[[Executor], None] | None = None,
     trace_steps: range = range(0),
+    memory_step: int = -1,
     limit_seconds: float = 20.0,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread.
@@ -169,8 +170,9 @@ def run(
         store_weights(graph, weights, stored or {})
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         setting = Setting(
-            seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, with_targets=training
-        )
+            seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
+            with_targets=training,
+        )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, setting)
         board.endpoints[device].mailbox.open(0, executors[device].expected())
         if watch is not None:

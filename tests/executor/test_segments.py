@@ -46,7 +46,8 @@ def backward(segments: Segments, flight: Flight, norms: list[int]) -> None:
     for op in reversed(norms):
         segments.backward(flight, op + 1, high)
         norm = segments.norms[op]
-        data, gradient = flight.values[norm.input], flight.gradients[norm.output]
+        data, gradient = flight.records[op].data, flight.gradients[norm.output]
+        assert data is not None
         scaled, own = norm.own_sums(data, gradient, flight.moments[op])
         flight.scaled[op] = (scaled, own, [own])
         high = op + 1
@@ -82,8 +83,7 @@ def test_any_cuts_give_the_same(name: str, data: st.DataObject) -> None:
         if tensor.grad is not None:
             assert found.grad is not None
             assert relative(found.grad, tensor.grad) <= 1e-10, weight
-    assert not flight.entered, "what backward has passed is let go"
-    assert not flight.left
+    assert not flight.records, "what backward has passed is let go"
     assert not flight.moments
     assert not flight.scaled
     assert not [name for name in flight.gradients if name in graph.network.producer], "nobody reads these any more"
@@ -96,8 +96,7 @@ def test_evaluation_keeps_nothing_for_backward() -> None:
     inputs, _ = batches_of("small", 1, 3)[0]
     flight = Flight(values=bind_inputs(graph, inputs))
     segments.forward(flight, 0, len(graph.nodes), Context(training=False))
-    assert not flight.entered
-    assert not flight.left
+    assert not flight.records
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors.items())
 
 

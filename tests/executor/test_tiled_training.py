@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from manyhands.executor.boxes import place_of
 from manyhands.executor.messages import plan_bytes
 from manyhands.executor.tile_operators import Held
 from manyhands.executor.tiles import TileRunner
-from manyhands.facts.boxes import Box, Layout
+from manyhands.facts.boxes import Box, Layout, cut_points
 from manyhands.facts.moves import Move
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Codec, LayerName, Order, Plan, Single, Stage
@@ -238,9 +239,18 @@ def drawn_groups(draw: st.DrawFn, network: Network, first: int, last: int) -> tu
     return (first, *names)
 
 
+def _has_no_empty_tile(image: tuple[int, ...], rows: Sequence[float], columns: Sequence[float]) -> bool:
+    """Of the map that a stage begins with, each tile has something, or the map has no rows and columns to share."""
+    if len(image) != 4 or image[2] * image[3] == 1:
+        return True
+    points = cut_points(image[2], rows), cut_points(image[3], columns)
+    return all(a < b for cuts in points for a, b in pairwise(cuts))
+
+
 @st.composite
 def drawn_tiles(draw: st.DrawFn, network: Network, first: int, last: int) -> ByTiles:
-    rows, columns = draw(st.sampled_from(GRIDS))
+    image = network.tensors[network.ops[network.layers[first].first].inputs[0]].shape
+    rows, columns = draw(st.sampled_from([grid for grid in GRIDS if _has_no_empty_tile(image, *grid)]))
     forward, backward = draw(drawn_groups(network, first, last)), draw(drawn_groups(network, first, last))
     early = draw(st.sampled_from((0, 0, 1))) * tuple(range(first, last))
     return ByTiles(tuple(rows), tuple(columns), forward, backward, early)

@@ -10,10 +10,11 @@ from manyhands.engine.inprocess import Switchboard
 from manyhands.runtime import probing
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "LARGE_BYTES", 90_001)
     monkeypatch.setattr(probing, "ALONE_SECONDS", 0.02)
+    monkeypatch.setattr(probing, "PAIR_BYTES", 70_001)
     names = [f"d{number}" for number in range(count)]
     board = Switchboard(names)
     found: dict[str, probing.Probe] = {}
@@ -35,10 +36,26 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
         small = sum(size for (_, topic), size in announced.items() if topic in ("start", "small"))
         large = sum(size for (_, topic), size in announced.items() if topic in ("gather", "spread"))
         again = sum(size for (_, topic), size in announced.items() if topic == "start")
-        assert sum(endpoint.mailbox.received_bytes.values()) == rounds * (small + large + again)
+        alone = sum(size for (_, topic), size in announced.items() if topic in ("ping", "pong", "much", "came"))
+        meetings = len(probing.tournament(names)) * probing.PAIR_REPEATS
+        planned = rounds * (small + large + again) + probing.PAIR_REPEATS * alone + meetings * again
+        assert sum(endpoint.mailbox.received_bytes.values()) == planned
         assert endpoint.mailbox.refused == 0
         assert found[name].large_seconds > 0
         assert found[name].lost_seconds >= 0
+        assert set(found[name].links) == set(names) - {name}
+        assert all(link.bytes_per_second > 0 and link.delay_seconds > 0 for link in found[name].links.values())
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_everybody_meets_everybody_once_and_nobody_two_at_a_time(count: int) -> None:
+    names = [f"d{number}" for number in range(count)]
+    rounds = probing.tournament(names)
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met)) == count * (count - 1) // 2
+    for pairs in rounds:
+        assert len({name for pair in pairs for name in pair}) == 2 * len(pairs)
+    assert len(rounds) == count - 1 + count % 2
 
 
 def test_numbers_follow_from_what_was_timed() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.api.joining import parse_address
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
@@ -136,16 +136,24 @@ def measure(
     say: Say | None = None,
     seconds: float | None = None,
     refresh: bool = False,
+    ladder: tuple[int, ...] = (),
+    kernels: Mapping[str, Kernel] | None = None,
 ) -> tuple[Cluster, Profile]:
-    """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused."""
+    """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused.
+
+    `ladder`: numbers of samples up to a device's share that are measured; by default even shares, and half of them.
+    `kernels`: by default those that were found for this machine; others are measured anew, and not kept.
+    """
     count = len(session.cluster.devices)
-    shares = tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    known = None if refresh else _load(session, graph, shares, optimizer)
+    shares = ladder or tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
+    known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer)
     if known is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
-        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer)
-        _keep(session, graph, known, optimizer)
+        own = stored_kernels(graph, session.threads) if kernels is None else kernels
+        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, own)
+        if kernels is None:
+            _keep(session, graph, known, optimizer)
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
         for device in session.cluster.devices
@@ -157,7 +165,7 @@ def measure(
 
 
 def _with_links(session: Session, cluster: Cluster) -> Cluster:
-    """The cluster with ports and delays as the workers find them when all exchange data at once.
+    """The cluster with ports and delays as the workers find them when all exchange data at once, and every pair's link.
 
     Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not:
     that is measured too.
@@ -178,7 +186,11 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
                 copy_seconds_per_gigabyte=lost,
             )
         )  # fmt: skip
-    return Cluster(cluster.name, tuple(devices), Link(max(one.bytes_per_second for one in found.values()), delay))
+    links = [DirectedLink(name, other, link) for name, one in found.items() for other, link in one.links.items()]
+    if session.is_local or any(device.host for device in devices):  # one machine's pairs are alike
+        links = []
+    usual_link = Link(max(one.bytes_per_second for one in found.values()), delay)
+    return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
 
 
 _Known = dict[str, tuple[DeviceProfile, float]]
@@ -191,9 +203,9 @@ def _measured(
     batch_size: int,
     seconds: float,
     optimizer: Optimizer | None,
+    kernels: Mapping[str, Kernel],
 ) -> _Known:
     """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
-    kernels = stored_kernels(graph, session.threads)
     crowded = session.is_local and len(session.cluster.devices) > 1
     ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
     found = measure_on(

@@ -32,7 +32,19 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights
-from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import (
+    Action,
+    Backward,
+    Forward,
+    Loss,
+    Message,
+    Part,
+    Receive,
+    Reduce,
+    Send,
+    Step,
+    is_urgent,
+)
 from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
@@ -107,6 +119,8 @@ class Executor:
         self.step = -1
         self._landed: tuple[int, int] | None = None
         """The stage and micro-batch whose last pass has just ended."""
+        self._turning: tuple[int, int] | None = None
+        """The same of a forward pass that a backward pass will follow."""
         self._completed = {g.index: completed_at(self.network, g.first, g.last) for g in self.work.geometries}
         has_loss = setting.with_targets and any(isinstance(action, Loss) for action in self.actions)
         self.loss = ShareLoss(graph, self.plan, self.torch_device) if has_loss else None
@@ -155,7 +169,8 @@ class Executor:
         start = time.monotonic()
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
-        self.step, self.result, self._landed, self._has_stepped = step, RoundResult(step), None, False
+        self.step, self.result, self._has_stepped = step, RoundResult(step), False
+        self._landed = self._turning = None
         state, policy = DeviceState(), self.schedule.policy_of(self.device)
         while (action := self._next(policy, state)) is not None:
             began = time.monotonic()
@@ -289,22 +304,26 @@ class Executor:
                 data = self.runners[stage].gradient(micro_batch, tensor, box).to(self.torch_device)
                 self.runners[producer].add_gradient(micro_batch, tensor, box, data)
 
-    def _drop_landed(self, stage: int, micro_batch: int) -> None:
-        """Forget the flight that ended, now that others have what they need of it."""
+    def _pass_begins(self, stage: int = -1, micro_batch: int = -1) -> None:
+        """Others have what they need of the pass before: let go of what was made in it, and of a flight that ended."""
         if self._landed is not None and self._landed != (stage, micro_batch):
             self.runners[self._landed[0]].drop(self._landed[1])
             self._landed = None
+        if self._turning is not None:
+            self.runners[self._turning[0]].settle(self._turning[1])
+            self._turning = None
 
     def _forward(self, action: Forward) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         runner = self.runners[stage]
+        self._pass_begins(stage, micro_batch)
         self._prepared(micro_batch)
-        self._drop_landed(stage, micro_batch)
         runner.forward(action, self._context(stage, micro_batch))
         if action.last != runner.geometry.last or action.part == "interior":
             return
         self._hand_over(stage, micro_batch)
         if self.plan.is_training:
+            self._turning = (stage, micro_batch)
             return
         self._landed = (stage, micro_batch)
         if runner.geometry.is_last:
@@ -327,7 +346,7 @@ class Executor:
     def _backward(self, action: Backward) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         runner = self.runners[stage]
-        self._drop_landed(stage, micro_batch)
+        self._pass_begins(stage, micro_batch)
         runner.backward(action, self._context(stage, micro_batch))
         if action.first == runner.geometry.first and action.part != "weights":
             self._hand_back(stage, micro_batch)
@@ -370,6 +389,7 @@ class Executor:
 
     def _statistics(self, reduce: Reduce) -> None:
         """Sums of everybody, waited for."""
+        self._pass_begins(reduce.stage, reduce.micro_batch)
         self._prepared(reduce.micro_batch)
         runner = self.runners[reduce.stage]
         row = runner.own_row(reduce, self._context(reduce.stage, reduce.micro_batch))
@@ -399,9 +419,8 @@ class Executor:
     def _send(self, action: Send) -> None:
         message = action.message
         parts = [self._outgoing(message, part) for part in message.parts]
-        urgent = message.kind not in ("weights", "weight-gradient")
         self.recorder.sent(message)
-        self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=urgent)
+        self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=is_urgent(message))
 
     def _topic(self, message: Message) -> str:
         if not self.schedule.is_fixed:
@@ -431,6 +450,8 @@ class Executor:
 
     def _receive(self, action: Receive) -> None:
         message = action.message
+        if message.kind in ("value", "input", "gradient"):  # another pass begins: room for what it brings
+            self._pass_begins()
         of_weights = message.kind in ("weights", "weight-gradient")
         table = self.network.weights if of_weights else self.network.tensors
         tensors = [empty(part.box, table[part.tensor].dtype) for part in message.parts]

@@ -37,8 +37,7 @@ class HeldBytes:
         """Weights, buffers, gradients and the optimiser's state."""
         tensors = list(self.weights.tensors.values())
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        state = list(self.stepper.state()[0].values()) if self.stepper is not None else []
-        return [*tensors, *gradients, *state]
+        return [*tensors, *gradients, *(self.stepper.held() if self.stepper is not None else [])]
 
     def _parts(self, total: int) -> dict[str, int]:
         seen: set[int] = set()

@@ -36,6 +36,9 @@ class Runner(Protocol):
     def drop(self, micro_batch: int) -> None:
         """Forget a micro-batch."""
 
+    def settle(self, micro_batch: int) -> None:
+        """A forward pass has ended, and what it made has been read by everybody but its own backward pass."""
+
     def features(self) -> list[torch.Tensor]:
         """The values that are held now."""
 
@@ -107,6 +110,9 @@ class SegmentRunner:
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
 
+    def settle(self, micro_batch: int) -> None:
+        self.segments.settle(self.flight(micro_batch))
+
     def features(self) -> list[torch.Tensor]:
         return [tensor for flight in self.flights.values() for tensor in flight.values.values()]
 
@@ -121,9 +127,10 @@ class SegmentRunner:
 
     def own_row(self, reduce: Reduce, context: Context) -> torch.Tensor:
         flight, norm = self.flight(reduce.micro_batch), self.segments.norms[reduce.first]
-        data = flight.values[norm.input]
         if not reduce.backward:
-            return own_moments(data)
+            return own_moments(flight.values[norm.input])
+        data = flight.records[reduce.first].data
+        assert data is not None
         gradient = flight.gradients.get(norm.output)
         if gradient is None:
             gradient = torch.zeros_like(data)

@@ -11,11 +11,10 @@ from itertools import pairwise
 
 import torch
 
-from manyhands.executor.flight import Flight
+from manyhands.executor.flight import Flight, Record
 from manyhands.executor.statistics import SharedBatchNorm
-from manyhands.graph.graph import Graph, Node, Value, records_of
+from manyhands.graph.graph import Graph, Node, Value, records_of, values_of
 from manyhands.graph.piece import Call, Context, Piece
-from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Backward, Forward
 
@@ -36,6 +35,14 @@ class Segments:
         self.inputs = frozenset(spec.name for spec in graph.inputs)
         self.pieces = {a: Piece(graph, weights, a, b, kernels=kernels) for a, b in pairwise(sorted(set(bounds)))}
         self.norms = {op: SharedBatchNorm(graph.nodes[op], weights) for op in shared_norms}
+        pieces = list(self.pieces.values())
+        end = max((piece.last for piece in pieces), default=0)
+        later = {name for node in graph.nodes[end:] for name in values_of(node)} | set(graph.outputs)
+        self.made = frozenset(name for piece in pieces for name in piece.outputs) - self.inputs
+        last_reader = {name: piece.first for piece in pieces for name in piece.inputs if name in self.made}
+        self._read_up = {piece.first: [n for n, at in last_reader.items() if at == piece.first and n not in later]
+                         for piece in pieces}  # fmt: skip
+        """First operator -> what was made here and is read by nobody after the segment."""
 
     def forward(self, flight: Flight, first: int, last: int, context: Context) -> None:
         """Run operators [first, last); what leaves each segment is kept for those that follow and for sending."""
@@ -44,38 +51,48 @@ class Segments:
                 self._forward(flight, start, piece, context)
 
     def _forward(self, flight: Flight, start: int, piece: Piece, context: Context) -> None:
-        entered: dict[str, torch.Tensor] = {}
-        for name in piece.inputs:
-            tensor = flight.values[name].detach()
-            if context.training and name not in self.inputs and self.graph.network.tensors[name].differentiable:
-                tensor.requires_grad_()
-            entered[name] = tensor
         norm = self.norms.get(start) if context.training else None
-        if norm is not None:
-            left = {norm.output: norm.forward(entered[norm.input], flight.moments[start])}
-        elif context.training:
-            left = piece(entered, context)
-        else:
+        if not context.training:
             with torch.no_grad():
-                left = piece(entered, context)
-        if context.training:
-            flight.entered[start], flight.left[start] = entered, left
+                left = piece({name: flight.values[name].detach() for name in piece.inputs}, context)
+        elif norm is not None:
+            record = flight.records[start] = Record()
+            record.data = flight.values[norm.input].detach()
+            left = {norm.output: norm.forward(record.data, flight.moments[start])}
+        else:
+            record = flight.records[start] = Record()
+            left = piece({name: self._entering(flight, record, name) for name in piece.inputs}, context)
+            record.leaving(left)
         flight.values.update({name: tensor.detach() for name, tensor in left.items()})
+        for name in self._read_up[start]:
+            del flight.values[name]
+
+    def _entering(self, flight: Flight, record: Record, name: str) -> torch.Tensor:
+        tensor = flight.values[name].detach()
+        return record.entering(name, tensor) if self._has_gradient(name) else tensor
+
+    def _has_gradient(self, name: str) -> bool:
+        return name not in self.inputs and self.graph.network.tensors[name].differentiable
+
+    def settle(self, flight: Flight) -> None:
+        """Let go of what was made here: everybody has read it."""
+        for name in self.made & flight.values.keys():
+            del flight.values[name]
 
     def backward(self, flight: Flight, first: int, last: int) -> None:
         """Gradients of operators [first, last), last to first; memory falls on the way."""
         for start in reversed([start for start in self.pieces if first <= start < last]):
-            entered, left = flight.entered.pop(start), flight.left.pop(start)
+            record = flight.records.pop(start)
             norm = self.norms.get(start)
             if norm is None:
-                backward_piece(entered, left, flight.gradients)
+                flight.add_gradients(record.backward(flight.gradients))
             elif start in flight.scaled:
-                data = entered[norm.input]
+                assert record.data is not None
                 scaled, own, rows = flight.scaled.pop(start)
-                made = norm.backward(data.detach(), scaled, own, rows, flight.moments.pop(start))
-                if data.requires_grad:
+                made = norm.backward(record.data, scaled, own, rows, flight.moments.pop(start))
+                if self._has_gradient(norm.input):
                     flight.add_gradient(norm.input, made)
-            for name in left:  # whoever reads these has been passed
+            for name in self.pieces[start].outputs:  # whoever reads these has been passed
                 flight.gradients.pop(name, None)
 
     def first_not_finite(self, flight: Flight, context: Context) -> str | None:

@@ -212,6 +212,9 @@ class TileRunner:
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
 
+    def settle(self, micro_batch: int) -> None:
+        """Boxes are let go one by one, as operators are passed."""
+
     def features(self) -> list[torch.Tensor]:
         held = [one for flight in self.flights.values() for one in flight.values.values()]
         held += [one for flight in self.flights.values() for note in flight.notes.values() for one in note.values()]

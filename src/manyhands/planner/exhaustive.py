@@ -31,6 +31,9 @@ class Exhaustive:
         received = sum(tensor.bytes_per_sample for tensor in self.crossing(first))
         returned = sum(tensor.bytes_per_sample for tensor in self.crossing(last) if tensor.differentiable)
         fixed = static + ahead * sum(op.saved_fixed_bytes for op in ops)
+        trained = [[self.network.weights[name] for name in op.weights] for op in ops]
+        heaviest = max(sum(one.bytes for one in own if one.trainable) for own in trained)
+        fixed += max(self.batch.count > 1, slots) * heaviest
         saved = sum(op.saved_bytes for op in ops) + received
         return fixed + samples * (ahead * saved + max(returned, *(op.moved_bytes for op in ops)))
 

@@ -107,6 +107,8 @@ class LayerBytes:
         static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
         self.work = numpy.zeros(len(layers))
         """The most that one of its operators moves, for one sample."""
+        self.weights = numpy.zeros(len(layers))
+        """The most that one of its operators has in trained weights."""
         seen: set[str] = set()
         for index, layer in enumerate(network.layers, 1):
             for name in layer.weights:
@@ -121,6 +123,8 @@ class LayerBytes:
                 norms[index] += op.statistics > 0
                 sums[index] += 4 * op.statistics
                 self.work[index] = max(self.work[index], op.moved_bytes)
+                own = (network.weights[name] for name in op.weights)
+                self.weights[index] = max(self.weights[index], sum(one.bytes for one in own if one.trainable))
         self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
             one.cumsum() for one in (static, trained, saved, fixed, norms, sums)
         )
@@ -133,11 +137,21 @@ class LayerBytes:
     @cached_property
     def widest(self) -> Numbers:
         """[first, last]: the most that one operator of these layers moves, for one sample."""
-        count = len(self.work)
-        found = numpy.zeros((count, count))
-        for first in range(count):
-            found[first, first + 1 :] = numpy.maximum.accumulate(self.work[first + 1 :])
-        return found
+        return _most(self.work)
+
+    @cached_property
+    def heaviest(self) -> Numbers:
+        """[first, last]: the most that one operator of these layers has in trained weights."""
+        return _most(self.weights)
+
+
+def _most(each: Numbers) -> Numbers:
+    """[first, last] -> the largest number of layers [first, last)."""
+    count = len(each)
+    found = numpy.zeros((count, count))
+    for first in range(count):
+        found[first, first + 1 :] = numpy.maximum.accumulate(each[first + 1 :])
+    return found
 
 
 @dataclass
@@ -222,9 +236,14 @@ class Steps:
         return found
 
     def memory(self, first: Counts, last: Counts, ahead: int) -> tuple[Numbers, Numbers]:
-        """Eq. 3 of stages: bytes whatever the share, and bytes for each sample of it."""
+        """Eq. 3 of stages: bytes whatever the share, and bytes for each sample of it.
+
+        Beside it, for one operator's weights: their new gradients while these are added up, or what the optimiser's
+        step works with.
+        """
         b = self.bytes
         fixed = b.static[last] - b.static[first] + ahead * (b.fixed[last] - b.fixed[first])
+        fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
         each = ahead * (b.saved[last] - b.saved[first] + b.crossing[first])
         each = each + numpy.maximum(b.widest[first, last], b.returning[last])
         return fixed, each

@@ -170,6 +170,7 @@ class _Layers:
         for tensor in self.weights.tensors.values():
             tensor.grad = None
         found = _Pass()
+        clock = _Clock(self.device)
         values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
         left: list[dict[str, torch.Tensor]] = []
@@ -178,14 +179,15 @@ class _Layers:
             for name, tensor in own.items():
                 if name not in inputs and tensor.is_floating_point():
                     tensor.requires_grad_()
-            start = now(self.device)
+            clock.start()
             made = piece(own, context)
-            found.forward.append(now(self.device) - start)
+            clock.stop()
             entered.append(own)
             left.append(made)
             values.update({name: tensor.detach() for name, tensor in made.items()})
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
+        found.forward = clock.seconds()
         found.backward = _backward(entered, left, seeds, self.device)
         return found
 
@@ -197,12 +199,37 @@ def _backward(
     device: torch.device,
 ) -> list[float]:
     """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
-    seconds: list[float] = []
+    clock = _Clock(device)
     while left:
         own, made = entered.pop(), left.pop()
-        start = now(device)
+        clock.start()
         backward_piece(own, made, gradients)
-        seconds.append(now(device) - start)
+        clock.stop()
         for name in made:
             gradients.pop(name, None)
-    return seconds[::-1]
+    return clock.seconds()[::-1]
+
+
+class _Clock:
+    """Seconds of one layer after another. One thread's layers divide the time of all by what they computed: a device
+    that is stopped for a while (a share of a core, other work) is so in the midst of any layer, however short."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._divides = device.type == "cpu" and torch.get_num_threads() == 1
+        self._taken: list[float] = []
+        self._computed: list[float] = []
+
+    def start(self) -> None:
+        self._began, self._computing = now(self.device), time.thread_time()
+
+    def stop(self) -> None:
+        self._computed.append(time.thread_time() - self._computing)
+        self._taken.append(now(self.device) - self._began)
+
+    def seconds(self) -> list[float]:
+        computed = sum(self._computed)
+        if not self._divides or not computed:
+            return self._taken
+        factor = sum(self._taken) / computed
+        return [factor * one for one in self._computed]

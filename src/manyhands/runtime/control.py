@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 
 from manyhands.executor.log import DeviceLog
+from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -180,6 +181,8 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
     delay_seconds: float
     bytes_per_second: float
     lost_seconds_per_byte: float
+    links: dict[str, Link] = {}
+    """To each of the others, measured by itself."""
 
 
 class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):

@@ -3,6 +3,9 @@
 A probe is a sum over made-up numbers: a small round, everybody to everybody, as batch statistics travel; and a large
 one in two rounds, as gradients do, beside a thread that computes. From the first comes the delay; from the second the
 rate of a device's port, and how much computing is lost to each byte: nothing where a core is free for it.
+
+Then every pair by itself, the pairs of a round side by side, as in a tournament: one way and back with little, and each
+way with much. From that come the delay and the rate of every link.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -19,11 +22,14 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.facts.boxes import cut_points
+from manyhands.facts.cluster import Link
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000
 REPEATS = 7
 ALONE_SECONDS = 0.3
+PAIR_BYTES = 1_000_000
+PAIR_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Probe:
     large_seconds: float
     lost_seconds: float
     """Of computing, to one large exchange."""
+    links: dict[str, Link] = field(default_factory=dict)
+    """To every other device."""
 
     def of(self, count: int) -> tuple[float, float, float]:
         """Seconds of delay, bytes per second of a port, seconds of computing lost per byte sent or received."""
@@ -51,7 +59,20 @@ def expected(devices: Sequence[str], name: str) -> dict[tuple[str, str], int]:
         if other != name:
             found |= {(other, "start"): SMALL_BYTES, (other, "small"): SMALL_BYTES}
             found |= {(other, "gather"): own, (other, "spread"): size}
+            found |= {(other, "ping"): SMALL_BYTES, (other, "pong"): SMALL_BYTES}
+            found |= {(other, "much"): PAIR_BYTES, (other, "came"): SMALL_BYTES}
     return found
+
+
+def tournament(devices: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Rounds of pairs: everybody meets everybody once, and nobody two at a time."""
+    ring: list[str | None] = [*devices, *([None] if len(devices) % 2 else [])]
+    rounds = []
+    for _ in range(len(ring) - 1):
+        met = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]))
+        rounds.append([(one, other) for one, other in met if one is not None and other is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
 
 
 def _chunks(count: int) -> list[int]:
@@ -110,7 +131,8 @@ def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
             large.append(time.perf_counter() - start)
             done, spent = done + computing.count - before, spent + large[-1]
     lost = max(0.0, spent - done / alone) / len(large) if alone else 0.0
-    return Probe(statistics.median(small[1:]), statistics.median(large), lost)
+    links = exchange.links(2 * REPEATS + 2, devices)
+    return Probe(statistics.median(small[1:]), statistics.median(large), lost, links)
 
 
 class _Exchange:
@@ -121,7 +143,7 @@ class _Exchange:
         self.others = [name for name in devices if name != endpoint.name]
         sizes = dict(zip(devices, _chunks(len(devices))))
         self.memory = {name: torch.zeros(size // 4) for name, size in sizes.items()}
-        self.small = torch.zeros(SMALL_BYTES, dtype=torch.uint8)
+        self.small, self.much = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL_BYTES, PAIR_BYTES))
         self.into = {name: torch.zeros(SMALL_BYTES, dtype=torch.uint8) for name in self.others}
 
     def little(self, step: int, topic: str) -> None:
@@ -138,6 +160,41 @@ class _Exchange:
         for name in self.others:
             total += numpy.frombuffer(box.take(name, step, "gather"), numpy.float32)
         self._pass(step, "spread", dict.fromkeys(self.others, own), self.memory)
+
+    def links(self, first_step: int, devices: Sequence[str]) -> dict[str, Link]:
+        """The link to each of the others, measured while its pair has it alone."""
+        trips: dict[str, list[tuple[float, float]]] = {name: [] for name in self.others}
+        step = first_step
+        for pairs in tournament(devices):
+            met = next((pair for pair in pairs if self.endpoint.name in pair), None)
+            for _ in range(PAIR_REPEATS):
+                self.endpoint.mailbox.begin_step(step)
+                self.little(step, "start")
+                if met is not None:
+                    other = met[met[0] == self.endpoint.name]
+                    trips[other].append(self._with(other, step, is_first=other == met[1]))
+                step += 1
+        found = {}
+        for name, own in trips.items():
+            there_and_back = min(trip for trip, _ in own)
+            seconds = max(statistics.median(much for _, much in own) - there_and_back, 1e-9)
+            found[name] = Link(PAIR_BYTES / seconds, there_and_back / 2)
+        return found
+
+    def _with(self, other: str, step: int, *, is_first: bool) -> tuple[float, float]:
+        """Seconds of little there and back, and of much there and little back."""
+        little = trip = 0.0
+        for turn in (is_first, not is_first):
+            for sent, answered, tensor in (("ping", "pong", self.small), ("much", "came", self.much)):
+                if turn:
+                    start = time.perf_counter()
+                    self.endpoint.send(other, step, sent, [tensor], urgent=True)
+                    self.endpoint.mailbox.receive(other, step, answered, [self.into[other]])
+                    little, trip = trip, time.perf_counter() - start
+                else:
+                    self.endpoint.mailbox.receive(other, step, sent, [torch.empty_like(tensor)])
+                    self.endpoint.send(other, step, answered, [self.small], urgent=True)
+        return little, trip
 
     def _pass(
         self,

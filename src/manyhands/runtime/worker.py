@@ -366,8 +366,8 @@ class Worker:
 
     def _probe(self, command: ProbeLinks) -> None:
         self.probing = None
-        found = probing.run(self.endpoint, command.devices).of(len(command.devices))
-        self._say(Probed(command.generation, *found))
+        found = probing.run(self.endpoint, command.devices)
+        self._say(Probed(command.generation, *found.of(len(command.devices)), found.links))
 
 
 class _Stopped(ManyhandsError):

@@ -2,7 +2,8 @@
 
 static      weights, their gradients, the optimiser's state, buffers
 held        what each micro-batch in flight keeps for its backward pass, and what it received
-workspace   the inputs and outputs of the operator being computed
+workspace   the inputs and outputs of the operator being computed; on the way back its weights' new gradients, which are
+            added to those of earlier micro-batches; in the optimiser's step, what it computes a weight's change with
 
 A received tensor that its reader also saves counts twice: the sum may be too large by that, never too small.
 """
@@ -14,9 +15,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from manyhands.facts.boxes import cut_points
-from manyhands.facts.network import Network
+from manyhands.facts.network import Network, Op
 from manyhands.facts.plan import ByChannels, Plan
-from manyhands.schedule.actions import Action, Backward, Forward, Receive
+from manyhands.schedule.actions import Action, Backward, Forward, Receive, Step
 from manyhands.schedule.geometry import StageGeometry
 
 
@@ -58,11 +59,13 @@ class DeviceMemory:
                     self._release(action.stage, action.micro_batch)
         elif isinstance(action, Backward) and action.part != "weights":
             stage = self.stages[action.stage]
-            saved, workspace = stage.range(action.first, action.last)
+            saved, workspace = stage.range(action.first, action.last, backward=True)
             now += workspace
             self.held_bytes -= saved
             if action.first == stage.first:
                 self._release(action.stage, action.micro_batch)
+        elif isinstance(action, Step):
+            now += self.stages[action.stage].step_bytes
         if now > self.peak_bytes:
             self.peak_bytes, self.peak_action = now, action
         return now
@@ -86,11 +89,21 @@ class _StageBytes:
         ]
         self._saved = list(accumulate(saved, initial=0.0))
         self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
+        weights = [_trained_bytes(network, op, geometry, device) for op in geometry.ops]
+        is_added = plan.micro_batches > 1
+        self._backward = [work + own * is_added for work, own in zip(self._workspace, weights)]
+        self.step_bytes = plan.optimizer_slots * max(weights, default=0)
 
-    def range(self, first: int, last: int) -> tuple[float, float]:
+    def range(self, first: int, last: int, *, backward: bool = False) -> tuple[float, float]:
         """Bytes that operators [first, last) keep for backward, and the most that one of them works with."""
         low, high = first - self.first, last - self.first
-        return self._saved[high] - self._saved[low], max(self._workspace[low:high], default=0.0)
+        workspace = self._backward if backward else self._workspace
+        return self._saved[high] - self._saved[low], max(workspace[low:high], default=0.0)
+
+
+def _trained_bytes(network: Network, op: Op, geometry: StageGeometry, device: str) -> float:
+    weights = (network.weights[name] for name in op.weights)
+    return sum(one.bytes * weight_part(geometry, device, one.shape) for one in weights if one.trainable)
 
 
 def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:
