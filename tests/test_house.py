@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from groups import group_of
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,6 +36,16 @@ def test_imports_point_downwards() -> None:
     result = run(str(Path(sys.executable).with_name("lint-imports")))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "2 kept, 0 broken" in result.stdout
+
+
+@pytest.mark.xdist_group("house")
+def test_groups_of_tests_reach_xdist(request: pytest.FixtureRequest) -> None:
+    """Else every process would start its own workers and capture its own networks, and nobody would be told."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run with -n")
+    for item in request.session.items:
+        group = group_of(item)
+        assert not group or item.nodeid.endswith(f"@{group}"), item.nodeid
 
 
 def test_every_room_is_under_the_linter() -> None:

@@ -151,9 +151,9 @@ def test_only_tiled_plans_have_a_map(network: Network) -> None:
 
 def test_a_run_sends_what_was_planned_and_draws_it(tmp_path: Path) -> None:
     """In real processes; and a log that says otherwise is noticed."""
-    with workers(4, pictures=True) as cluster:
+    with workers(2, pictures=True) as cluster:
         own = names(cluster)
-        stages = (Stage((0, 4), own, ByTiles((2, 1), (1, 1))), Stage((4, 5), own[:1]))
+        stages = (Stage((0, 4), own, ByTiles((2, 1))), Stage((4, 5), own[:1]))
         plan = Plan("Sequential", BATCH, stages, micro_batches=2, order="gpipe")
         ran = train(cluster, plan, tmp_path / "run", model=tiled_network(), data=Pictures(), steps=3,
                     loss=functional.cross_entropy)  # fmt: skip

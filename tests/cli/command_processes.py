@@ -80,7 +80,7 @@ def _interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leftovers(mark: str, limit_seconds: float = 3.0) -> list[str]:
+def leftovers(mark: str, limit_seconds: float = 20.0) -> list[str]:
     """Processes that still carry the mark, once they had a moment to go."""
     end = time.monotonic() + limit_seconds
     while (found := _marked(mark)) and time.monotonic() < end:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import run_command
 
-PROGRAM = str(Path(sys.executable).with_name("manyhands"))
+pytestmark = pytest.mark.xdist_group("commands")  # one process divides for all of them
 YOLO = ("--model", "yolov2-16", "--input", "3x608x608")
 NINE = ("--share", "tiles", "--grid", "3x3")
 
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, "plan", *words], capture_output=True, text=True, timeout=120, check=False)
+    return run_command("plan", *words)
 
 
 def plan_json(*words: str) -> Any:

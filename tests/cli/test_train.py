@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import uuid
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import numpy
 import pytest
 import yaml
-from command_processes import MARK, PROGRAM, Command, leftovers
+from command_processes import MARK, Command, leftovers
+from forking import run_command
 
 pytestmark = pytest.mark.xdist_group("train")  # its workers are started once
 
@@ -22,10 +22,7 @@ QUICK = ("--devices", "2", "--batch-size", "32", "--steps", "3")  # measured onc
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command has ended, and every process it started."""
     mark = uuid.uuid4().hex
-    result = subprocess.run(
-        [PROGRAM, "train", *words], capture_output=True, text=True, timeout=150, cwd=cwd, check=False,
-        env={**os.environ, MARK: mark},
-    )  # fmt: skip
+    result = run_command("train", *words, cwd=cwd, **{MARK: mark})
     assert leftovers(mark) == []
     assert "Traceback" not in result.stderr, result.stderr
     return result

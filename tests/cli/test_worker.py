@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from command_processes import Command, leftovers
+from forking import run_command
 
 from manyhands.api.joining import reachable
 
 
+@pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -26,10 +28,11 @@ from manyhands.api.joining import reachable
 )
 def test_mistakes(words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MANYHANDS_TOKEN", raising=False)
-    command = Command(tmp_path, ("worker", *words))
-    assert command.ended() == code, command.text
-    assert said in command.text
-    assert "Traceback" not in command.text
+    done = run_command("worker", *words, cwd=tmp_path)
+    text = done.stdout + done.stderr
+    assert done.returncode == code, text
+    assert said in text
+    assert "Traceback" not in text
 
 
 def test_a_taken_port_is_named(tmp_path: Path) -> None:

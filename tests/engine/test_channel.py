@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from endpoint_pairs import wait_until
 
 from manyhands.engine.channel import Channel, Listener, connect
 from manyhands.engine.security import Security
@@ -117,7 +118,7 @@ def test_a_close_from_another_thread_ends_a_wait(pair: Pair) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerLost, match="closed"):
         client.receive(10)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
     timer.join()
 
 
@@ -160,5 +161,5 @@ def test_nothing_is_left_after_a_close(security: Security) -> None:
         client.receive(5)
     client.close()
     silent.close()
-    assert threading.active_count() == threads
+    wait_until(lambda: threading.active_count() == threads)
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -223,7 +223,7 @@ def test_an_interruption_ends_every_wait(box: Mailbox) -> None:
     with pytest.raises(ManyhandsError, match="stop"):
         box.receive("a", 0, "x", [destination()])
     timer.join()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 4  # its limit is 5
     with pytest.raises(ManyhandsError, match="stop"):
         box.wait_for_news(box.news)
     with pytest.raises(ManyhandsError, match="stop"):

@@ -120,7 +120,7 @@ def test_a_full_ring_holds_nobody_up(security: Security) -> None:
             start = time.monotonic()
             a.send("b", 0, "big", [content])
             a.send("b", 0, "x", [random_bytes(100)], urgent=True)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 8
             time.sleep(0.2)
             assert a._connections["b"].outbox.has_work
             ring = sharing(a, "b").filling

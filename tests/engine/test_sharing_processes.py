@@ -83,7 +83,7 @@ def test_a_peer_killed_with_its_message_in_the_ring(security: Security) -> None:
             b.mailbox.receive("a", 0, "x", [torch.zeros(SIZE, dtype=torch.uint8)])
         noticed = time.monotonic()
         thread.join()
-        assert noticed - killed[0] < 2
+        assert noticed - killed[0] < 15  # silence is noticed after 30
         assert memory_in_common() == names
         wait_until(lambda: not descriptors())
         assert not maps_memory(os.getpid())
@@ -115,8 +115,8 @@ def test_a_receiver_killed_while_the_ring_is_full(security: Security) -> None:
         with pytest.raises(WorkerLost):
             b.mailbox.receive("a", 0, "x", [content])
         b.release()
-        b.flush(2)
-        assert time.monotonic() - start < 2
+        b.flush(10)
+        assert time.monotonic() - start < 15  # silence is noticed after 30
         wait_until(lambda: not descriptors())
         assert memory_in_common() == names
 

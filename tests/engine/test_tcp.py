@@ -208,8 +208,8 @@ def test_an_urgent_message_overtakes_a_large_one(security: Security) -> None:
 
 
 def test_a_beat_keeps_an_idle_connection(security: Security) -> None:
-    with joined(security, {"x": 1}, silence_seconds=0.4) as (a, b):
-        time.sleep(1.0)
+    with joined(security, {"x": 1}, silence_seconds=0.8) as (a, b):
+        time.sleep(1.8)
         a.send("b", 0, "x", [random_bytes(1)])
         b.mailbox.receive("a", 0, "x", [random_bytes(1)])
         assert b.mailbox.refused == 0
@@ -219,9 +219,9 @@ def test_a_silent_peer_is_lost(security: Security) -> None:
     with joined(security, {"x": 1}, silence_seconds=0.3) as (a, b):
         start = time.monotonic()
         a._beat = lambda now: None  # type: ignore[method-assign]
-        with pytest.raises(WorkerLost, match=r"a was lost: .* \(silent for 0\.\d s\)"):
+        with pytest.raises(WorkerLost, match=r"a was lost: .* \(silent for \d+\.\d s\)"):
             b.mailbox.receive("a", 0, "x", [random_bytes(1)])
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15  # waits themselves have a limit of 20
 
 
 def test_a_reset_is_noticed_at_once_and_the_rest_goes_on(security: Security) -> None:
@@ -231,7 +231,7 @@ def test_a_reset_is_noticed_at_once_and_the_rest_goes_on(security: Security) -> 
         for one in (b, c):
             with pytest.raises(WorkerLost, match=f"a was lost: its connection to {one.name} broke"):
                 one.mailbox.receive("a", 0, "x", [random_bytes(1)])
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8  # silence is noticed after 10
         b.send("a", 0, "x", [random_bytes(1)])
         assert b.sent_bytes["a"] == 0
         b.send("c", 0, "x", [random_bytes(1)])
@@ -276,7 +276,7 @@ def test_an_interruption_ends_a_wait_at_once(security: Security) -> None:
         start = time.monotonic()
         with pytest.raises(ManyhandsError, match="stop"):
             b.mailbox.receive("a", 0, "x", [random_bytes(1)])
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         timer.join()
 
 
@@ -300,7 +300,7 @@ def test_a_name_that_is_taken(security: Security) -> None:
         second = TcpEndpoint("a", security)
         try:
             with pytest.raises(Refused, match="is connected to a a already"):
-                second.connect({"b": b.address}, 0.5)
+                second.connect({"b": b.address}, 1.0)
         finally:
             second.close()
         assert b.is_connected("a")
@@ -312,7 +312,7 @@ def test_a_name_nobody_knows(security: Security, monkeypatch: pytest.MonkeyPatch
     stranger = TcpEndpoint("a", security)
     try:
         with pytest.raises(Refused, match="does not know a"):
-            stranger.connect({"b": b.address}, 0.6)
+            stranger.connect({"b": b.address}, 1.0)
         assert not b.is_connected("a")
     finally:
         b.close()
@@ -382,10 +382,10 @@ def test_nothing_is_left_after_a_close(security: Security) -> None:
         for endpoint in (a, b, c):
             endpoint.close()
             endpoint.close()
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
         silent.close()
         guest.wire.close()
-    wait_until(lambda: threading.active_count() == threads, 2)
+    wait_until(lambda: threading.active_count() == threads)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -403,5 +403,5 @@ def test_a_close_ends_waits_and_connects(security: Security) -> None:
     thread.start()
     time.sleep(0.05)
     a.close()
-    thread.join(2)
+    thread.join(15)
     assert errors

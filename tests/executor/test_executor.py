@@ -25,7 +25,7 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import parse_action
 
-PROMPT_SECONDS = 5.0
+PROMPT_SECONDS = 15.0  # waits have a limit of 20
 
 
 def staged(graph: Graph, cuts: Sequence[int], shares: Sequence[Sequence[int]], **options: Any) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drawn_plans import plans
+from groups import by_name, slow_if
 from manyhands.executor.boxes import place_of
 from manyhands.executor.messages import plan_bytes
 from manyhands.executor.tile_operators import Held
@@ -211,9 +212,16 @@ def zoo_case(name: str) -> Case:
     return Case(graph, batches[1:])
 
 
-def in_one_process(names: Iterable[str]) -> list[Any]:
+@cache
+def small_case(build: Callable[[], nn.Module], shape: Shape, samples: int = 2) -> Case:
+    """Captured once for all plans of it."""
+    torch.manual_seed(0)
+    return case_of(build(), shape, samples=samples)
+
+
+def tiled(name: str) -> pytest.MarkDecorator:
     """Tests of one network go to one process, which captures it once."""
-    return [pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"tiled {name}")) for name in names]
+    return pytest.mark.xdist_group(f"tiled {name}")
 
 
 def tail_of(case: Case) -> int:
@@ -301,7 +309,7 @@ def any_plan(data: st.DataObject, network: Network, **options: Any) -> Plan:
     return msgspec.structs.replace(plan, stages=stages, batch_norm="synchronised")
 
 
-@pytest.mark.xdist_group("tiled yolov2")
+@tiled("yolov2")
 @settings(DRAWN, max_examples=6)
 @given(st.data())
 def test_any_plan_of_a_network_with_a_passthrough(data: st.DataObject) -> None:
@@ -313,7 +321,7 @@ def test_any_plan_of_a_network_with_a_passthrough(data: st.DataObject) -> None:
     Case(graph, batches).check(plan)
 
 
-@pytest.mark.xdist_group("tiled yolov2")
+@tiled("yolov2")
 @settings(DRAWN, max_examples=12)
 @given(st.data())
 def test_messages_have_names_of_their_own_and_are_counted(data: st.DataObject) -> None:
@@ -366,16 +374,42 @@ WAYS: dict[str, ByTiles] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", in_one_process(ZOO))
+def some_of(*rows: tuple[str, str]) -> list[Any]:
+    """Every network in every way; those that are not named here are slow tests."""
+    ways = {way for _, way in rows}
+    names = dict.fromkeys(name for name, _ in rows)
+    return [
+        pytest.param(name, way, id=f"{name}-{way}", marks=[tiled(name), *slow_if((name, way) not in rows)])
+        for name in names
+        for way in sorted(ways)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    some_of(
+        ("resnet", "2x2"), ("resnet", "3x2 uneven"), ("resnet", "2x2 interior"),
+        ("mobilenetv2", "1x2 one group"), ("mobilenetv2", "2x2 interior"),
+        ("mobilenetv3", "2x2"), ("mobilenetv3", "3x2 uneven"),
+        ("efficientnet", "1x2 one group"), ("efficientnet", "2x2 interior"),
+        ("vgg", "2x2"), ("vgg", "1x2 one group"),
+        ("yolov2", "3x2 uneven"), ("yolov2", "2x2 interior"), ("yolov2", "1x2 one group"),
+        ("unet", "2x2"), ("unet", "3x2 uneven"), ("unet", "1x2 one group"),
+    ),
+)  # fmt: skip
 def test_the_zoo_whole(name: str, way: str) -> None:
     """Everything tiled, the tail on every tile too: what follows global pooling is replicated."""
     case = zoo_case(name)
     case.check(case.plan(case.tiled(WAYS[way])))
 
 
-@pytest.mark.parametrize("where", ["t0", "t1", "other"])
-@pytest.mark.parametrize("name", in_one_process(sorted(set(ZOO) - {"yolov2", "unet"})))
+@pytest.mark.parametrize(
+    ("name", "where"),
+    some_of(
+        ("resnet", "t1"), ("resnet", "other"), ("mobilenetv2", "t0"), ("mobilenetv2", "other"), ("mobilenetv3", "t1"),
+        ("efficientnet", "t0"), ("efficientnet", "t1"), ("vgg", "t1"), ("vgg", "other"),
+    ),
+)  # fmt: skip
 def test_a_tail_on_a_tile_or_another_device(name: str, where: str) -> None:
     case = zoo_case(name)
     end = tail_of(case)
@@ -385,6 +419,7 @@ def test_a_tail_on_a_tile_or_another_device(name: str, where: str) -> None:
     assert [geometry.index for geometry in ran.schedule.lowering.work[where].geometries][-1] == 1
 
 
+@tiled("vgg")
 @pytest.mark.parametrize("order", ["sequential", "gpipe", "1f1b"])
 def test_orders_of_a_tiled_stage_and_its_tail(order: Order) -> None:
     case = zoo_case("vgg")
@@ -393,12 +428,14 @@ def test_orders_of_a_tiled_stage_and_its_tail(order: Order) -> None:
     case.check(case.plan(case.tiled(share, 0, end), Stage((end, case.count), (home,)), micro_batches=2, order=order))
 
 
+@tiled("mobilenetv3")
 def test_one_micro_batch_by_turns_on_a_device_of_two_stages() -> None:
     case = zoo_case("mobilenetv3")
     end = tail_of(case)
     case.check(case.plan(case.tiled(ByTiles((1, 1)), 0, end), Stage((end, case.count), ("t0",)), order="1f1b"))
 
 
+@tiled("resnet")
 @pytest.mark.parametrize("tail", ["t0", "t2", "other"])
 def test_a_gateway(tail: str) -> None:
     """TILE Algorithm 1: partial weight gradients to the first tile, which steps, and weights back."""
@@ -410,6 +447,7 @@ def test_a_gateway(tail: str) -> None:
     assert ("step s0" in ran.logs["t0"].actions, "step s0" in ran.logs["t1"].actions) == (True, False)
 
 
+@tiled("yolov2")
 def test_gateways_of_two_stages_that_each_serve_the_other() -> None:
     case = zoo_case("yolov2")
     half = case.count // 3
@@ -421,21 +459,28 @@ def test_gateways_of_two_stages_that_each_serve_the_other() -> None:
 # Devices in several stages
 
 
+def two_convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 3, 5, padding=2))
+
+
+def five_convolutions() -> nn.Module:
+    return nn.Sequential(*(same(3, 3, 3) for _ in range(5)))
+
+
+@tiled("small")
 @pytest.mark.parametrize("groups", [None, (1,), (1, 2)])
 @pytest.mark.parametrize("device", ["t0", "t1", "other"])
 def test_a_device_before_and_in_a_tiled_stage(device: str, groups: tuple[int, ...] | None) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 3, 5, padding=2))
-    case = case_of(module, (2, 8, 6), samples=4)
+    case = small_case(two_convolutions, (2, 8, 6), 4)
     tiles = case.tiled(ByTiles((1, 1), (1,), None, groups), 1)
     case.check(case.plan(Stage((0, 1), (device,)), tiles, micro_batches=2))
 
 
+@tiled("small")
 @pytest.mark.parametrize("groups", [(None, None), ((0,), None), (None, (2,)), ((0, 1), (2, 3))])
 def test_tiles_after_tiles_on_the_same_devices(groups: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> None:
     """Two stages with other grids: most of a map is handed over where it is, the rest travels."""
-    torch.manual_seed(0)
-    case = case_of(nn.Sequential(*(same(3, 3, 3) for _ in range(5))), (3, 12, 10))
+    case = small_case(five_convolutions, (3, 12, 10))
     one = case.tiled(ByTiles((1, 1), (1, 1), None, groups[0]), 0, 2)
     two = Stage((2, 5), ("t3", "t0", "t1"), ByTiles((2, 1, 1), (1,), None, groups[1]))
     case.check(case.plan(one, two))
@@ -454,17 +499,17 @@ class Skip(nn.Module):
         return out
 
 
+@tiled("small")
 @pytest.mark.parametrize("order", ["sequential", "gpipe", "stream"])
-@pytest.mark.parametrize("tiled", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("in_tiles", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_skip_over_a_stage_of_the_same_device(order: Order, tiled: tuple[int, ...], grouped: bool) -> None:
-    torch.manual_seed(0)
-    case = case_of(Skip(), (2, 8, 6), samples=4)
+def test_a_skip_over_a_stage_of_the_same_device(order: Order, in_tiles: tuple[int, ...], grouped: bool) -> None:
+    case = small_case(Skip, (2, 8, 6), 4)
     stages = []
     for index in range(3):
         first, last = 2 * index, 2 * index + 2
         share = ByTiles((1, 1), (1,), None, (first,) if grouped else None)
-        stages.append(case.tiled(share, first, last) if index in tiled else Stage((first, last), ("t0",)))
+        stages.append(case.tiled(share, first, last) if index in in_tiles else Stage((first, last), ("t0",)))
     plan = case.plan(*stages, micro_batches=2, order=order)
     if order == "stream":
         assert_streams(case, plan)
@@ -472,12 +517,15 @@ def test_a_skip_over_a_stage_of_the_same_device(order: Order, tiled: tuple[int, 
         case.check(plan)
 
 
+def two_norms() -> nn.Module:
+    return nn.Sequential(same(2, 3), nn.BatchNorm2d(3), nn.ReLU(), same(3, 3), nn.GroupNorm(1, 3), same(3, 2))
+
+
+@tiled("small")
 @pytest.mark.parametrize("back", [None, (1,)])
 def test_norms_at_both_ends_of_a_stage_on_a_device_of_others(back: tuple[int, ...] | None) -> None:
     """Their sums are the first thing that a stage does, forward and backward: what it was handed must be there."""
-    torch.manual_seed(0)
-    module = nn.Sequential(same(2, 3), nn.BatchNorm2d(3), nn.ReLU(), same(3, 3), nn.GroupNorm(1, 3), same(3, 2))
-    case = case_of(module, (2, 9, 8), samples=4)
+    case = small_case(two_norms, (2, 9, 8), 4)
     tiles = case.tiled(ByTiles((1, 1), (1,), None, back), 1, case.count - 1)
     stages = (Stage((0, 1), ("t0",)), tiles, Stage((case.count - 1, case.count), ("t0",)))
     case.check(case.plan(*stages, micro_batches=2))
@@ -486,37 +534,46 @@ def test_norms_at_both_ends_of_a_stage_on_a_device_of_others(back: tuple[int, ..
 # Places where something special happens
 
 
-@pytest.mark.parametrize("groups", [(None, None), ((0,), None), (None, (0,)), ((0, 2), (0, 1, 3))])
-@pytest.mark.parametrize("grid", [((1, 1, 1, 1), (1,)), ((1, 1), (1, 1, 1)), ((5, 1, 1), (1,))], ids=str)
-def test_halos_wider_than_a_neighbours_tile(grid: Any, groups: Any) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(
+def wide_kernels() -> nn.Module:
+    return nn.Sequential(
         nn.Conv2d(2, 3, 9, padding=4), nn.BatchNorm2d(3), nn.ReLU(),
         nn.Conv2d(3, 3, (7, 5), padding=(6, 4), dilation=2), nn.Tanh(), nn.Conv2d(3, 2, 11, padding=5),
     )  # fmt: skip
-    case = case_of(module, (2, 9, 8))
+
+
+@tiled("small")
+@pytest.mark.parametrize("groups", [(None, None), ((0,), None), (None, (0,)), ((0, 2), (0, 1, 3))])
+@pytest.mark.parametrize("grid", [((1, 1, 1, 1), (1,)), ((1, 1), (1, 1, 1)), ((5, 1, 1), (1,))], ids=str)
+def test_halos_wider_than_a_neighbours_tile(grid: Any, groups: Any) -> None:
+    case = small_case(wide_kernels, (2, 9, 8))
     case.check(case.plan(case.tiled(ByTiles(*grid, *groups))))
 
 
-@pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0,)), ((0,), None), ((0, 3), (0, 5))])
-def test_tiles_that_own_nothing_of_a_small_map(groups: Any) -> None:
-    """Six tiles, and maps that shrink to 2 x 1: some devices compute nothing at the end, and wait for nobody."""
-    torch.manual_seed(0)
-    module = nn.Sequential(
+def shrinking() -> nn.Module:
+    return nn.Sequential(
         same(2, 4), nn.MaxPool2d(2), nn.BatchNorm2d(4), nn.SiLU(), same(4, 4), nn.MaxPool2d(3, 2, 1), same(4, 4),
         nn.GroupNorm(2, 4), nn.AvgPool2d((1, 2)), Residual(same(4, 4)), LinearExcite(4), same(4, 3),
     )  # fmt: skip
-    case = case_of(module, (2, 9, 10))
+
+
+@tiled("small")
+@pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0,)), ((0,), None), ((0, 3), (0, 5))])
+def test_tiles_that_own_nothing_of_a_small_map(groups: Any) -> None:
+    """Six tiles, and maps that shrink to 2 x 1: some devices compute nothing at the end, and wait for nobody."""
+    case = small_case(shrinking, (2, 9, 10))
     case.check(case.plan(case.tiled(ByTiles((1, 1, 1), (1, 1), *groups))))
 
 
+def much_padding() -> nn.Module:
+    return nn.Sequential(same(2, 4), nn.Conv2d(4, 2, (4, 2), 3, (4, 0)), nn.InstanceNorm2d(2), nn.Tanh())
+
+
+@tiled("small")
 @pytest.mark.parametrize("forward", [None, (0,)])
 @pytest.mark.parametrize("back", [None, (0,)])
 def test_rows_made_of_padding_alone(forward: tuple[int, ...] | None, back: tuple[int, ...] | None) -> None:
     """The first tile's part of the second map reads no part of the first: in one group it computes none of it."""
-    torch.manual_seed(0)
-    module = nn.Sequential(same(2, 4), nn.Conv2d(4, 2, (4, 2), 3, (4, 0)), nn.InstanceNorm2d(2), nn.Tanh())
-    case = case_of(module, (2, 13, 14))
+    case = small_case(much_padding, (2, 13, 14))
     case.check(case.plan(case.tiled(ByTiles((1, 3, 1), (1,), forward, back))))
 
 
@@ -658,7 +715,7 @@ def special_case(name: str) -> Case:
     return case_of(SPECIAL[name](), (3 if name == "inception" else 2, 13, 11), steps=3)
 
 
-@pytest.mark.parametrize("name", in_one_process(SPECIAL))
+@pytest.mark.parametrize("name", by_name("tiled", SPECIAL))
 @pytest.mark.parametrize(
     "groups", [(None, None), ((0,), (0,)), ((0, 2), (0, 3)), (None, (0,))], ids=["no", "one", "some", "back"]
 )
@@ -667,15 +724,21 @@ def test_networks_with_something_special_by_tiles(name: str, groups: Any) -> Non
     case.check(case.plan(case.tiled(ByTiles((1, 2), (1, 1), *groups))))
 
 
-@pytest.mark.parametrize("back", [None, (0,), (0, 2)])
-@pytest.mark.parametrize("cut", [0, 2])
-def test_several_outputs(back: tuple[int, ...] | None, cut: int) -> None:
-    """With a cut, the early output is made before the tiles and goes to the device that computes the loss."""
+@cache
+def heads_case() -> Case:
     torch.manual_seed(5)
     module = Heads().double()
     batches = [(torch.randn(2, 2, 12, 9).double(), torch.randn(2, 4, 12, 9).double()) for _ in range(3)]
     graph = capture(module, batches[0][0], loss=heads_loss, target=batches[0][1], granularity="operators", name="heads")
-    case = Case(graph, batches)
+    return Case(graph, batches)
+
+
+@tiled("small")
+@pytest.mark.parametrize("back", [None, (0,), (0, 2)])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_several_outputs(back: tuple[int, ...] | None, cut: int) -> None:
+    """With a cut, the early output is made before the tiles and goes to the device that computes the loss."""
+    case = heads_case()
     starts = None if back is None else tuple(cut + start for start in back)
     stages = [case.tiled(ByTiles((1, 1), (1, 1), None, starts), cut)]
     if cut:
@@ -683,6 +746,7 @@ def test_several_outputs(back: tuple[int, ...] | None, cut: int) -> None:
     case.check(case.plan(*stages))
 
 
+@tiled("vgg")
 @pytest.mark.parametrize("home", ["phone", "t0", "t3"])
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,))], ids=["no", "one"])
 def test_an_input_with_a_home_is_cut_there(home: str, groups: Any) -> None:
@@ -692,6 +756,7 @@ def test_an_input_with_a_home_is_cut_there(home: str, groups: Any) -> None:
     case.check(case.plan(*stages, micro_batches=2, homes={case.network.inputs[0]: home}))
 
 
+@tiled("efficientnet")
 def test_replicas_agree_to_the_last_bit_and_a_run_repeats_itself() -> None:
     case = zoo_case("efficientnet")
     plan = case.plan(case.tiled(ByTiles((1, 1), (1, 1), None, (0, 5))))
@@ -703,6 +768,7 @@ def test_replicas_agree_to_the_last_bit_and_a_run_repeats_itself() -> None:
         assert all(torch.equal(own[name], one.weights["t0"][name]) for name in trained)
 
 
+@tiled("resnet")
 @pytest.mark.parametrize("back", [None, (0, 4)])
 def test_kernels_of_another_memory_format(back: tuple[int, ...] | None) -> None:
     case = zoo_case("resnet")
@@ -711,6 +777,7 @@ def test_kernels_of_another_memory_format(back: tuple[int, ...] | None) -> None:
     case.check(plan, kernels=dict.fromkeys(plan.devices, choice), stored=choice)
 
 
+@tiled("mobilenetv2")
 def test_small_buckets_are_reduced_while_backward_goes_on() -> None:
     case = zoo_case("mobilenetv2")
     ran = case.check(case.plan(case.tiled(ByTiles((1, 1))), micro_batches=2, bucket_bytes=1))
@@ -732,7 +799,7 @@ def test_more_micro_batches_than_one_in_flight() -> None:
 # Streams
 
 
-@pytest.mark.parametrize("name", in_one_process(ZOO))
+@pytest.mark.parametrize("name", by_name("tiled", ZOO))
 def test_a_stream_through_the_zoo(name: str) -> None:
     case = zoo_case(name)
     assert_streams(case, case.plan(case.tiled(ByTiles((1, 1), (1, 2))), order="stream", micro_batches=2))

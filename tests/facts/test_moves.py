@@ -338,9 +338,9 @@ def test_a_thousand_devices_do_not_ask_each_other_one_by_one() -> None:
     cuts = cut_points(shape[1], [1 + 37 * i % 11 for i in range(count)])
     after = Layout.split(shape, 1, {f"b{i}": interval for i, interval in enumerate(pairwise(cuts))})
     ring = Layout.of({device: [grown(box, 3, shape, [1])] for device, box in before.pieces()})
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes may have the core meanwhile
     plan, halos = moves(before, after), moves(before, ring)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert volume(plan) == Box.whole(shape).volume
     assert volume(halos) == 2 * 3 * (count - 1) * 64 * 7 * 7
     assert seconds < 3

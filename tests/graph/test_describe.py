@@ -10,6 +10,7 @@ import torch
 from graph_checks import BUILD, SMALL_INPUTS
 from torch import Tensor, nn
 
+from groups import by_name
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
 from manyhands.graph.capture import capture
@@ -65,7 +66,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_name("described", NAMES))
 @pytest.mark.parametrize("samples", [2, 5])
 def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
     graph = captured(name)
@@ -85,7 +86,7 @@ def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["blocks", "operators"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_name("described", NAMES))
 def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> None:
     net = network(name, granularity)
     for index in range(len(net.layers) + 1):
@@ -95,7 +96,7 @@ def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> No
     assert {spec.name for spec in net.cut(len(net.layers))} >= set(net.outputs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_name("described", NAMES))
 def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     blocks, operators = network(name, "blocks"), network(name, "operators")
     assert len(blocks.layers) <= len(operators.layers)

@@ -25,6 +25,7 @@ from graph_checks import (
 )
 from torch import Tensor
 
+from groups import by_name
 from manyhands.graph.describe import describe
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context
@@ -39,7 +40,7 @@ def bounds_of(graph: Graph, granularity: str) -> list[int]:
     return [layer.first for layer in describe(graph, granularity).layers]
 
 
-@pytest.fixture(scope="module", params=ZOO)
+@pytest.fixture(scope="module", params=by_name("zoo", ZOO))
 def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
@@ -104,13 +105,14 @@ def draws_as_numpy(name: str, first_sample: int, monkeypatch: pytest.MonkeyPatch
     return by_pieces(graph, bounds_of(graph, "blocks"), batch, target, context), wanted
 
 
-@pytest.mark.parametrize("name", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"])
+@pytest.mark.parametrize("name", by_name("zoo", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"]))
 def test_dropout_is_the_mask_drawn_by_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for first_sample in (0, 5) if name == "bilstm" else (5,):
         found, wanted = draws_as_numpy(name, first_sample, monkeypatch)
         assert_same(found, wanted, 1e-12)
 
 
+@pytest.mark.xdist_group("zoo bert-small")
 def test_shares_of_a_batch_add_up_to_the_batch() -> None:
     """Two shares with their own offsets: outputs are the rows of the whole, gradients add up."""
     example = zoo("bert-small", still=False)
@@ -126,6 +128,7 @@ def test_shares_of_a_batch_add_up_to_the_batch() -> None:
     assert_same_gradients({name: 0.4 * one[name] + 0.6 * other[name] for name in whole.gradients}, whole.gradients)
 
 
+@pytest.mark.xdist_group("zoo bert-small")
 def test_wrong_offset_draws_other_masks() -> None:
     example = zoo("bert-small", still=False)
     batch, target = example.batch(2), example.target(2)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from groups import by_name
 from manyhands.facts.errors import BadGraph
 from manyhands.graph import document as documents
 from manyhands.graph import store
@@ -103,7 +104,7 @@ def test_documents_are_plain_json(graph: Graph) -> None:
     same(store.from_document(document, store.state_of(graph)), graph)
 
 
-@pytest.mark.parametrize("name", ["unet", "bilstm", "din"])
+@pytest.mark.parametrize("name", by_name("zoo", ["unet", "bilstm", "din"]))
 def test_zoo_models_come_back(name: str, tmp_path: Path) -> None:
     example = zoo(name)
     store.save(example.graph, tmp_path)

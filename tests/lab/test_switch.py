@@ -48,7 +48,7 @@ class Hub:
         self.inner = {f"p{n}": inner for n, (_, inner) in enumerate(pairs)}
         self.errors: dict[str, list[int]] = {port: [] for port in self.inner}
         for mine in self.members:
-            mine.settimeout(5)
+            mine.settimeout(20)
         self.switch = Switch(list(self.inner), delay_seconds)
         self.idle: list[float] = []
         self.idle_seconds = 0.01
@@ -70,7 +70,7 @@ class Hub:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(5)
+        self._thread.join(20)
         assert not self._thread.is_alive()
         for each in [*self.members, *self.inner.values()]:
             each.close()
@@ -174,7 +174,7 @@ def test_frames_for_nobody_are_dropped_and_counted(monkeypatch: pytest.MonkeyPat
 
 
 def test_each_pair_has_its_delay_and_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub(monkeypatch, 3, lambda sender, receiver: 0.5 if sender == 0 else 0.0) as made:
+    with hub(monkeypatch, 3, lambda sender, receiver: 1.0 if sender == 0 else 0.0) as made:
         start = time.monotonic()
         made.members[0].send(frame(member_address(2), b"slow"))
         assert soon(lambda: bool(made.switch._turn))
@@ -182,9 +182,9 @@ def test_each_pair_has_its_delay_and_keeps_its_order(monkeypatch: pytest.MonkeyP
         made.members[0].send(frame(member_address(2), b"behind it"))
         made.members[1].send(frame(member_address(2), b"quick"))
         assert made.get(2) == b"quick"
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 1.0
         assert made.get(2) == b"slow"
-        assert time.monotonic() - start >= 0.499
+        assert time.monotonic() - start >= 0.999
         assert made.get(2) == b"behind it"
 
 
@@ -243,20 +243,22 @@ def test_a_pulled_cable_costs_the_frames_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_work_is_done_in_time_idle_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(monkeypatch, 2) as made:
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            made.members[0].send(frame(member_address(1), b"x"))
-            made.get(1)
+        for _ in range(5):
+            before, end = len(made.idle), time.monotonic() + 10
+            while len(made.idle) == before:  # among frames
+                assert time.monotonic() < end
+                made.members[0].send(frame(member_address(1), b"x"))
+                made.get(1)
         busy = len(made.idle)
-        time.sleep(0.5)
-        assert len(made.idle) > busy
+        assert soon(lambda: len(made.idle) > busy)
         made.idle_seconds = -1.0  # it wants to be called at once, again and again
         time.sleep(0.1)
-        count = len(made.idle)
         start = time.monotonic()
+        count = len(made.idle)
         time.sleep(0.2)
         assert len(made.idle) - count <= (time.monotonic() - start) * 1000 + 10
-    assert all(later - earlier < 0.25 for earlier, later in pairwise(made.idle))  # this thread has no priority
+    gaps = sorted(later - earlier for earlier, later in pairwise(made.idle))
+    assert gaps[len(gaps) // 2] < 0.25  # this thread has no priority, and the machine may be busy
 
 
 def test_the_end_is_noticed_though_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +266,5 @@ def test_the_end_is_noticed_though_nothing_happens(monkeypatch: pytest.MonkeyPat
         made.idle_seconds = float("inf")
         time.sleep(0.1)
         start = time.monotonic()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
     assert gc.isenabled()

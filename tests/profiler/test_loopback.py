@@ -16,8 +16,8 @@ def children() -> set[int]:
 def test_loopback_is_measured_and_cleaned_up() -> None:
     before = children()
     link = links.measure_loopback(large_bytes=1 << 20)
-    assert 1e6 < link.bytes_per_second < 1e12
-    assert 1e-7 < link.delay_seconds < 0.1
+    assert 1e5 < link.bytes_per_second < 1e12
+    assert 1e-7 < link.delay_seconds < 1
     assert children() <= before
 
 

@@ -17,7 +17,7 @@ from manyhands.profiler.this_machine import identify
 
 def test_every_layer_of_tiny_takes_time(tiny: Graph) -> None:
     said: list[str] = []
-    profile = measure_network(tiny, ladder=(1, 2, 4), threads=1, seconds=3.0, on_progress=said.append)
+    profile = measure_network(tiny, ladder=(1, 2, 4), threads=1, seconds=6.0, on_progress=said.append)
     profile.check_matches(tiny.network)
     assert profile.source == "measured"
     assert profile.machine == identify(1).text

@@ -22,7 +22,7 @@ from manyhands.runtime import coordinator as coordinator_module
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import Pictures, kill, marked, shared, train
 
-GONE_SECONDS = 5.0
+GONE_SECONDS = 30.0
 
 
 def wait_until(is_so: Callable[[], bool], limit_seconds: float = GONE_SECONDS) -> bool:
@@ -83,7 +83,7 @@ def test_a_frozen_worker_is_ended_too(mark: str) -> None:
         assert len(marked(mark)) == 1
         kill(coordinator, "local-1", signal.SIGSTOP)
         start = time.monotonic()
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30
     assert not marked(mark)
 
 

@@ -34,7 +34,7 @@ from real_runs import (
 
 pytestmark = pytest.mark.xdist_group("exact_processes")  # its workers are started once
 
-STEPS = 20
+STEPS = 12  # the learning rate changes twice
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def assert_alive(coordinator: Coordinator) -> None:
 def test_refused(coordinator: Coordinator, hello: Hello, reason: str) -> None:
     coordinator.wanted = {"pi-1", "taken", "one-more"}
     greet(coordinator, named("taken"))
-    coordinator.wait_for(["taken"], 2)
+    coordinator.wait_for(["taken"], 20)
     _, answer = greet(coordinator, hello)
     assert isinstance(answer, Refusal)
     assert reason in answer.reason
@@ -119,17 +119,17 @@ def test_garbage_in_place_of_a_hello(coordinator: Coordinator, garbage: bytes) -
 def test_garbage_from_a_member_is_its_end(coordinator: Coordinator) -> None:
     channel, answer = greet(coordinator, HELLO)
     assert isinstance(answer, Welcome)
-    coordinator.wait_for(["pi-1"], 2)
+    coordinator.wait_for(["pi-1"], 20)
     channel.send(b'{"type": "done", "generation": "seven"}')
     hear_to_the_end(channel)  # which is how it is told
-    event = coordinator.next_event(2.0)
+    event = coordinator.next_event(20.0)
     assert event is not None
     assert event[0] == "pi-1"
     assert "control message cannot be read" in coordinator.members["pi-1"].reason
     with pytest.raises(WorkerLost, match="pi-1 was lost before this began: A control message cannot be read"):
         coordinator.muster(["pi-1"])
     greet(coordinator, HELLO)
-    coordinator.wait_for(["pi-1"], 2)
+    coordinator.wait_for(["pi-1"], 20)
     assert coordinator.muster(["pi-1"]).keys() == {"pi-1"}
 
 
@@ -137,7 +137,7 @@ def test_silence_is_the_end(coordinator: Coordinator) -> None:
     channel, _ = greet(coordinator, HELLO)
     start = time.monotonic()
     assert {type(message) for message in hear_to_the_end(channel)} == {Beat}
-    assert 1.5 < time.monotonic() - start < 6
+    assert 1.5 < time.monotonic() - start < 30
     assert "has said nothing for" in coordinator.members["pi-1"].reason
 
 
@@ -145,7 +145,7 @@ def test_one_who_never_says_hello_does_not_hold_up_the_end(coordinator: Coordina
     OPEN.append(dial(coordinator))
     start = time.monotonic()
     coordinator.close()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
 
 
 def test_wrong_token(coordinator: Coordinator) -> None:

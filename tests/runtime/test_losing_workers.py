@@ -24,6 +24,8 @@ from real_runs import assert_same, kill, names, network, piped, restart, shared,
 pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once
 
 SILENCE_SECONDS = 6.0
+PROMPT_SECONDS = 20.0
+"""Soon, on a machine that does other things too; who died, and not of silence, is said in the message."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
     error, seconds = failing_after(
         fired, lambda: train(cluster, plan, tmp_path / "run", steps=300, on_step=at_step, epochs=1)
     )
-    assert seconds < 5
+    assert seconds < PROMPT_SECONDS
     assert error.message.startswith(f"Worker {devices[1]} was lost at step ")
     assert 4 < int(error.message.split("at step ")[1].split(":")[0]) < 12
     assert "killed by SIGKILL" in error.message
@@ -95,7 +97,7 @@ def test_a_frozen_worker_ends_the_run(cluster: Coordinator, tmp_path: Path) -> N
     error, seconds = failing_after(
         fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step)
     )
-    assert seconds < SILENCE_SECONDS + 6
+    assert seconds < SILENCE_SECONDS + PROMPT_SECONDS
     assert f"Worker {devices[2]} was lost at step " in error.message
     assert "has said nothing for" in error.message
     assert checkpoint.latest(tmp_path) is not None
@@ -135,7 +137,7 @@ def test_death_at_other_moments(
     if kind is Measure:
         monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # nothing is known yet
     error, seconds = failing_after(fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path / "run", steps=3))
-    assert seconds < 5
+    assert seconds < PROMPT_SECONDS
     assert f"Worker {devices[0]} was lost {when}" in error.message
     assert "killed by SIGKILL" in error.message
 

@@ -56,7 +56,7 @@ def test_torch_is_in_memory_once(board: Coordinator) -> None:
 
 def test_one_slot_dies_alone_and_all_die_with_their_parent(board: Coordinator) -> None:
     os.kill(board.members["board.2"].facts.pid, signal.SIGKILL)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while not board.members["board.2"].is_lost and time.monotonic() < end:
         time.sleep(0.01)
     assert [name for name in NAMES if board.members[name].is_lost] == ["board.2"]
@@ -64,7 +64,7 @@ def test_one_slot_dies_alone_and_all_die_with_their_parent(board: Coordinator) -
         board.muster(NAMES)
     left = [board.members[name].facts.pid for name in ("board.1", "board.3")]
     parent_of(board).kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while any(_runs(pid) for pid in left) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(_runs(pid) for pid in left)

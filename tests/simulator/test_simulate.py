@@ -402,9 +402,9 @@ def test_a_thousand_devices() -> None:
         uneven = tuple(1 + (number * 7 + index) % 3 for number in range(89))
         stages.append(Stage((index, index + 1), devices, BySamples((*uneven, 200 - sum(uneven)))))
     plan = Plan("chain", 200 * 8, tuple(stages), 8)
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes may have the core meanwhile
     result = run(plan, network, Link(1e8, 1e-4), up_bytes_per_second=1e8, down_bytes_per_second=1e8)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
     assert len(result.devices) == 990
     assert math.isfinite(result.seconds)
     assert result.devices["d10-0"].most_micro_batches_held == 1

@@ -1,0 +1,28 @@
+"""Groups of tests: one process runs all of a group, and makes once what is costly: workers, captured networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def group_of(item: pytest.Item) -> str:
+    return "_".join(sorted({str(mark.args[0]) for mark in item.iter_markers("xdist_group")}))
+
+
+DEEPER = ("resnet34", "vgg19", "yolov2-16")
+"""More layers of the kinds that another network of the zoo has: with the slow tests."""
+
+
+def by_name(kind: str, names: Iterable[str]) -> list[Any]:
+    """Parameters with a group for each."""
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.xdist_group(f"{kind} {name}"), *slow_if(name in DEEPER)])
+        for name in names
+    ]
+
+
+def slow_if(is_so: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if is_so else []
