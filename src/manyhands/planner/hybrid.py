@@ -1,7 +1,8 @@
 """The best pipeline of replicated stages (ASTEROID Algorithm 2), exactly, and fast.
 
-Devices in order of memory; every stage takes layers [first, last) and an interval of the devices; devices may be left
-out between stages. Built from the last stage to the first: with a new first stage in front of a sub-pipeline,
+Devices in order of memory (`pipelines` tries them by speed too); every stage takes layers [first, last) and an interval
+of the devices; devices may be left out between stages. Built from the last stage to the first: with a new first stage
+in front of a sub-pipeline,
 
     A = max(M·E_stage,  M·E_cut + E_stage,  A' + E_stage + E_cut)          the longest step, aligned (Eq. 11)
     D = max(T_a,  D' - E_b of the stage and the cut)                       what the all-reduces add at the end
@@ -30,7 +31,7 @@ from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
 from manyhands.planner.shares import Counts, Numbers
-from manyhands.planner.steps import Batch, Ground, StageTable, Steps
+from manyhands.planner.steps import Batch, Ground, StageTable, Steps, by_memory, orders
 
 USUAL = Batch(1, 1)
 COARSE_CUTS = 24
@@ -42,7 +43,7 @@ WORTH_A_SEARCH = 1.2
 """Micro-batch sizes whose coarse plan is within this of the best are searched in full; plans within it are kept, as a
 simulation may order them otherwise."""
 MOST_WITH_GAPS = 12
-"""Up to so many devices, some may be left out between two stages; beyond, only at the ends."""
+"""Up to so many devices, some may be left out between two stages, and other orders are tried; beyond, neither."""
 _PAIRS_AT_ONCE = 2_000_000
 _SLACK = 1 + 1e-9
 
@@ -318,19 +319,24 @@ def pipelines(
     """
     cuts = coarse_cuts(network)
     ways = batches(network, batch_size, like, micro_batches)
-    ground = Ground(network, cluster, profile, max(way.samples for way in ways), like.optimizer_slots)
+    most = max(way.samples for way in ways)
+    grounds = [
+        Ground(network, cluster, profile, most, like.optimizer_slots, names)
+        for names in (orders(cluster) if len(cluster.devices) <= MOST_WITH_GAPS else [by_memory(cluster)])
+    ]
     found: list[Pipeline] = []
     rough: list[tuple[float, Search]] = []
     least = inf
     for way in sorted(ways, key=lambda one: abs(one.count - USUAL_MICRO_BATCHES)):
-        search = Search(Steps(ground, way), may_be_alone=may_be_alone)
-        coarse = search.by_stages(cuts, WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
-        if coarse:
-            found += coarse
-            rough.append((min(one.seconds for one in coarse), search))
-            least = min(least, rough[-1][0])
+        for ground in grounds:
+            search = Search(Steps(ground, way), may_be_alone=may_be_alone)
+            coarse = search.by_stages(cuts, WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
+            if coarse:
+                found += coarse
+                rough.append((min(one.seconds for one in coarse), search))
+                least = min(least, rough[-1][0])
     if not rough:  # no luck with these cuts
-        rough = [(inf, Search(Steps(ground, way), may_be_alone=may_be_alone)) for way in ways]
+        rough = [(inf, Search(Steps(grounds[0], way), may_be_alone=may_be_alone)) for way in ways]
     for seconds, search in sorted(rough, key=lambda one: one[0]):
         if seconds > WORTH_A_SEARCH * least and found:
             break

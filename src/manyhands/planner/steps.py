@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.network import Network
 from manyhands.facts.plan import WarmUp
 from manyhands.facts.profile import DeviceProfile, Profile, Timing
@@ -50,10 +50,26 @@ class Batch:
         return max(1, min(known[self.warm_up], self.count))
 
 
+ALIKE = 0.9
+"""Devices whose memory differs by less are taken as alike: what is left after starting a worker is never the same."""
+
+
 def by_memory(cluster: Cluster) -> tuple[str, ...]:
-    """The devices' names, the largest memory first (ASTEROID §3.3); of equal memory, the faster first."""
-    order = sorted(cluster.devices, key=lambda one: (-one.memory_bytes, -one.gflops))
-    return tuple(one.name for one in order)
+    """The devices' names, the largest memory first (ASTEROID §3.3); of about equal memory, the faster first."""
+    found: list[Device] = []
+    alike: list[Device] = []
+    for device in sorted(cluster.devices, key=lambda one: -one.memory_bytes):
+        if alike and device.memory_bytes < ALIKE * alike[0].memory_bytes:
+            found += sorted(alike, key=lambda one: -one.gflops)
+            alike = []
+        alike.append(device)
+    return tuple(one.name for one in [*found, *sorted(alike, key=lambda one: -one.gflops)])
+
+
+def orders(cluster: Cluster) -> list[tuple[str, ...]]:
+    """Orders in which devices may follow each other along a pipeline: the paper's, and by speed, either way."""
+    by_speed = tuple(one.name for one in sorted(cluster.devices, key=lambda one: -one.gflops))
+    return list(dict.fromkeys([by_memory(cluster), by_speed, by_speed[::-1]]))
 
 
 class Ladders:
@@ -189,10 +205,17 @@ class Ground:
     """What does not depend on how the mini-batch is cut."""
 
     def __init__(
-        self, network: Network, cluster: Cluster, profile: Profile, most: int, optimizer_slots: int = 1
+        self,
+        network: Network,
+        cluster: Cluster,
+        profile: Profile,
+        most: int,
+        optimizer_slots: int = 1,
+        names: tuple[str, ...] | None = None,
     ) -> None:
+        """`most`: the largest micro-batch; `names`: the order of the devices, by default that of their memory."""
         self.network, self.cluster = network, cluster
-        self.names = by_memory(cluster)
+        self.names = names or by_memory(cluster)
         keys = [(id(profile.of(name)), cluster.device(name).memory_bytes) for name in self.names]
         unique = list(dict.fromkeys(keys))
         self.kinds = [unique.index(key) for key in keys]
