@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from hand_made import chain, cluster, even_profile, profile
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import BySamples, Single
+from manyhands.models.registry import build
 
 NETWORK = chain(6)
 MACHINES = cluster(("a", "b", "c"), Link(1e8, 1e-4))
@@ -68,3 +75,28 @@ def test_micro_batches_and_warm_up_are_chosen() -> None:
     ).plan  # fmt: skip
     assert given.micro_batches == 2
     assert given.warm_up == "P-p"
+
+
+def test_the_best_plans_are_tried_and_the_fastest_is_taken(tmp_path: Path) -> None:
+    """Trials leave no trace in what is trained: the same plan, given, ends with the same losses."""
+    torch.manual_seed(3)
+    images, labels = torch.randn(16, 1, 16, 16), torch.randint(0, 10, (16,))
+    results = []
+    plan: str | mh.Plan = "pipeline"
+    for tune in (3, 0):
+        torch.manual_seed(4)
+        model = build("tiny")
+        results.append(
+            mh.train(
+                model, TensorDataset(images, labels), loss=functional.cross_entropy, batch_size=8, steps=3, plan=plan,
+                optimizer=mh.Optimizer("SGD", lr=0.1), cluster=mh.Cluster.local(2), folder=tmp_path / f"tune{tune}",
+                tune=tune,
+            )
+        )  # fmt: skip
+        plan = results[0].plan
+    events = [json.loads(line) for line in (tmp_path / "tune3" / "events.jsonl").read_text().splitlines()]
+    tried = [event for event in events if event["event"] == "tried"]
+    assert 2 <= len(tried) <= 3
+    assert tried[0]["seconds"] == min(event["seconds"] for event in tried)
+    assert mh.Plan.from_dict(tried[0]["plan"]) == results[0].plan
+    assert results[0].losses == results[1].losses

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "columns",
     "reduce",
     "micro_batches",
+    "tune",
     "devices",
     "cluster",
     "gpus",
@@ -74,6 +75,8 @@ class Wish:
     optimizer: str = OPTIMIZER
     plan: str = "samples"
     micro_batches: int | None = None
+    tune: int = 0
+    """So many of the best plans are tried before one is taken."""
     grid: str = ""
     """Of tiles: rows x columns; the next two are relative heights and widths."""
     rows: str = ""
@@ -93,7 +96,8 @@ class Wish:
     traces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0}
+        least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0,
+                 "tune": 0}  # fmt: skip
         for field, smallest in least.items():
             value = getattr(self, field)
             if value is not None and value < smallest:
@@ -428,7 +432,7 @@ def train_job(
         model, data.train, loss=loss_of(wish.model, data), optimizer=optimizer, batch_size=wish.batch_size,
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
-        micro_batches=wish.micro_batches, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
+        micro_batches=wish.micro_batches, tune=wish.tune, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
         config={"wish": _kept(wish)}, on_planned=on_planned,
         on_step=on_step, say=say,
     )  # fmt: skip

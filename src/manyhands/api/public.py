@@ -34,6 +34,8 @@ class Planned:
 
     plan: Plan
     candidates: list[Candidate]
+    runners_up: tuple[Plan, ...] = ()
+    """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
 
 
 def network_of(network: Graph | Network | str) -> Network:
@@ -80,15 +82,14 @@ def plan(
         return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
 
     if strategy != "auto":
-        chosen = plan_by_name(strategy, task, price).plan
-        assert chosen is not None
-        return Planned(chosen, [])
+        plans = [one.plan for one in plan_by_name(strategy, task, price) if one.plan is not None]
+        return Planned(plans[0], [], tuple(plans[1:]))
     ranked = choose(task, price)
     best = ranked[0]
     if best.plan is None:
         reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
         raise BadPlan(f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}")
-    return Planned(best.plan, ranked)
+    return Planned(best.plan, ranked, tuple(one.plan for one in ranked[1:] if one.plan is not None))
 
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:

@@ -22,6 +22,7 @@ from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
 from manyhands.api.tile_report import Traffic, planned_traffic
+from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.executor import checkpoint
@@ -135,6 +136,7 @@ def train(
     resume: bool | str | Path = False,
     test: Dataset[Any] | None = None,
     micro_batches: int | None = None,
+    tune: int = 0,
     tiles: TileWish | None = None,
     reduce: str = "allreduce",
     granularity: str = "blocks",
@@ -153,6 +155,8 @@ def train(
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
     plan        a Plan (mh.tile_plan and mh.pipeline_plan make one), a plan file, or a strategy: "auto", "single",
                 "samples", "pipeline", "tiles"; "auto" and "pipeline" may leave devices out
+    tune        try so many of the strategy's best plans for a few steps each, and take the fastest; 0: trust the
+                simulation
     reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)
     batch_norm  "synchronised" (statistics over all devices; of each micro-batch where there are several) or "local"
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
@@ -180,7 +184,7 @@ def train(
             asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
             if plan == "tiles":
                 asked["tiles"] = msgspec.to_builtins(tiles or TileWish())
-            wish = _Wish(plan, micro_batches, tiles, reduce)
+            wish = _Wish(plan, micro_batches, tiles, reduce, tune)
             planned = job.planned(wish, asked if resumed is not None else None)
             record.decided(
                 {**dict(config or {}), **options.facts, "steps": last_step, **asked}, planned.cluster, planned.profile,
@@ -323,8 +327,11 @@ class _Wish:
     micro_batches: int | None
     tiles: TileWish | None
     reduce: str
+    tune: int = 0
 
     def __post_init__(self) -> None:
+        if self.tune < 0:
+            raise BadValue(f"tune is {self.tune}; it must be 0 or more plans.")
         if self.reduce not in ("allreduce", "gateway"):
             raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
 
@@ -376,6 +383,8 @@ class _Job:
                 batch_norm=batch_norm_named(self.options.batch_norm),
             )  # fmt: skip
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
+            if wish.tune > 1:
+                plan = self._tried([plan, *(one for one in made.runners_up if one != plan)], wish.tune, profile)
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
         else:
             plan = read_plan(plan_file(str(wanted)), network, cluster)
@@ -432,6 +441,26 @@ class _Job:
         if not runnable:
             raise refusal
         return next((plan for plan in runnable if not _cuts_statistics(plan, self.graph.network)), runnable[0])
+
+    def _tried(self, plans: list[Plan], most: int, profile: Profile) -> Plan:
+        """The fastest of the first plans in a trial of a few steps; only of those that take statistics alike."""
+        alike = []
+        for plan in plans:
+            with contextlib.suppress(BadPlan):
+                runs_here(plan, self.graph.network)
+                if _cuts_statistics(plan, self.graph.network) == _cuts_statistics(plans[0], self.graph.network):
+                    alike.append(plan)
+        if self.say is not None:
+            self.say(f"trying {min(most, len(alike))} plan(s)")
+        with Prefetcher(self.options.data, self.options.order, 0, 1) as batches:
+            _, inputs, targets = next(iter(batches))
+        kernels = {name: one.kernels for name, one in profile.devices.items()}
+        trials = fastest_in_trial(
+            self.session.coordinator, self.graph, alike[:most], self.options.optimizer, kernels, (inputs, targets)
+        )
+        for plan, seconds in trials:
+            self.record.event("tried", seconds=seconds, plan=plan.to_dict())
+        return trials[0][0] if trials else plans[0]
 
     def run(self, planned: Planned, on_step: OnStep | None) -> TrainResult:
         options, steps_per_epoch = self.options, self.options.order.steps_per_epoch

@@ -71,6 +71,10 @@ def train(
         str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --out), in place of --share.")
     ] = None,
     micro_batches: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch.")] = None,
+    tune: Annotated[
+        int | None,
+        typer.Option("--tune", help="Try so many of the best plans for a few steps each, and take the fastest."),
+    ] = None,
     batch_norm: Annotated[
         str | None, typer.Option("--batch-norm", help="synchronised (exact) or local (per worker, as DDP).")
     ] = None,
@@ -107,7 +111,7 @@ def train(
 
     given = {
         "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
-        "optimizer": optimizer, "micro_batches": micro_batches, "batch_norm": batch_norm, "seed": seed,
+        "optimizer": optimizer, "micro_batches": micro_batches, "tune": tune, "batch_norm": batch_norm, "seed": seed,
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
         "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
     }  # fmt: skip

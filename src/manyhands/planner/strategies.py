@@ -28,42 +28,46 @@ MEMORY_SAVING: WarmUp = "2(P-p)-1"
 FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
 WORTH_MEMORY = 0.99
 """A plan that holds more micro-batches must be that much faster."""
-MOST_SIMULATED = 8
+MOST_SIMULATED = 16
 """Pipelines that are simulated: those with the least predicted time."""
 
 
-def plan_by_name(strategy: str, task: Task, price: Price) -> Candidate:
-    """The plan of a named strategy (all but `auto`, which chooses), within every device's memory."""
+def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
+    """The plan of a named strategy (all but `auto`, which chooses), within every device's memory; of pipelines, the
+    best of each shape, the fastest first."""
+    if strategy == "pipeline":
+        return ranked_pipelines(task, price)
     makers: dict[str, Callable[[Task], Plan]] = {
-        "single": single, "samples": samples, "pipeline": partial(pipeline, price=price),
-        "tiles": partial(tiles, price=price),
+        "single": single, "samples": samples, "tiles": partial(tiles, price=price),
     }  # fmt: skip
     if strategy not in makers:
         raise unknown("strategy", strategy, STRATEGIES)
-    return fitting(strategy, makers[strategy], task, price)
+    return [fitting(strategy, makers[strategy], task, price)]
 
 
 def pipeline(task: Task, price: Price) -> Plan:
     """Of the planner's best pipelines and those of its rivals, the one that simulates fastest."""
+    best = ranked_pipelines(task, price)[0].plan
+    assert best is not None
+    return best
+
+
+def ranked_pipelines(task: Task, price: Price) -> list[Candidate]:
+    """The planner's best pipelines and those of its rivals, simulated: the best of each shape, the fastest first."""
     like = Batch(
         1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up
     )  # fmt: skip
     found = pipelines(
-        task.network,
-        task.cluster,
-        task.profile,
-        task.batch_size,
-        micro_batches=task.micro_batches,
-        like=like,
+        task.network, task.cluster, task.profile, task.batch_size, micro_batches=task.micro_batches, like=like,
         may_be_alone=False,
-    )
+    )  # fmt: skip
     plans = [one.plan(task.network) for one in found[:MOST_SIMULATED]]
     for make in SYNCHRONOUS.values():
         try:
             plans.append(make(task, price))
         except ManyhandsError:
             continue  # a rival that cannot run is no candidate
-    best: tuple[float, Plan] | None = None
+    best: dict[tuple[object, ...], Candidate] = {}
     refusal: ManyhandsError | None = None
     for plan in plans:
         try:
@@ -72,27 +76,31 @@ def pipeline(task: Task, price: Price) -> Plan:
         except ManyhandsError as error:
             refusal = error
             continue
-        if best is None or seconds < best[0]:
-            best = seconds, plan
-    if best is None:
+        shape = (plan.order, plan.micro_batches, *(stage.devices for stage in plan.stages))
+        if shape not in best or seconds < best[shape].seconds:
+            best[shape] = Candidate("pipeline", plan, seconds)
+    if not best:
         assert refusal is not None
         raise refusal
-    return _running_ahead(task, *best, price)
+    ranked = sorted(best.values(), key=lambda one: one.seconds)
+    return [_running_ahead(task, ranked[0], price), *ranked[1:]]
 
 
-def _running_ahead(task: Task, seconds: float, plan: Plan, price: Price) -> Plan:
+def _running_ahead(task: Task, best: Candidate, price: Price) -> Candidate:
     """The same plan with more forward passes before the first backward, where memory allows and links are slow."""
+    plan = best.plan
+    assert plan is not None
     if len(plan.stages) == 1 or plan.order != "1f1b" or task.warm_up != MEMORY_SAVING:
-        return plan
+        return best
     for policy in FURTHER_AHEAD:
         other = msgspec.structs.replace(plan, warm_up=policy)
         try:
-            taken = price(other)
+            seconds = price(other)
         except OutOfMemory:
             break
-        if taken < WORTH_MEMORY * seconds:
-            seconds, plan = taken, other
-    return plan
+        if seconds < WORTH_MEMORY * best.seconds:
+            best = Candidate(best.name, other, seconds)
+    return best
 
 
 def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
