@@ -233,9 +233,10 @@ class Tuned:
 
 def tuned(
     group: TorchGroup, setting: Setting, speeds: Sequence[float], bytes_per_second: float, count: int,
-    micro_batches: Sequence[int], say: Progress,
+    ours: Plan, names: Sequence[str], say: Progress,
 ) -> Tuned:  # fmt: skip
-    """Try what a careful person would: splits by capacity and an even one, fewer devices, shares by capacity."""
+    """Try what a careful person would: splits by capacity and an even one, fewer devices, shares by capacity; and our
+    plan's own cuts, where a device each has them."""
     everyone = tuple(range(len(speeds)))
     trials: dict[Way, float] = {}
 
@@ -256,10 +257,14 @@ def tuned(
     if len(speeds) > 2:
         fewer = splits(units, speeds[:2], bytes_per_second, max(1, count // 2))
         attempt(Way("1f1b", everyone[:2], one, usual) for one in fewer)
-    leading = best("1f1b")[0]
+    if len(ours.stages) > 1 and all(len(stage.devices) == 1 for stage in ours.stages):
+        ranks = tuple(names.index(stage.devices[0]) for stage in ours.stages)
+        if ranks == tuple(sorted(ranks)):
+            attempt([Way("1f1b", ranks, (0, *(int(stage.layers[1]) for stage in ours.stages)), usual)])
     attempt(
         replace(leading, micro_batches=number)
-        for number in micro_batches
+        for leading in best("1f1b", 3)
+        for number in {ours.micro_batches, usual // 2}
         if number >= len(leading.ranks) and setting.samples % number == 0
     )
     attempt(replace(way, kind="gpipe") for way in best("1f1b", 3))
@@ -335,7 +340,7 @@ def compare(
     plan = ours.tuned(ours.plans(cluster, profile)[:TUNED_PLANS])
     pipeline = _pipelined(ours, cluster, profile, plan)
     say(f"ours: {plan_text(plan)}")
-    found = tuned(group, ours.setting, speeds, bytes_per_second, extent.splits, (plan.micro_batches,), say)
+    found = tuned(group, ours.setting, speeds, bytes_per_second, extent.splits, plan, cluster.names, say)
     compared = Compared(plan, pipeline, found, ours.choice, theirs={kind: [] for kind in found.best})
     every = max(1, extent.blocks // extent.measures)
     for block in range(extent.blocks):
