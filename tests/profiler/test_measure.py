@@ -21,7 +21,7 @@ def test_every_layer_of_tiny_takes_time(tiny: Graph) -> None:
     profile.check_matches(tiny.network)
     assert profile.source == "measured"
     assert profile.machine == identify(1).text
-    assert profile.repeats == 3
+    assert profile.repeats >= 3
     for layer in profile.layers:
         assert [timing.samples for timing in layer.ladder] == [1, 2, 4]
         assert all(timing.forward_seconds > 0 and timing.backward_seconds > 0 for timing in layer.ladder)

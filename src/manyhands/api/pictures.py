@@ -32,13 +32,14 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
         for name in devices
     }
     expected = {name: 1 - planned.prediction.idle_part(name) for name in devices}
-    names = ["timeline.png"] + (["pipeline.png"] if len(plan.stages) > 1 else [])
+    busy_in = [name for stage in plan.stages for name in stage.devices]
+    is_pipeline = len(plan.stages) > 1 and len(set(busy_in)) == len(busy_in)  # else stages take turns on a device
+    names = ["timeline.png", "pipeline.png"] if is_pipeline else ["timeline.png"]
     for name in names:
-        is_pipeline = name == "pipeline.png"
         draw_predicted_beside_measured(
             planned.prediction.spans, measured, devices, plots / name, title=f"{title}, step {step}",
             predicted_seconds=planned.prediction.seconds, measured_seconds=end,
-            notes=(_bubbles(planned, expected), _bubbles(planned, busy)) if is_pipeline else ({}, {}),
+            notes=(_bubbles(planned, expected), _bubbles(planned, busy)) if name == "pipeline.png" else ({}, {}),
         )  # fmt: skip
     draw_utilisation(busy, expected, plots / "utilisation.png", title=f"{title}: part of a step computing")
     draw_losses(result.losses, plots / "loss.png", title=f"{planned.network.name}: loss", epoch_steps=epoch_steps)
