@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 from harness import SGD, Batch, Ran, alone, held, relative, run, schedule_of
-from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 from tiled_networks import ZOO, LinearExcite, Residual, Shape, networks, same
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from manyhands.executor.messages import plan_bytes
 from manyhands.executor.tile_operators import Held
 from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box, Layout, cut_points
+from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Codec, LayerName, Order, Plan, Single, Stage
@@ -257,7 +258,8 @@ def _has_no_empty_tile(image: tuple[int, ...], rows: Sequence[float], columns: S
 
 @st.composite
 def drawn_tiles(draw: st.DrawFn, network: Network, first: int, last: int) -> ByTiles:
-    image = network.tensors[network.ops[network.layers[first].first].inputs[0]].shape
+    read = network.ops[network.layers[first].first].inputs  # none of a counter of batches
+    image = network.tensors[read[0]].shape if read else ()
     rows, columns = draw(st.sampled_from([grid for grid in GRIDS if _has_no_empty_tile(image, *grid)]))
     forward, backward = draw(drawn_groups(network, first, last)), draw(drawn_groups(network, first, last))
     early = draw(st.sampled_from((0, 0, 1))) * tuple(range(first, last))
@@ -299,7 +301,11 @@ def test_tiles_among_other_stages(data: st.DataObject) -> None:
             share: Any = BySamples((1, samples - 1)) if by_samples else Single()
             stages.append(Stage((low, high), (one, f"{name}-2") if by_samples else (one,), share))
     stages.sort(key=lambda stage: stage.layers[0])  # type: ignore[arg-type, return-value]
-    case.check(case.plan(*stages, micro_batches=micro_batches, order=order))
+    try:
+        case.check(case.plan(*stages, micro_batches=micro_batches, order=order))
+    except BadPlan as error:  # tiles that begin between two small layers of a squeeze-and-excitation have no maps
+        assume("cannot be cut into rows and columns" not in error.message)
+        raise
 
 
 def any_plan(data: st.DataObject, network: Network, **options: Any) -> Plan:
