@@ -63,12 +63,12 @@ OVERHEAD = (Setting("yolov2-16", (3, 608, 608), 1), Setting("resnet50", (3, 224,
 QUICK_OVERHEAD = (Setting("resnet18", (3, 64, 64), 8),)
 
 
-class _Same(Dataset[Any]):
+class SameBatch(Dataset[Any]):
     """The same batch over and over: what is measured is training, not loading."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.inputs: Any = example_batch(setting.model, setting.samples, input_shape=setting.shape)
-        self.targets = example_target(setting.model, setting.samples, input_shape=setting.shape)
+    def __init__(self, model: str, shape: tuple[int, ...], samples: int) -> None:
+        self.inputs: Any = example_batch(model, samples, input_shape=shape)
+        self.targets = example_target(model, samples, input_shape=shape)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -77,14 +77,14 @@ class _Same(Dataset[Any]):
         return self.inputs[index], self.targets[index]
 
 
-def _captured(setting: Setting, data: _Same) -> Graph:
+def _captured(setting: Setting, data: SameBatch) -> Graph:
     torch.manual_seed(0)
     return captured(
         build(setting.model), data, loss_function(ZOO[setting.model].loss), granularity="blocks", name=setting.model
     )
 
 
-def _ours(session: Session, graph: Graph, plan: Plan, data: _Same, steps: int) -> list[float]:
+def _ours(session: Session, graph: Graph, plan: Plan, data: SameBatch, steps: int) -> list[float]:
     """Seconds of each step of a block, as the coordinator saw them end."""
     order = Order(graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=steps, optimizer=OPTIMIZER)
     run = Run(session.coordinator, order)
@@ -130,7 +130,7 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
     setting, tuning, blocks, steps = DATA_PARALLEL, *((1, 2, 6) if quick else (2, 12, 16))
     if setting.samples % workers:
         raise BadValue(f"--workers {workers} must divide the batch of {setting.samples}.")
-    data = _Same(setting)
+    data = SameBatch(setting.model, setting.shape, setting.samples)
     graph = _captured(setting, data)
     with contextlib.ExitStack() as stack:
         rivals = {mb: stack.enter_context(_rival(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
@@ -183,7 +183,7 @@ def bench_overhead(quick: bool, say: Progress) -> Figures:
     figures: Figures = {}
     worst = 0.0
     for setting in QUICK_OVERHEAD if quick else OVERHEAD:
-        data = _Same(setting)
+        data = SameBatch(setting.model, setting.shape, setting.samples)
         graph = _captured(setting, data)
         blocks, steps = (2, 5) if quick else (7, 7)
         with contextlib.ExitStack() as stack:

@@ -13,12 +13,11 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
-from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from manyhands.api import public
+from manyhands.api.bench_core import SameBatch
 from manyhands.api.bench_tile_setup import kernels_text
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
@@ -34,7 +33,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.lab.lab import Lab, missing
-from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.order import Order, RunState
@@ -85,20 +84,6 @@ LAB = Extent(SETTING, 4, 4, measures=2, measure_seconds=15.0, splits=3, kernel_s
 QUICK_EXTENT = Extent(QUICK, 1, 3, measures=1, measure_seconds=3.0, splits=2)
 
 
-class SameBatch(Dataset[Any]):
-    """The same batch over and over: what is measured is training, not loading."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.inputs: Any = example_batch(setting.model, setting.samples, input_shape=setting.shape)
-        self.targets = example_target(setting.model, setting.samples, input_shape=setting.shape)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inputs[index], self.targets[index]
-
-
 @dataclass
 class Ours:
     """Our side: workers at hand, the captured network, a batch."""
@@ -111,7 +96,7 @@ class Ours:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.data = SameBatch(self.setting)
+        self.data = SameBatch(self.setting.model, self.setting.shape, self.setting.samples)
         module, loss = build(self.setting.model), loss_function(ZOO[self.setting.model].loss)
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from manyhands.facts.errors import ManyhandsError, TimedOut
@@ -122,11 +122,16 @@ class Rival:
         return found
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait(10)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+        end_all(self.processes)
+
+
+def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Kill them, wait for them, close their pipes."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

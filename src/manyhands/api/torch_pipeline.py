@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from manyhands.api.bench_rivals import end_all
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
 
 if TYPE_CHECKING:
@@ -184,14 +185,7 @@ class TorchGroup:
         )
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait(10)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+        end_all(self.processes)
         for file in self._said:
             file.close()
 

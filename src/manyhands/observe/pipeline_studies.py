@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import new_figure, wrapped, write_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from manyhands.observe.figures import finish_axes, new_figure, write_figure
 
 _COLOURS = ("#E45756", "#F58518", "#54A24B", "#4C78A8", "#B279A2", "#9D755D", "#72B7B2")
 
@@ -27,7 +23,7 @@ def draw_bars(
         missing = [place for place, value in zip(places, own) if not value]
         axes.plot(missing, [0.0] * len(missing), "x", color=_COLOURS[number % len(_COLOURS)], clip_on=False)
     axes.set_xticks(range(len(groups)), list(groups))
-    _finish(axes, across, up, title)
+    finish_axes(axes, across, up, title)
     return write_figure(figure, path)
 
 
@@ -44,7 +40,7 @@ def draw_policies(
     other.set_ylabel("samples/s")
     other.legend(fontsize=8, loc="lower right")
     axes.set_xticks(range(len(names)), list(names))
-    _finish(axes, "forward passes of stage p ahead of its backward passes", "MB", title)
+    finish_axes(axes, "forward passes of stage p ahead of its backward passes", "MB", title)
     return write_figure(figure, path)
 
 
@@ -59,14 +55,5 @@ def draw_accuracies(
         axes.plot(times, accuracies, marker=".", color=_COLOURS[number % len(_COLOURS)], label=name)
     axes.axhline(target, color="#888888", linestyle="--", linewidth=1)
     axes.set_xscale("log")
-    _finish(axes, "seconds (simulated)", "accuracy on held-out images (measured)", title)
+    finish_axes(axes, "seconds (simulated)", "accuracy on held-out images (measured)", title)
     return write_figure(figure, path)
-
-
-def _finish(axes: Axes, across: str, up: str, title: str) -> None:
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.set_title(wrapped(title), fontsize=10, loc="left", parse_math=False)
-    axes.legend(fontsize=8, framealpha=0.85)

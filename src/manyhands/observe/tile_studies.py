@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import new_figure, wrapped, write_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from manyhands.observe.figures import finish_axes, new_figure, write_figure
 
 _COLOURS = {"1 group": "#E45756", "every layer": "#4C78A8", "optimal": "#54A24B"}
 _PARTS = {"computing": "#4C78A8", "boundary data": "#F58518", "weights": "#B279A2"}
@@ -58,7 +54,9 @@ def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]
         axes.bar(range(len(batches)), megabytes, 0.6, bottom=below, label=name, color=colour)
         below = [low + own for low, own in zip(below, megabytes, strict=True)]
     axes.set_xticks(range(len(batches)), list(map(str, batches)))
-    _finish(axes, "batch size", "MB of one tile in one step", "Fig. 5.2c: communication by part (the paper's model)")
+    finish_axes(
+        axes, "batch size", "MB of one tile in one step", "Fig. 5.2c: communication by part (the paper's model)"
+    )
     return write_figure(figure, path)
 
 
@@ -75,7 +73,7 @@ def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts],
             )
         axes.set_xscale("log")
         title = f"Fig. 5.2{letter}: {way} (the paper's model)"
-        _finish(axes, "price of a boundary element in multiply-accumulates", "cost over the optimum's", title)
+        finish_axes(axes, "price of a boundary element in multiply-accumulates", "cost over the optimum's", title)
     return write_figure(figure, path)
 
 
@@ -98,8 +96,8 @@ def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
     below.plot(places, [first.bare_seconds / one.bare_seconds for one in splits], marker="o", color="#54A24B",
                label="without weight update")  # fmt: skip
     below.set_xticks(places, [f"{one.devices}x{one.tiles}" for one in splits], rotation=60, fontsize=8)
-    _finish(above, "", "seconds of a step", "Fig. 6.1: time of one sample (simulated)")
-    _finish(below, "devices x tiles on each", "speed-up", "")
+    finish_axes(above, "", "seconds of a step", "Fig. 6.1: time of one sample (simulated)")
+    finish_axes(below, "devices x tiles on each", "speed-up", "")
     return write_figure(figure, path)
 
 
@@ -112,7 +110,7 @@ def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]],
         places = [place + (number - (len(seconds) - 1) / 2) * width for place in range(len(batches))]
         axes.bar(places, own, width * 0.92, label=name, color=_COLOURS[name])
     axes.set_xticks(range(len(batches)), list(map(str, batches)))
-    _finish(axes, "batch size", "seconds of a step", "Fig. 6.3: batches and groupings (simulated)")
+    finish_axes(axes, "batch size", "seconds of a step", "Fig. 6.3: batches and groupings (simulated)")
     return write_figure(figure, path)
 
 
@@ -126,15 +124,5 @@ def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequen
         axes.set_yscale("log")
         axes.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
         axes.minorticks_off()
-        _finish(axes, "Mbit/s", "seconds", f"Fig. 6.4: {way}, without weights (simulated)")
+        finish_axes(axes, "Mbit/s", "seconds", f"Fig. 6.4: {way}, without weights (simulated)")
     return write_figure(figure, path)
-
-
-def _finish(axes: Axes, across: str, up: str, title: str) -> None:
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    if title:
-        axes.set_title(wrapped(title), fontsize=10, loc="left", parse_math=False)
-    axes.legend(fontsize=8, framealpha=0.85)
