@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from manyhands.executor import checkpoint as room
-from manyhands.executor.checkpoint import Checkpoint, latest, load, prune, save
+from manyhands.executor.checkpoint import Checkpoint, broken_after, is_any, latest, load, load_newest, prune, save
 from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -61,8 +61,10 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def change_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """As somebody would who knows how the digest is made."""
     document = json.loads((path / "state.json").read_text())
     change(document)
+    document["sha256"] = room._own_digest(document)
     (path / "state.json").write_text(json.dumps(document))
 
 
@@ -272,15 +274,15 @@ def test_what_cannot_be_saved(tmp_path: Path, given: dict[str, Any], message: st
 
 @pytest.mark.parametrize("name", FILES)
 def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
-    """Any flipped bit in the tensors, and any cut, extension or loss of a file."""
+    """Any flipped bit, and any cut, extension or loss of a file."""
     path = save(tmp_path, simple())
     content = (path / name).read_bytes()
-    places = range(len(content)) if name != "state.json" else range(0)
-    for place in places[::7]:
+    said = name if name == "state.json" else r"SHA-256 is \w{16}…; state.json says \w{16}…"
+    for place in range(0, len(content), 7):
         flipped = bytearray(content)
         flipped[place] ^= 1 << (place % 8)
         (path / name).write_bytes(flipped)
-        with pytest.raises(BadFile, match=r"SHA-256 is \w{16}…; state.json says \w{16}…"):
+        with pytest.raises(BadFile, match=said):
             load(path)
         assert latest(tmp_path) is None
     for broken in (content[:-3], content[: len(content) // 2], b"", content + b"}"):
@@ -337,6 +339,29 @@ def test_a_state_that_is_wrong(tmp_path: Path, change: Callable[[dict[str, Any]]
         load(path)
 
 
+def test_a_changed_state_is_noticed(tmp_path: Path) -> None:
+    """However well it reads; what is only spaced otherwise is the same."""
+    path = save(tmp_path, simple(facts={"epoch": 2, "7": None, "rate": 1e-05, "name": "ä"}))
+    document = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(document))
+    assert load(path).facts["name"] == "ä"
+    for change in ({"seed": 8}, {"step": 121}, {"facts": {}}, {"optimizer_scalars": {"w/other": None, "w/count": 4}}):
+        (path / "state.json").write_text(json.dumps(document | change))
+        with pytest.raises(
+            BadFile, match=r"state.json: the SHA-256 of its values is \w{16}…; it says \w{16}….*changed"
+        ):
+            load(path)
+        assert latest(tmp_path) is None
+
+
+def test_a_state_of_version_0_2_has_no_digest(tmp_path: Path) -> None:
+    path = save(tmp_path, simple())
+    document = json.loads((path / "state.json").read_text())
+    del document["sha256"]
+    (path / "state.json").write_text(json.dumps(document))
+    assert load(path).step == 120
+
+
 def test_tensors_that_are_no_tensors(tmp_path: Path) -> None:
     """Sizes and digests that agree prove nothing about who wrote them."""
     path = save(tmp_path, simple())
@@ -365,6 +390,38 @@ def test_the_latest_is_of_the_highest_step(tmp_path: Path) -> None:
     assert latest(tmp_path) == parent / "step-1000000"
     (parent / "step-1000000" / "optimizer.safetensors").write_bytes(b"cut")
     assert latest(tmp_path) == parent / "step-999999"
+
+
+def test_the_newest_that_can_be_read(tmp_path: Path) -> None:
+    """What is wrong with later ones comes along, also where only reading the tensors shows it."""
+    assert load_newest(tmp_path) is None
+    assert not is_any(tmp_path)
+    paths = [save(tmp_path, simple(step)) for step in (1, 2, 3, 4)]
+    found = load_newest(tmp_path)
+    assert found is not None
+    assert (found.path, found.checkpoint.step, found.broken, found.note) == (paths[3], 4, (), "")
+    os.truncate(paths[3] / "model.safetensors", 40)
+    (paths[2] / "optimizer.safetensors").write_bytes(b"\xff" * 40)
+    size, digest = room._size_and_digest(paths[2] / "optimizer.safetensors")
+    change_state(
+        paths[2], lambda state: state["files"].update({"optimizer.safetensors": {"bytes": size, "sha256": digest}})
+    )
+    found = load_newest(tmp_path)
+    assert found is not None
+    assert (found.path, found.checkpoint.step) == (paths[1], 2)
+    first, second, last = found.note.splitlines()
+    assert first.startswith(f"{paths[3] / 'model.safetensors'}: 40 bytes")
+    assert second.startswith(f"{paths[2] / 'optimizer.safetensors'}: is not a safetensors file")
+    assert last == f"Passed over; the checkpoint before is used: {paths[1]}, of step 2."
+    assert [error.message for error in broken_after(tmp_path, 2)] == [first, second]
+    assert [error.message for error in broken_after(tmp_path, 3)] == [first]
+    for path in paths[:2]:
+        (path / "state.json").unlink()
+    with pytest.raises(BadFile, match=r"checkpoints: none of 4 checkpoint\(s\) can be read") as caught:
+        load_newest(tmp_path)
+    assert len(caught.value.message.splitlines()) == 5
+    assert all(str(path) in caught.value.message for path in paths)
+    assert is_any(tmp_path)
 
 
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:

@@ -109,14 +109,6 @@ def test_what_is_not_executed_yet_is_refused_by_name() -> None:
     runs_here(tiled, graph.network)
 
 
-@pytest.mark.parametrize("bits", [2, 8, 16])
-def test_codecs_are_refused_by_name(bits: int) -> None:
-    graph = captured("skips")
-    stage = Stage((0, len(graph.network.layers)), ("a",), codec=Codec(bits))
-    with pytest.raises(BadPlan, match=rf"stages\[0\].codec.bits is {bits}"):
-        runs_here(plan_for(graph, [stage], batch_size=2), graph.network)
-
-
 def test_a_stream_of_shares_needs_running_statistics() -> None:
     graph = captured("norms")
     count = len(graph.network.layers)

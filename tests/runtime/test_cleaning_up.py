@@ -17,8 +17,8 @@ import pytest
 
 import manyhands as mh
 from manyhands.api import session, training
+from manyhands.engine import transport
 from manyhands.facts.errors import BadData
-from manyhands.runtime import coordinator as coordinator_module
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import Pictures, kill, marked, shared, train
 
@@ -167,7 +167,7 @@ def test_a_coordinator_that_cannot_start_leaves_nothing(monkeypatch: pytest.Monk
     def failing(*_: Any, **__: Any) -> None:
         raise OSError("no more descriptors")
 
-    monkeypatch.setattr(coordinator_module, "TcpEndpoint", failing)
+    monkeypatch.setattr(transport, "TcpEndpoint", failing)
     with pytest.raises(OSError, match="no more"):
         Coordinator()
     assert wait_until(lambda: counted() == before), (counted(), before)

@@ -1,4 +1,5 @@
-"""Workers that die or freeze, at any moment: the run ends soon, says who, when and how, and leaves a checkpoint."""
+"""Workers that die or freeze, at any moment, in a job that needs all of them: it ends soon, says who, when and how, and
+leaves a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.api import training
+from manyhands.api import asked, training
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control import Measure, Prepare, Said, Send
@@ -24,6 +25,8 @@ from real_runs import assert_same, kill, names, network, piped, restart, shared,
 pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once
 
 SILENCE_SECONDS = 6.0
+ALL = (3, None)
+"""How many workers these jobs need."""
 PROMPT_SECONDS = 20.0
 """Soon, on a machine that does other things too; who died, and not of silence, is said in the message."""
 
@@ -36,7 +39,8 @@ def session() -> Iterator[Coordinator]:
 
 @pytest.fixture
 def cluster(session: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)  # one after every step
+    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # one after every step
+    monkeypatch.setattr(training, "REJOIN_SECONDS", 0.0)  # nobody is waited for
     restart(session)
     return session
 
@@ -63,7 +67,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
             fired.append(time.monotonic())
 
     error, seconds = failing_after(
-        fired, lambda: train(cluster, plan, tmp_path / "run", steps=300, on_step=at_step, epochs=1)
+        fired, lambda: train(cluster, plan, tmp_path / "run", steps=300, on_step=at_step, epochs=1, workers=ALL)
     )
     assert seconds < PROMPT_SECONDS
     assert error.message.startswith(f"Worker {devices[1]} was lost at step ")
@@ -77,7 +81,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
     network().load_state_dict(loaded.model)
     # Everybody else is still there: the lost one comes back, and the run goes on as if nothing had happened.
     restart(cluster)
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 30.0)
+    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 30.0)
     resumed = train(cluster, plan, tmp_path / "run", steps=16, resume=True)
     assert len(resumed.result.losses) == 16
     whole = train(cluster, plan, tmp_path / "whole", steps=16)
@@ -95,7 +99,7 @@ def test_a_frozen_worker_ends_the_run(cluster: Coordinator, tmp_path: Path) -> N
             fired.append(time.monotonic())
 
     error, seconds = failing_after(
-        fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step)
+        fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step, workers=ALL)
     )
     assert seconds < SILENCE_SECONDS + PROMPT_SECONDS
     assert f"Worker {devices[2]} was lost at step " in error.message
@@ -136,7 +140,8 @@ def test_death_at_other_moments(
     fired = dying_when(cluster, monkeypatch, devices[0], kind, before=kind is Send)
     if kind is Measure:
         monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # nothing is known yet
-    error, seconds = failing_after(fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path / "run", steps=3))
+    plan = shared(devices, 3, 1, 8)
+    error, seconds = failing_after(fired, lambda: train(cluster, plan, tmp_path / "run", steps=3, workers=ALL))
     assert seconds < PROMPT_SECONDS
     assert f"Worker {devices[0]} was lost {when}" in error.message
     assert "killed by SIGKILL" in error.message
@@ -153,7 +158,7 @@ def test_a_worker_that_was_lost_before_is_named(cluster: Coordinator, tmp_path: 
             time.sleep(0.01)
 
     with pytest.raises(WorkerLost, match=f"Worker {devices[1]} was lost before this began: killed by SIGKILL"):
-        train(cluster, plan, tmp_path, steps=3, on_planned=planned)
+        train(cluster, plan, tmp_path, steps=3, on_planned=planned, workers=ALL)
 
 
 def test_death_while_joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.api import training
+from manyhands.api import asked, training
 from manyhands.api.training import Planned
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
@@ -86,7 +86,7 @@ def _check(path: Path, content: bytes) -> None:
 def test_every_file_is_valid_at_any_moment(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)
     folder, problems, is_over = tmp_path / "run", [], threading.Event()
     looks = 0
 
@@ -190,7 +190,7 @@ def test_steps_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_epochs_and_seconds_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = training._Options(
+    options = asked.Options(
         network(), Pictures(), functional.cross_entropy, SGD, BATCH, 1, None, True, "synchronised", 0
     )
     assert options.order.steps_per_epoch == 6

@@ -20,7 +20,7 @@ from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import LabCluster
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.capture import capture
@@ -83,10 +83,11 @@ def cast(value: Any, floats: torch.dtype) -> Any:
 
 
 def inference_plan(plan: Plan) -> Plan:
-    """The same stages and shares as a stream: one micro-batch after another, forward only."""
+    """The same stages and shares as a stream: one micro-batch after another, forward only, nothing packed."""
     return msgspec.structs.replace(
-        plan, order="stream", batch_size=plan.micro_batch_size, micro_batches=1, homes={}, warm_up="2(P-p)-1"
-    )
+        plan, order="stream", batch_size=plan.micro_batch_size, micro_batches=1, homes={}, warm_up="2(P-p)-1",
+        stages=tuple(msgspec.structs.replace(stage, codec=Codec()) for stage in plan.stages),
+    )  # fmt: skip
 
 
 def evaluate_in(

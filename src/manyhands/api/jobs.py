@@ -18,6 +18,7 @@ from manyhands.api.joining import join_command, parse_address
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
+from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, UnknownName, unknown
 from manyhands.facts.lab import LabCluster
@@ -25,7 +26,9 @@ from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO
+from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
+from manyhands.runtime.watch import SILENCE_SECONDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +59,11 @@ MAY_CHANGE = (
     "scale",
     "slots",
     "traces",
+    "least_devices",
+    "most_devices",
+    "replan",
+    "backup_every",
+    "silence",
 )
 """What a run may go on with in another way; the rest decides what is computed."""
 
@@ -94,10 +102,19 @@ class Wish:
     scale: float | None = None
     slots: int | None = None
     traces: tuple[str, ...] = ()
+    least_devices: int = 1
+    """With fewer workers the job waits for others."""
+    most_devices: int | None = None
+    """More workers are not used."""
+    replan: str = "auto"
+    backup_every: int | None = None
+    """Rounds between two backups; None: so that they are hardly felt."""
+    silence: float = SILENCE_SECONDS
+    """A worker that says nothing for so long is lost."""
 
     def __post_init__(self) -> None:
         least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0,
-                 "tune": 0}  # fmt: skip
+                 "tune": 0, "backup_every": 0, "least_devices": 1}  # fmt: skip
         for field, smallest in least.items():
             value = getattr(self, field)
             if value is not None and value < smallest:
@@ -112,6 +129,10 @@ class Wish:
             raise BadValue("--grid, --rows and --columns are for --share tiles.", hint="Add --share tiles.")
         if self.reduce not in ("allreduce", "gateway"):
             raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
+        if self.replan not in WAYS_TO_REPLAN:
+            raise unknown("way to re-plan", self.replan, WAYS_TO_REPLAN)
+        if not self.silence > 0:
+            raise BadValue(f"--silence is {self.silence}; it must be more than 0 seconds.")
         if not self.lab and (self.scale is not None or self.slots is not None or self.traces):
             raise BadValue("--scale, --slots and --trace say how a lab is played.", hint="Name one: --lab pi3x6")
 
@@ -145,6 +166,8 @@ def wish_for(
     if share and share not in SHARES:
         raise unknown("way to share the work", share, SHARES)
     said = {key: value for key, value in given.items() if value is not None}
+    if "devices" in said:
+        said |= _range(str(said["devices"]), joining=bool(listen))
     if share:
         said["plan"] = share
     if "epochs" in said and "steps" in said:
@@ -162,6 +185,17 @@ def wish_for(
     wish = Wish(**said)
     _check_share(wish, joining=bool(listen))
     return wish
+
+
+def _range(text: str, *, joining: bool) -> dict[str, int | None]:
+    """'4', or '2:6': how many workers a job begins with, needs at least and uses at most."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text.strip())
+    if match is None or (match.group(2) and int(match.group(2)) < int(match.group(1))):
+        raise BadValue(f"--devices is '{text:.40}'; it must be a number, or least:most.", hint="Write 4, or 2:6.")
+    least, most = int(match.group(1)), int(match.group(2) or 0)
+    if not most:
+        return {"devices": least, "least_devices": 1, "most_devices": None}
+    return {"devices": least if joining else most, "least_devices": least, "most_devices": most}
 
 
 def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +321,7 @@ def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Clus
         with _told(listen, token):
             yield load_cluster(wish.cluster)
     elif listen:
-        with _joined(listen, wish.count(joining=True), token, say) as coordinator:
+        with _joined(listen, wish, token, say) as coordinator:
             yield coordinator
     else:
         yield _local(wish)
@@ -354,12 +388,16 @@ def _told(listen: str, token: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined(listen: str, count: int, token: str, say: Say) -> Iterator[Coordinator]:
-    """A coordinator that `count` workers have joined."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+def _joined(listen: str, wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
+    """A coordinator that enough workers have joined; others may come later."""
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, beat_for
 
     host, port = parse_address(listen, DEFAULT_PORT)
-    with Coordinator(host, port, token, on_event=say) as coordinator:
+    count, beat_seconds = wish.count(joining=True), beat_for(wish.silence)
+    with Coordinator(
+        host, port, token, on_event=say, silence_seconds=wish.silence, beat_seconds=beat_seconds,
+        most=wish.most_devices,
+    ) as coordinator:  # fmt: skip
         command = join_command(coordinator)
         say(f"Waiting for {count} worker(s){'' if count > 1 else ' (more: --devices N)'}. On each device:\n  {command}")
         try:
@@ -383,6 +421,7 @@ def build_model(name: str, data: DataSets) -> nn.Module:
     if name.partition(":")[0] in ("torchvision", "timm"):
         return registry.build(name, num_classes=data.num_classes) if data.num_classes else registry.build(name)
     wanted = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
+    wanted |= data.model_options
     taken: Mapping[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
         taken = inspect.signature(registry.factory(name)).parameters
@@ -434,7 +473,8 @@ def train_job(
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
         micro_batches=wish.micro_batches, tune=wish.tune, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
         config={"wish": _kept(wish)}, on_planned=on_planned,
-        on_step=on_step, say=say,
+        on_step=on_step, say=say, replan=wish.replan, backup_every=wish.backup_every,
+        workers=(wish.least_devices, wish.most_devices), silence_seconds=wish.silence,
     )  # fmt: skip
 
 
@@ -452,7 +492,7 @@ def _full_trace(text: str) -> str:
 
 def _full(text: str) -> str:
     """The full path of a file or folder; a name stays a name."""
-    is_name = not text or text in (DATA, *SHARES)
+    is_name = not text or text in (*NAMES, *STAND_INS, *SHARES)
     return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 
 

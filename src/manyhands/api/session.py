@@ -23,8 +23,9 @@ from manyhands.files.documents import load_cluster, read_document, write_documen
 from manyhands.graph.graph import Graph
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator
+from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
 from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.runtime.watch import SILENCE_SECONDS
 
 MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
@@ -64,11 +65,13 @@ def open_session(
     limit_seconds: float = JOIN_SECONDS,
     threads: int = 0,
     pin: Sequence[int] = (),
+    silence_seconds: float = SILENCE_SECONDS,
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
-    worker is kept on, in the cluster's order, over and over where there are more workers.
+    worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
+    that says nothing for so long is lost.
     """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
@@ -90,13 +93,18 @@ def open_session(
         cluster = load_cluster(cluster)
     if all(device.kind == "local" for device in cluster.devices):
         threads = threads or max(1, usable_cores() // len(cluster.devices))
-        with Coordinator.local_cluster(cluster, threads=threads, logs=logs, limit_seconds=limit_seconds) as coordinator:
+        with Coordinator.local_cluster(
+            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds
+        ) as coordinator:
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
-    with Coordinator(host, port, os.environ.get("MANYHANDS_TOKEN", "")) as coordinator:
+    with Coordinator(
+        host, port, os.environ.get("MANYHANDS_TOKEN", ""), silence_seconds=silence_seconds,
+        beat_seconds=beat_for(silence_seconds),
+    ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
         if say is not None:
             say(f"Waiting for {', '.join(cluster.names)}. On each: {coordinator.join_command()} --name NAME")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,44 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from manyhands.api.asked import Lasting, Options, Sharing, check_same, resumed_from
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan, simulate
 from manyhands.api.public import plan as make_plan
+from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session, measure, open_session
 from manyhands.api.tile_report import Traffic, planned_traffic
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.loader import Prefetcher, length
-from manyhands.data.order import BatchOrder
+from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import plan_bytes, runs_here
-from manyhands.executor.optimizers import slots, validate
+from manyhands.executor.optimizers import slots
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, NotFinite, unknown
+from manyhands.facts.errors import BadData, BadFile, BadPlan, ManyhandsError, NotFinite
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import BySamples, Plan
+from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.journey import Endurance, Journey, Travelled
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, read_config, read_decided, resumed_state
-from manyhands.runtime.run import Outcome, Run
+from manyhands.runtime.watch import SILENCE_SECONDS
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 
-CHECKPOINT_SECONDS = 30.0
-LEAST_CHECKPOINT_SECONDS = 1.0
-"""Short epochs are not worth a checkpoint each."""
+REJOIN_SECONDS = 60.0
+"""How long a job with too few workers waits for others to join, or to join again."""
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
 
@@ -100,6 +102,8 @@ class TrainResult:
     stands_in: bool = False
     """A lab was asked for; plain processes stood in, whose links were shaped and whose speed was this machine's."""
     test: EvaluateResult | None = None
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Each time workers were lost, joined or left: how it went on, from which step, after how many seconds."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -140,6 +144,10 @@ def train(
     tiles: TileWish | None = None,
     reduce: str = "allreduce",
     granularity: str = "blocks",
+    replan: str = "auto",
+    backup_every: int | None = None,
+    workers: tuple[int, int | None] = (1, None),
+    silence_seconds: float = SILENCE_SECONDS,
     name: str = "",
     config: Mapping[str, Any] | None = None,
     on_planned: OnPlanned | None = None,
@@ -162,29 +170,38 @@ def train(
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
     test        held-out data: evaluated by the same workers afterwards
+    replan      how to go on when a worker is lost, joins or leaves: "light" (shares, tiles and cuts move), "heavy"
+                (planned anew) or "auto"
+    backup_every
+                rounds between two copies of all weights that workers keep for each other; None: so that it is hardly
+                felt; 0: none, so that a loss costs what came after the last checkpoint
+    workers     (least, most): with fewer it waits for others to join, more are not used; most may be None
+    silence_seconds
+                a local worker that says nothing for so long is lost (an mh.Coordinator has its own)
     limit_seconds
                 how long anybody waits for a message, or for a step, of which nothing comes
 
     The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
     """
-    options = _Options(model, data, loss, optimizer, batch_size, epochs, steps, shuffle, batch_norm, seed)
-    folder, resumed = _resumed(folder, resume)
+    options = Options(model, data, loss, optimizer, batch_size, epochs, steps, shuffle, batch_norm, seed)
+    folder, resumed = resumed_from(folder, resume, say)
     last_step = steps if steps is not None else epochs * options.order.steps_per_epoch
     graph = captured(model, data, loss, granularity=granularity, name=name)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
-        _check_same(resumed, options, last_step)
+        check_same(resumed, options, last_step)
     is_new = folder is None or not Path(folder).exists()
     where = Path(folder) if folder is not None else new_folder("train", graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
-        with open_session(cluster, logs=where / "workers", say=say) as session:
+        with open_session(cluster, logs=where / "workers", say=say, silence_seconds=silence_seconds) as session:
             job = _Job(options, graph, session, record, start, last_step, where, say, test, limit_seconds)
             asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
             if plan == "tiles":
                 asked["tiles"] = msgspec.to_builtins(tiles or TileWish())
-            wish = _Wish(plan, micro_batches, tiles, reduce, tune)
+            wish = Sharing(plan, micro_batches, tiles, reduce, tune)
+            lasting = Lasting(replan, backup_every, workers)
             planned = job.planned(wish, asked if resumed is not None else None)
             record.decided(
                 {**dict(config or {}), **options.facts, "steps": last_step, **asked}, planned.cluster, planned.profile,
@@ -192,7 +209,8 @@ def train(
             )  # fmt: skip
             if on_planned is not None:
                 on_planned(planned)
-            result = job.run(planned, on_step)
+            strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
+            result, planned = job.run(planned, on_step, strategy, lasting)
             if test is not None:
                 result.test = evaluate_in(
                     session, graph, planned.plan, job.trained.weights, test, loss, planned.profile
@@ -224,92 +242,6 @@ def _point_to_checkpoint(error: ManyhandsError, folder: Path, *, by_name: bool) 
         error.hint = f"{error.hint}\n{again}".strip()
 
 
-@dataclass
-class _Options:
-    """What the user asked for, checked before anything starts."""
-
-    model: nn.Module
-    data: Dataset[Any]
-    loss: Callable[..., torch.Tensor]
-    optimizer: Optimizer
-    batch_size: int
-    epochs: int
-    steps: int | None
-    shuffle: bool
-    batch_norm: str
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise BadValue(f"model is a {type(self.model).__name__}; it must be a torch.nn.Module.")
-        if not isinstance(self.optimizer, Optimizer):
-            raise BadValue(
-                f"optimizer is a {type(self.optimizer).__name__}; it must be an mh.Optimizer.",
-                hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).',
-            )
-        if not callable(self.loss):
-            raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise BadValue(f"seed is {self.seed!r}; it must be a whole number of at least 0.")
-        for field_name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1)):
-            value = getattr(self, field_name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise BadValue(f"{field_name} is {value!r}; it must be a whole number of at least {least}.")
-        if self.batch_norm not in ("synchronised", "local"):
-            raise BadValue(f"batch_norm is {self.batch_norm!r}; it must be 'synchronised' or 'local'.")
-        validate(self.optimizer)
-        self.order = BatchOrder(length(self.data), self.batch_size, self.shuffle, self.seed)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What must be the same for a run to go on as if it had never stopped."""
-        return {
-            "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed, "batch_norm": self.batch_norm,
-            "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
-        }  # fmt: skip
-
-    def checkpoint_steps(self, step_seconds: float) -> int:
-        """How many steps lie between two checkpoints: an epoch, within the limits of time."""
-        most = max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
-        least = math.ceil(LEAST_CHECKPOINT_SECONDS / max(step_seconds, 1e-6))
-        epoch = self.order.steps_per_epoch
-        return min(most, epoch * math.ceil(least / epoch))
-
-
-def _resumed(
-    folder: str | Path | None, resume: bool | str | Path
-) -> tuple[str | Path | None, checkpoint.Checkpoint | None]:
-    """The folder of the run, and the checkpoint to go on from, if any."""
-    if resume is False:
-        return folder, None
-    where = folder if resume is True else resume
-    if where is None:
-        raise BadValue("resume=True needs the folder of the run.", hint="Write folder='runs/...' or resume='runs/...'.")
-    if not Path(where).is_dir():
-        raise BadFile(f"{where}: there is no such run folder.", hint="ls runs")
-    newest = checkpoint.latest(Path(where))
-    if newest is None:
-        raise BadFile(f"{where}: has no complete checkpoint to go on from.", hint="Start anew, without resume.")
-    return where, checkpoint.load(newest)
-
-
-def _check_same(loaded: checkpoint.Checkpoint, options: _Options, last_step: int) -> None:
-    """A run goes on as it was, or not at all."""
-    if loaded.step >= last_step:
-        raise BadValue(
-            f"The run has done {loaded.step} of {last_step} steps: there is nothing to go on with.",
-            hint="Ask for more: --epochs or --steps.",
-        )
-    now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options.facts))  # as it was written
-    for key, value in now.items():
-        was = loaded.facts.get(key, value)
-        if was != value:
-            raise BadValue(
-                f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",
-                hint="Use the same, or start a new run.",
-            )
-
-
 def _cuts_statistics(plan: Plan, network: Network) -> bool:
     return plan.micro_batches > 1 and any(op.statistics for op in network.ops)
 
@@ -319,37 +251,11 @@ def _was_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """How the work is to be shared, as the caller said it."""
-
-    plan: Plan | str | Path
-    micro_batches: int | None
-    tiles: TileWish | None
-    reduce: str
-    tune: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tune < 0:
-            raise BadValue(f"tune is {self.tune}; it must be 0 or more plans.")
-        if self.reduce not in ("allreduce", "gateway"):
-            raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
-
-    def applied(self, plan: Plan, batch_size: int) -> Plan:
-        """The plan with what was said beside it. One without shares of samples fits any batch."""
-        if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
-            plan = msgspec.structs.replace(plan, batch_size=batch_size)
-        if self.reduce != "gateway":
-            return plan
-        stages = tuple(msgspec.structs.replace(stage, reduce="gateway") for stage in plan.stages)
-        return msgspec.structs.replace(plan, stages=stages)
-
-
 @dataclass
 class _Job:
     """One call of `train`, with its workers at hand."""
 
-    options: _Options
+    options: Options
     graph: Graph
     session: Session
     record: RunRecord
@@ -360,7 +266,7 @@ class _Job:
     test: Dataset[Any] | None
     limit_seconds: float
 
-    def planned(self, wish: _Wish, asked_before: Mapping[str, Any] | None) -> Planned:
+    def planned(self, wish: Sharing, asked_before: Mapping[str, Any] | None) -> Planned:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
         network, wanted = self.graph.network, wish.plan
@@ -462,16 +368,25 @@ class _Job:
             self.record.event("tried", seconds=seconds, plan=plan.to_dict())
         return trials[0][0] if trials else plans[0]
 
-    def run(self, planned: Planned, on_step: OnStep | None) -> TrainResult:
+    def run(
+        self, planned: Planned, on_step: OnStep | None, strategy: str, lasting: Lasting
+    ) -> tuple[TrainResult, Planned]:
+        """Train to the end. The plan may be another one then: what is given back is the last."""
         options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
         every = options.checkpoint_steps(planned.prediction.seconds)
         first, last = self.start.steps_done, self.last_step
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
-        kernels = {name: planned.profile.of(name).kernels for name in planned.plan.devices}
+        replanner = Replanner(
+            self.session, self.graph, planned.cluster, planned.profile, strategy, options.optimizer,
+            planned.prediction.seconds, lasting.backup_every,
+        )  # fmt: skip
         order = Order(
             graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
-            seed=options.seed, kernels=kernels, snapshots=snapshot_steps(first, last, every), trace_steps=traced,
-            memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
+            seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
+            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
+            backup_every=chosen_backups(
+                planned.plan, planned.network, planned.cluster, planned.prediction.seconds, lasting.backup_every
+            ),
         )  # fmt: skip
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
@@ -481,14 +396,34 @@ class _Job:
 
         if first == 0:
             self._keep(self.start)
-        run = Run(self.session.coordinator, order, on_step=stepped, on_snapshot=self._keep)
-        with Prefetcher(options.data, options.order, first, last) as batches:
-            run.prepare()
-            outcome = run.run(iter(batches))
+        least, most = lasting.workers
+        endurance = Endurance(
+            lasting.replan, least, most, wait_seconds=0.0 if self.session.is_local else REJOIN_SECONDS
+        )
+        with Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches:
+            journey = Journey(
+                self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
+                on_snapshot=self._keep, tell=self._tell,
+            )  # fmt: skip
+            outcome = journey.run()
         assert outcome.state is not None
+        assert outcome.plan is not None
         self.trained = outcome.state
         Weights(self.trained.weights).load_into(options.model, self.graph)
-        return self._result(planned, outcome)
+        if outcome.plan != planned.plan:
+            cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
+            prediction = simulate(outcome.plan, planned.network, cluster, profile)
+            planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
+        return self._result(planned, outcome), planned
+
+    def _tell(self, event: str, /, **facts: Any) -> None:
+        """What happened to the workers: into the folder, and to whoever looks on."""
+        self.record.event(event, **facts)
+        if event == "replanned":
+            write_document(self.folder / "plan.yaml", facts["plan"])
+        text = happened(event, facts)
+        if text and self.say is not None:
+            self.say(text)
 
     def _keep(self, found: RunState) -> None:
         options = self.options
@@ -515,7 +450,7 @@ class _Job:
                         hint="Lower the learning rate. The last checkpoint is from before it.",
                     )
 
-    def _result(self, planned: Planned, outcome: Outcome) -> TrainResult:
+    def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:
         steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
@@ -529,7 +464,7 @@ class _Job:
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.prediction.seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
-            scale=self.session.scale, stands_in=self.session.stands_in,
+            scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
         )  # fmt: skip
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:

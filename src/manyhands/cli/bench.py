@@ -118,6 +118,33 @@ def pipeline(
     _print("bench pipeline", figures, quick, json)
 
 
+@app.command("recovery")
+def recovery(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in half a minute, a small network; the figures do not count.")
+    ] = False,
+    kills: Annotated[
+        int | None,
+        typer.Option("--kills", min=1, help="The soak alone: so many random kills; 100 take up to ten minutes."),
+    ] = None,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="Kills in the lab at 100 Mbit/s too; needs Linux and root.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("recovery-studies"),
+    json: Json = False,
+) -> None:
+    """Workers killed and stopped: seconds until training goes on, what is lost, what copies cost; torchrun beside it.
+
+    Figures go to standard output, settings to standard error. About nine minutes on two cores.
+    """
+    from manyhands.api.bench_recovery import bench_recovery
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say)
+    _print("bench recovery", figures, quick, json)
+
+
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
 

@@ -19,7 +19,13 @@ PLAIN_LINES = 10
 
 def train(
     devices: Annotated[
-        int | None, typer.Option("--devices", "-n", help="How many workers. Default: 4 on this machine.")
+        str | None,
+        typer.Option(
+            "--devices",
+            "-n",
+            help="How many workers, like 4; or 2:6: it waits for two, goes on while there are two, and uses up to six. "
+            "Default: 4 on this machine.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -30,7 +36,8 @@ def train(
         typer.Option(
             "--data",
             "-d",
-            help="digits, a folder of class folders of images or in Pascal VOC layout, or file.npz. Default: digits.",
+            help="digits, a folder (one of pictures per class, Pascal VOC, aclImdb, MovieLens, CIFAR-10, rendered "
+            "chairs), file.npz, or a synthetic stand-in such as synthetic-imdb. Default: digits.",
         ),
     ] = None,
     input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x64x64.")] = None,
@@ -78,6 +85,26 @@ def train(
     batch_norm: Annotated[
         str | None, typer.Option("--batch-norm", help="synchronised (exact) or local (per worker, as DDP).")
     ] = None,
+    replan: Annotated[
+        str | None,
+        typer.Option(
+            "--replan",
+            help="When a worker is lost, joins or leaves: light (shares, tiles and cuts move), heavy (planned anew) or "
+            "auto (default).",
+        ),
+    ] = None,
+    backup_every: Annotated[
+        int | None,
+        typer.Option(
+            "--backup-every",
+            help="Rounds between two copies of all weights that workers keep for each other; 0: none. Default: so that "
+            "it is hardly felt.",
+        ),
+    ] = None,
+    silence: Annotated[
+        float | None,
+        typer.Option("--silence", help="Seconds after which a worker that says nothing is lost. Default: 2."),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="For shuffling and dropout. Default: 0.")] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
@@ -114,6 +141,7 @@ def train(
         "optimizer": optimizer, "micro_batches": micro_batches, "tune": tune, "batch_norm": batch_norm, "seed": seed,
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
         "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
+        "replan": replan, "backup_every": backup_every, "silence": silence,
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (listen or resume or share)

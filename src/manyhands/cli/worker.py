@@ -20,12 +20,18 @@ def worker(
     slots: Annotated[
         int, typer.Option("--slots", min=1, max=16, help="Workers on this device, NAME.1 and so on, sharing memory.")
     ] = 1,
-    wait: Annotated[float, typer.Option("--wait", help="Seconds to keep trying to reach the coordinator.")] = 60.0,
+    wait: Annotated[
+        float,
+        typer.Option("--wait", help="Seconds to keep trying to reach the coordinator, also when it was lost."),
+    ] = 60.0,
     patience: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
 ) -> None:
-    """Join a coordinator and work for it until it ends (exit code 0) or is lost (11). Ctrl-C leaves."""
+    """Join a coordinator and work for it until it ends (exit code 0) or is lost (11).
+
+    SIGTERM: hands over what it has to the others, then leaves; a second one, and Ctrl-C, leave at once.
+    """
     from manyhands.runtime.processes import die_with_parent
 
     is_typed = not parent
@@ -38,8 +44,9 @@ def worker(
     check_joining(token, name)
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
-    from manyhands.runtime.worker import Joining, Worker
+    from manyhands.runtime.worker import Joining, load_everything, serve
 
+    load_everything()
     if slots > 1:
         import socket
 
@@ -47,9 +54,7 @@ def worker(
 
         name, parent = divide_into(name or socket.gethostname(), slots)
 
-    worker = Worker(Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent))
-    if is_typed:
-        typer.echo(f"Joining {join} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
-    worker.run()
-    if is_typed:
-        typer.echo(f"The coordinator at {join} has ended the run; {worker.endpoint.name} has left.")
+    serve(
+        Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent),
+        say=typer.echo if is_typed else None,
+    )

@@ -1,8 +1,13 @@
-"""Data sets to train on: by name, from a folder of pictures, or a .npz file. Listing names does not import torch."""
+"""Data sets to train on: by name, from a folder, or a .npz file. Listing names does not import torch.
+
+A folder is known by what lies in it: reviews (aclImdb), film ratings (MovieLens), rendered chairs, CIFAR-10's binary
+files, pictures with boxes (Pascal VOC); else it is one with a sub-folder of pictures per class.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +17,14 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 NAMES: tuple[str, ...] = ("digits",)
+STAND_INS: tuple[str, ...] = ("synthetic-cifar10", "synthetic-imdb", "synthetic-movielens", "synthetic-3dchair")
+"""Drawn, for where the real data is not at hand: a model can learn from them, but its accuracy says nothing."""
+_ABSENT = {
+    "cifar10": "the folder cifar-10-batches-bin",
+    "imdb": "the folder aclImdb",
+    "movielens": "a folder such as ml-20m",
+    "3dchair": "the folder rendered_chairs",
+}
 _OR_ELSE = "A folder of pictures or a .npz file may be given too."
 
 
@@ -27,37 +40,79 @@ class DataSets:
     classes: tuple[str, ...]
     has_boxes: bool = False
     """Targets are boxes, as the region loss takes them, in place of one class for each sample."""
+    kind: str = ""
+    """Which of the papers' data sets this is, or stands in for: what `facts.hyper` knows it by."""
+    model_options: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that follow from the data, by the names under which a model's factory takes them."""
 
 
 def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A data set by its name, a folder with one sub-folder of pictures per class or laid out as Pascal VOC, or a .npz.
+    """A data set by its name, a folder in one of the layouts above, or a .npz file.
 
     `input_shape` is what the model takes for one sample, without the batch: pictures are resized to it. A name goes
     before a folder of that name; ./digits is the folder.
     """
     name = str(name_or_path)
-    if name in NAMES:
-        from manyhands.data.digits import load_digits
-
-        return load_digits(input_shape=input_shape)
+    if name in (*NAMES, *STAND_INS):
+        return _named(name, input_shape)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        from manyhands.data.detection import detection_root, load_detection
-        from manyhands.data.pictures import load_folder
-
-        root = detection_root(path)
-        if root is not None:
-            return load_detection(root, input_shape=input_shape)
-        return load_folder(path, input_shape=input_shape)
+        return _folder(path, input_shape)
     if path.suffix.lower() == ".npz":
         from manyhands.data.arrays import load_arrays
+        from manyhands.data.cifar import is_jpeg_copy, load_jpeg_copy
 
+        if is_jpeg_copy(path):
+            return load_jpeg_copy(path, input_shape=input_shape)
         return load_arrays(path, input_shape=input_shape)
     if path.exists():
         raise BadFile(
             f"{path}: '{path.suffix}' is not the suffix of a data file.", hint=f"Write a .npz file. {_OR_ELSE}"
         )
     if len(path.parts) > 1:
-        raise BadFile(f"{path}: there is no such file or folder.", hint=f"Data sets with a name: {', '.join(NAMES)}.")
-    error = unknown("data set", name, NAMES)
+        raise BadFile(
+            f"{path}: there is no such file or folder.",
+            hint=f"Data sets with a name: {', '.join((*NAMES, *STAND_INS))}.",
+        )
+    if name in _ABSENT:
+        raise UnknownName(
+            f"The data set '{name}' does not come with manyhands.",
+            hint=f"Give its path, {_ABSENT[name]}; or synthetic-{name}, a drawn stand-in.",
+        )
+    error = unknown("data set", name, (*NAMES, *STAND_INS))
     raise UnknownName(error.message, hint=f"{error.hint} {_OR_ELSE}".strip())
+
+
+def _named(name: str, input_shape: tuple[int, ...] | None) -> DataSets:
+    if name == "synthetic-cifar10":
+        from manyhands.data.cifar import synthetic_cifar10 as load_it
+    elif name == "synthetic-imdb":
+        from manyhands.data.imdb import synthetic_imdb as load_it
+    elif name == "synthetic-movielens":
+        from manyhands.data.movielens import synthetic_movielens as load_it
+    elif name == "synthetic-3dchair":
+        from manyhands.data.chairs import synthetic_chairs as load_it
+    else:
+        from manyhands.data.digits import load_digits as load_it
+    return load_it(input_shape=input_shape)
+
+
+def _folder(path: Path, input_shape: tuple[int, ...] | None) -> DataSets:
+    from manyhands.data.chairs import chairs_root, load_chairs
+    from manyhands.data.cifar import cifar_root, load_cifar
+    from manyhands.data.detection import detection_root, load_detection
+    from manyhands.data.imdb import imdb_root, load_imdb
+    from manyhands.data.movielens import load_movielens, movielens_root
+    from manyhands.data.pictures import load_folder
+
+    for find, load_it in (
+        (imdb_root, load_imdb),
+        (movielens_root, load_movielens),
+        (cifar_root, load_cifar),
+        (chairs_root, load_chairs),
+        (detection_root, load_detection),
+    ):
+        root = find(path)
+        if root is not None:
+            return load_it(root, input_shape=input_shape)
+    return load_folder(path, input_shape=input_shape)

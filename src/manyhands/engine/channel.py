@@ -94,6 +94,11 @@ class Channel:
         finally:
             self._receiving.release()
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """How much has come of a message that is not whole yet: one who is still speaking is not silent."""
+        return self._filled if self._message is None else len(self._prefix) + self._filled
+
     def _check(self) -> None:
         if self._lost is not None:
             raise self._lost

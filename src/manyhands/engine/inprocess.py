@@ -3,20 +3,35 @@
     board = Switchboard(["a", "b"])
     board.fail_after("a", 7)          # a dies when it sends its 7th message, half of it delivered
 
-Both ends live in one process, so that a test can look at all of them.
+    transport = InProcessTransport()  # a whole cluster: Coordinator(transport=transport), Worker(joining, transport)
+    transport.cut("a")                # killed
+    transport.freeze("a")             # nothing from or to it arrives any more, and nobody is told
+
+All ends live in one process, so that a test can look at all of them.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
-from manyhands.engine.mailbox import Mailbox, as_bytes, byte_count
-from manyhands.facts.errors import WorkerLost
+from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes, byte_count
+from manyhands.engine.security import Purpose, Security, difference, preamble
+from manyhands.engine.tcp import SILENCE_SECONDS
+from manyhands.facts.cluster import Link
+from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
+
+_FIRST_PORT = 40001
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Switchboard:
@@ -62,11 +77,10 @@ class InProcessEndpoint:
             self._messages += 1
             dies = self.board.dies_now(self.name, self._messages)
             self.sent_bytes[to] += size
-        for offset in range(0, size, CHUNK_BYTES) or (0,):
-            length = min(CHUNK_BYTES, size - offset)
-            header = Header(self.name, self.mailbox.generation, step, topic, size, offset, length)
-            deliver(self.board.endpoints[to].mailbox, self.name, encode(header), content[offset : offset + length // 2]
-                    if dies else content[offset : offset + length])  # fmt: skip
+        header = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
+        for head, payload in frames(header, content):
+            part = payload[: len(payload) // 2] if dies else payload
+            deliver(self.board.endpoints[to].mailbox, self.name, head, part)
             if dies:
                 self.board.lose(self.name)
                 return
@@ -96,3 +110,353 @@ def deliver(mailbox: Mailbox, peer: str, head: bytes, payload: bytes) -> None:
             place += len(view)
     if len(payload) == header.length:
         mailbox.wrote(header)
+
+
+def frames(header: Header, content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """A message as it would be on a wire: head and payload of each frame."""
+    for offset in range(0, header.bytes, CHUNK_BYTES) or (0,):
+        length = min(CHUNK_BYTES, header.bytes - offset)
+        head = Header(header.origin, header.generation, header.step, header.topic, header.bytes, offset, length)
+        yield encode(head), content[offset : offset + length]
+
+
+class InProcessTransport:
+    """Control channels and data endpoints of a whole cluster in one process. See `transport.Transport`.
+
+    One for all of them; the name that asks for something is the one whose fate it shares.
+    """
+
+    def __init__(self, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
+        self.limit_seconds = limit_seconds
+        self.change = threading.Condition(threading.RLock())
+        self.before_send: Callable[[str, str, int, str], None] | None = None
+        """Told of every data message before it leaves (from, to, step, topic), in its sender's thread."""
+        self.listeners: dict[int, InProcessListener] = {}
+        self.endpoints: dict[int, MeetingEndpoint] = {}
+        self.channels: set[InProcessChannel] = set()
+        self._frozen: set[str] = set()
+        self._held: dict[tuple[str, str], deque[Callable[[], None]]] = {}
+        """What waits for a thaw, by sender and receiver."""
+        self._ports = itertools.count(_FIRST_PORT)
+
+    # What coordinator and workers ask for
+
+    def listen(self, name: str, host: str, port: int, security: Security) -> InProcessListener:
+        with self.change:
+            if port in self.listeners:
+                raise AddressTaken(f"Cannot listen on {host}:{port}: address already in use.", hint="Choose another.")
+            found = InProcessListener(self, name, (host, port or self.new_port()), security)
+            self.listeners[found.address[1]] = found
+            self.change.notify_all()
+            return found
+
+    def reach(self, name: str, host: str, port: int, security: Security, limit_seconds: float) -> InProcessChannel:
+        deadline = time.monotonic() + limit_seconds
+        with self.change:
+            while (listener := self.listeners.get(port)) is None or self.is_frozen(name, listener.name):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimedOut(
+                        f"Nobody answered at {host}:{port} within {limit_seconds:g} s.",
+                        hint="Is it running, is this its address, and does a firewall let it through?",
+                    )
+                self.change.wait(left)
+            compare(f"{host}:{port}", listener.security, security, Purpose.CONTROL)
+            shown = "127.0.0.1" if host in _EVERY_ADDRESS else host
+            near, far = InProcessChannel(self, name, shown), InProcessChannel(self, listener.name, shown)
+            near.other, far.other = far, near
+            self.channels |= {near, far}
+            listener.ready.append(far)
+            self.change.notify_all()
+            return near
+
+    def endpoint(self, name: str, security: Security, *, host: str) -> MeetingEndpoint:
+        with self.change:
+            found = MeetingEndpoint(self, name, (host, self.new_port()), security)
+            self.endpoints[found.address[1]] = found
+            self.change.notify_all()
+            return found
+
+    def new_port(self) -> int:
+        return next(port for port in self._ports if port not in self.listeners and port not in self.endpoints)
+
+    # What goes wrong
+
+    def cut(self, name: str) -> None:
+        """All connections of `name` break at once, as if it was killed: for it and for everybody else.
+
+        What is made under this name later is not concerned: one killed may be started again. Ends a freeze.
+        """
+        reason = f"{name} was cut off"
+        with self.change:
+            self._frozen.discard(name)
+            self._held = {pair: held for pair, held in self._held.items() if name not in pair}
+            for channel in [one for one in self.channels if one.name == name]:
+                channel.break_off(reason)
+                self.pass_on(name, channel.other.name, partial(channel.other.end, reason))
+            for endpoint in [one for one in self.endpoints.values() if one.name == name]:
+                endpoint.die(reason)
+            for listener in [one for one in self.listeners.values() if one.name == name]:
+                listener.close()
+            self.change.notify_all()
+
+    def freeze(self, name: str) -> None:
+        """From now on nothing from or to `name` arrives, and nobody is told: a cable pulled, a process stopped."""
+        with self.change:
+            self._frozen.add(name)
+
+    def thaw(self, name: str) -> None:
+        """What was held back arrives now, in order: also that somebody gave up meanwhile."""
+        with self.change:
+            self._frozen.discard(name)
+            for pair in [pair for pair in self._held if name in pair and not self.is_frozen(*pair)]:
+                for what in self._held.pop(pair):
+                    what()
+            self.change.notify_all()
+
+    def is_frozen(self, *names: str) -> bool:
+        return not self._frozen.isdisjoint(names)
+
+    def pass_on(self, source: str, target: str, what: Callable[[], None]) -> None:
+        """Have it arrive: now, or when both are thawed."""
+        with self.change:
+            if self.is_frozen(source, target):
+                self._held.setdefault((source, target), deque()).append(what)
+            else:
+                what()
+                self.change.notify_all()
+
+    def is_held(self, source: str) -> bool:
+        return any(pair[0] == source for pair in self._held)
+
+
+class InProcessChannel:
+    """One end. See `channel.Channel`."""
+
+    other: InProcessChannel
+
+    def __init__(self, transport: InProcessTransport, name: str, host: str) -> None:
+        self.transport, self.name = transport, name
+        self.local_host = self.peer_host = host
+        self._messages: deque[bytes] = deque()
+        self._ended = ""
+        """Why nothing more will come than what has come already."""
+        self._lost: WorkerLost | None = None
+
+    def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
+        if len(data) > LARGEST_CONTROL_BYTES:
+            raise BadValue(f"A control message of {len(data)} bytes; at most {LARGEST_CONTROL_BYTES} are sent.")
+        with self.transport.change:
+            if self._lost is not None or self._ended:
+                raise self._lost or self._broken(self._ended)
+            self.transport.pass_on(self.name, self.other.name, partial(self.other._messages.append, bytes(data)))
+
+    def receive(self, limit_seconds: float) -> bytes | None:
+        deadline = time.monotonic() + limit_seconds
+        with self.transport.change:
+            while self._lost is None:
+                if self._messages:
+                    return self._messages.popleft()
+                if self._ended:
+                    self.break_off(self._ended)
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self.transport.change.wait(left)
+            assert self._lost is not None
+            raise self._lost
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Messages come as a whole."""
+        return 0
+
+    def _broken(self, reason: str) -> WorkerLost:
+        return WorkerLost(f"The connection to {self.peer_host} broke: {reason}.")
+
+    def break_off(self, reason: str) -> None:
+        """At this end."""
+        with self.transport.change:
+            self._lost = self._lost or self._broken(reason)
+            self.transport.channels.discard(self)
+            self.transport.change.notify_all()
+
+    def end(self, reason: str) -> None:
+        """The other end is gone; what has come before can still be read."""
+        self._ended = self._ended or reason
+
+    def close(self) -> None:
+        with self.transport.change:
+            if self._lost is None:
+                self.break_off("it was closed on this side")
+                ending = partial(self.other.end, "it was closed on the other side")
+                self.transport.pass_on(self.name, self.other.name, ending)
+
+
+class InProcessListener:
+    """Where workers join. See `channel.Listener`."""
+
+    def __init__(self, transport: InProcessTransport, name: str, address: tuple[str, int], security: Security) -> None:
+        self.transport, self.name, self.address, self.security = transport, name, address, security
+        self.ready: deque[InProcessChannel] = deque()
+
+    def accept(self, limit_seconds: float) -> InProcessChannel | None:
+        with self.transport.change:
+            self.transport.change.wait_for(lambda: self.ready, max(0.0, limit_seconds))
+            return self.ready.popleft() if self.ready else None
+
+    def close(self) -> None:
+        with self.transport.change:
+            self.transport.listeners.pop(self.address[1], None)
+            while self.ready:
+                self.ready.popleft().close()
+
+
+class _Link:
+    """Two endpoints that are connected; one of its kind is not another between the same two."""
+
+
+class MeetingEndpoint:
+    """One device's data connections, found by address. See `tcp.TcpEndpoint`."""
+
+    def __init__(self, transport: InProcessTransport, name: str, address: tuple[str, int], security: Security) -> None:
+        self.transport, self.name, self.address, self.security = transport, name, address, security
+        self.mailbox = Mailbox(name, limit_seconds=transport.limit_seconds)
+        self.sent_bytes: Counter[str] = Counter()
+        self.silence_seconds = SILENCE_SECONDS * security.patience
+        """Silence is not noticed here, breaks are."""
+        self._peers: dict[str, tuple[_Link, MeetingEndpoint]] = {}
+        self._named: set[str] = set()
+        self._lost: set[str] = set()
+        self._gone: WorkerLost | None = None
+
+    def connect(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+        deadline = time.monotonic() + limit_seconds
+        wanted = {peer: peers[peer] for peer in sorted(peers) if peer != self.name}
+        with self.transport.change:
+            self._named.update(wanted)
+            self.transport.change.notify_all()
+            while missing := [peer for peer in wanted if not self._meet(peer, wanted[peer])]:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimedOut(
+                        f"{self.name} waited {limit_seconds:g} s for {', '.join(missing)} to connect to it.",
+                        hint=f"Are they running, and can they reach {self.address[0]}:{self.address[1]}?",
+                    )
+                self.transport.change.wait(left)
+
+    def _meet(self, peer: str, address: tuple[str, int]) -> bool:
+        """Whether there is a connection; of two the one with the smaller name makes it, once both want it."""
+        if self._gone is not None:
+            raise self._gone
+        if self.is_connected(peer) or peer < self.name:
+            return self.is_connected(peer)
+        other = self.transport.endpoints.get(address[1])
+        if other is None or self.transport.is_frozen(self.name, other.name):
+            return False
+        where = f"{address[0]}:{address[1]}"
+        if other.name != peer:
+            raise Refused(f"{where} is {other.name}, not {peer}.", hint="Its address has changed: let it join again.")
+        compare(where, other.security, self.security, Purpose.DATA)
+        if self.name not in other._named or other.is_connected(self.name):
+            return False
+        link = _Link()
+        self._install(peer, link, other)
+        other._install(self.name, link, self)
+        self.transport.change.notify_all()
+        return True
+
+    def _install(self, peer: str, link: _Link, other: MeetingEndpoint) -> None:
+        self._peers[peer] = link, other
+        self._lost.discard(peer)
+        self.mailbox.join(peer)
+
+    def is_connected(self, peer: str) -> bool:
+        return peer in self._peers
+
+    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+        if self.transport.before_send is not None:
+            self.transport.before_send(self.name, to, step, topic)
+        size = byte_count(parts)
+        content = b"".join(as_bytes(part) for part in parts)
+        with self.transport.change:
+            if to not in self._peers:
+                if to in self._lost:
+                    return
+                raise WorkerLost(
+                    f"{self.name} cannot send '{topic:.200}' to {to}: it was never connected to it.",
+                    hint="Call connect() with its address first.",
+                )
+            self.sent_bytes[to] += size
+            link, other = self._peers[to]
+            header = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
+            for head, payload in frames(header, content):
+                self.transport.pass_on(self.name, to, partial(other._take, self.name, link, head, payload))
+
+    def _take(self, peer: str, link: _Link, head: bytes, payload: bytes) -> None:
+        if self._is_by(peer, link):
+            deliver(self.mailbox, peer, head, payload)
+
+    def _is_by(self, peer: str, link: _Link) -> bool:
+        return peer in self._peers and self._peers[peer][0] is link
+
+    def lose(self, peer: str) -> None:
+        self._drop(peer, f"{self.name} dropped it")
+
+    def _drop(self, peer: str, reason: str) -> None:
+        with self.transport.change:
+            if peer in self._peers:
+                link, other = self._peers[peer]
+                self._hear_end(peer, link, reason)
+                self.transport.pass_on(self.name, peer, partial(other._hear_end, self.name, link, reason))
+
+    def _hear_end(self, peer: str, link: _Link, reason: str) -> None:
+        """The connection to a peer is gone: whoever waits for it fails now."""
+        if not self._is_by(peer, link):
+            return
+        del self._peers[peer]
+        self._lost.add(peer)
+        self._named.discard(peer)
+        error = WorkerLost(
+            f"{peer} was lost: its connection to {self.name} broke ({reason}).",
+            hint=f"See the log of {peer}; start it again and it joins.",
+        )
+        self.mailbox.lose(peer, error)
+
+    def die(self, reason: str) -> None:
+        """As if the process was killed: everything of it ends, its own waits too."""
+        self._leave(reason)
+        assert self._gone is not None
+        self.mailbox.interrupt(self._gone)
+
+    def _leave(self, reason: str) -> None:
+        with self.transport.change:
+            self._gone = self._gone or WorkerLost(f"{self.name} is no longer connected: {reason}.")
+            self.transport.endpoints.pop(self.address[1], None)
+            for peer in list(self._peers):
+                self._drop(peer, reason)
+            self.transport.change.notify_all()
+
+    def release(self) -> None:
+        """Everything was copied as it was sent."""
+
+    def flush(self, limit_seconds: float) -> None:
+        with self.transport.change:
+            if not self.transport.change.wait_for(lambda: not self.transport.is_held(self.name), limit_seconds):
+                raise TimedOut(f"{self.name} still has messages under way after {limit_seconds:g} s.")
+
+    def shape(self, links: Mapping[str, Link], up_bytes_per_second: float = math.inf) -> None:
+        """Inside one process links are as they are."""
+
+    def close(self) -> None:
+        self._leave(f"{self.name} was closed")
+
+
+def compare(where: str, theirs: Security, own: Security, purpose: Purpose) -> None:
+    """What a handshake would find out."""
+    problem, hint = difference(preamble(theirs, purpose), own, purpose)
+    if not problem and theirs.token != own.token:
+        problem, hint = "refused: the token is not the one it asks for", "Copy the coordinator's token."
+    if problem:
+        raise Refused(f"{where} {problem}.", hint=hint)

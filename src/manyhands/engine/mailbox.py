@@ -84,6 +84,8 @@ class Mailbox:
         self.generation = -1
         self.step = 0
         self.expected: dict[tuple[str, str], int] = {}
+        self._standing: set[tuple[str, str]] = set()
+        """What may come at any step; it is not counted with what a plan says."""
         self.received_bytes: Counter[str] = Counter()
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
         self.refused = 0
@@ -110,6 +112,7 @@ class Mailbox:
         with self.writing, self._lock:
             self.generation, self.step = generation, first_step
             self.expected = dict(expected)
+            self._standing.clear()
             self._messages.clear()
             self._received.clear()
             self._interruption = None
@@ -119,6 +122,7 @@ class Mailbox:
         """One more message that may come, at any step of this generation."""
         with self._lock:
             self.expected[(source, topic)] = size
+            self._standing.add((source, topic))
 
     def join(self, peer: str) -> None:
         """The peer is connected (again): it is no longer lost."""
@@ -126,12 +130,12 @@ class Mailbox:
             self._lost.pop(peer, None)
 
     def begin_step(self, step: int) -> None:
-        """Messages of earlier steps are no longer taken."""
+        """Messages of earlier steps are no longer taken, but for those that may come at any step."""
         with self.writing, self._lock:
             self.step = step
-            for key in [key for key in self._messages if key[1] < step]:
+            for key in [key for key in self._messages if key[1] < step and (key[0], key[2]) not in self._standing]:
                 del self._messages[key]
-            self._received = {key for key in self._received if key[1] >= step}
+            self._received = {key for key in self._received if key[1] >= step or (key[0], key[2]) in self._standing}
 
     # The engine's side
 
@@ -167,7 +171,7 @@ class Mailbox:
             problem = "is not in the plan"
         elif size != header.bytes:
             problem = f"has {header.bytes} bytes; the plan says {size}"
-        elif not self.step <= header.step < self.step + STEPS_AHEAD:
+        elif not self.step <= header.step < self.step + STEPS_AHEAD and (peer, header.topic) not in self._standing:
             problem = f"comes at step {self.step}"
         elif (message is not None and message.complete) or (peer, header.step, header.topic) in self._received:
             problem = "has come already"
@@ -188,7 +192,8 @@ class Mailbox:
             if message is None or header.generation != self.generation:
                 return  # the generation ended meanwhile
             message.at_hand += header.length
-            self.received_bytes[header.origin] += header.length
+            if (header.origin, header.topic) not in self._standing:
+                self.received_bytes[header.origin] += header.length
             if message.at_hand == message.size:
                 message.complete = True
                 self._news += 1
@@ -275,6 +280,17 @@ class Mailbox:
                 return True
             self._check(source)
             return False
+
+    def collect(self, source: str, step: int, topic: str) -> bool:
+        """Whether a message has come to the place that was posted for it; then it is done with. Never waits."""
+        with self._lock:
+            key = (source, step, topic)
+            message = self._messages.get(key)
+            if message is None or not message.complete or message.early is not None:
+                return False
+            del self._messages[key]
+            self._received.add(key)
+            return True
 
     @property
     def news(self) -> int:

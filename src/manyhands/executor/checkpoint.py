@@ -2,7 +2,8 @@
 
     model.safetensors       a plain state dict: module.load_state_dict(safetensors.torch.load_file(...))
     optimizer.safetensors   the optimiser's tensors, by weight/key
-    state.json              step, seed, optimiser, its plain values, free facts, and the sizes and digests of both files
+    state.json              step, seed, optimiser, its plain values, free facts, the sizes and digests of both files,
+                            and its own digest
 
 Nothing in them is code. What is read is taken for hostile; a file of another checkpoint, or half a file, is refused.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -28,10 +30,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from manyhands.facts.decode import decode
-from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
+from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.units import format_bytes
-from manyhands.files.documents import read_document, sync_folder, write_document
+from manyhands.files.documents import read_document, sync_folder, write_document, write_failed
 from manyhands.graph.store import separate
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -44,6 +46,7 @@ _STALE_SECONDS = 3600
 _NAME = re.compile(r"step-(\d{6,18})")
 _ASIDE = re.compile(r"\.step-(\d{6,18})\.[0-9a-f.]+\.old")
 _TEMPORARY = re.compile(r"\.step-\d{6,18}\.[0-9a-f.]+\.(?:tmp|old)")
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(eq=False)
@@ -59,6 +62,24 @@ class Checkpoint:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Newest:
+    """The newest checkpoint that can be read, and what is wrong with every one after it."""
+
+    path: Path
+    checkpoint: Checkpoint
+    broken: tuple[BadFile, ...] = ()
+    """The newest first."""
+
+    @property
+    def note(self) -> str:
+        """What a person is to be told: which were passed over and why, and which is used. Empty where none was."""
+        if not self.broken:
+            return ""
+        wrong = "\n".join(error.message for error in self.broken)
+        return f"{wrong}\nPassed over; the checkpoint before is used: {self.path}, of step {self.checkpoint.step}."
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     bytes: int
     sha256: str
@@ -72,6 +93,8 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     optimizer_scalars: dict[str, Any]
     facts: dict[str, Any]
     files: dict[str, _File]
+    sha256: str = ""
+    """Of everything else here; version 0.2 did not write it."""
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -93,11 +116,14 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         write_document(temporary / STATE_FILE, _document(checkpoint, temporary))
         sync_folder(temporary)
         _put_in_place(temporary, target)
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise BadFile(f"{target}: the checkpoint cannot be written: {said:.300}.") from error
+    except (OSError, DiskFull, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        _delete(temporary)  # what is free is counted without it
+        needed = sum(tensor.nbytes for state in tensors.values() for tensor in state.values())
+        raise write_failed(target, _system_error(error), needed, what="the checkpoint") from error
     finally:
         _delete(temporary)
+        with contextlib.suppress(OSError):
+            target.parent.rmdir()  # unless something is in it
     return target
 
 
@@ -128,6 +154,44 @@ def latest(folder: Path) -> Path | None:
             _check_digests(path, _read_state(path))
             return path
     return None
+
+
+def load_newest(folder: Path) -> Newest | None:
+    """Read the checkpoint of the highest step that can be read; what is wrong with those after it comes along.
+
+    None where there is no checkpoint at all. BadFile, which names all, where there are some and none is good.
+    """
+    broken: list[BadFile] = []
+    for path in reversed(_found(folder)):
+        try:
+            return Newest(path, load(path), tuple(broken))
+        except BadFile as error:
+            broken.append(error)
+    if not broken:
+        return None
+    raise BadFile(
+        f"{Path(folder) / CHECKPOINTS_FOLDER}: none of {len(broken)} checkpoint(s) can be read.\n"
+        + "\n".join(error.message for error in broken),
+        hint="Bring one back from a copy, or start anew, without resume.",
+    )
+
+
+def broken_after(folder: Path, step: int) -> list[BadFile]:
+    """What is wrong with the checkpoints of later steps, the newest first."""
+    found = []
+    for path in reversed(_found(folder)):
+        if _step_of(path.name) <= step:
+            break
+        try:
+            load(path)
+        except BadFile as error:
+            found.append(error)
+    return found
+
+
+def is_any(folder: Path) -> bool:
+    """Whether there is a checkpoint below `folder/checkpoints`, complete or not."""
+    return bool(_found(folder))
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
@@ -182,7 +246,24 @@ def _document(checkpoint: Checkpoint, written: Path) -> dict[str, Any]:
             files=files,
         )
     )
-    return document | {"optimizer_scalars": checkpoint.optimizer_scalars, "facts": checkpoint.facts}
+    document |= {"optimizer_scalars": checkpoint.optimizer_scalars, "facts": checkpoint.facts}
+    return document | {"sha256": _own_digest(document)}
+
+
+def _own_digest(document: Mapping[str, Any]) -> str:
+    """Of a state's values but the digest itself, in their order, however they are spaced in the file."""
+    plain = {key: value for key, value in document.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(plain, default=str).encode()).hexdigest()  # default: to be refused when written
+
+
+def _system_error(error: BaseException) -> OSError:
+    """What the system said, also where a library put it into words of its own."""
+    cause = error.__cause__ if isinstance(error, DiskFull) else error
+    if isinstance(cause, OSError):
+        return cause
+    match = _SYSTEM_ERROR.search(str(cause))
+    number = int(match.group(1)) if match else 0
+    return OSError(number, os.strerror(number) if number else f"{cause!s:.300}")
 
 
 def _put_in_place(new: Path, target: Path) -> None:
@@ -210,11 +291,14 @@ def _found(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise BadFile(f"{parent}: cannot be read: {error.strerror or error}.") from error
-    steps = []
-    for name in names:
-        if match := _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
-            steps.append((int(match.group(1)), name[0] != ".", name))
-    return [parent / name for _, _, name in sorted(steps)]
+    steps = [(_step_of(name), name[0] != ".", name) for name in names]
+    return [parent / name for step, _, name in sorted(steps) if step >= 0]
+
+
+def _step_of(name: str) -> int:
+    """The step that a checkpoint's name says, also of one that stepped aside; -1: this is no checkpoint's name."""
+    match = _NAME.fullmatch(name) or _ASIDE.fullmatch(name)
+    return int(match.group(1)) if match else -1
 
 
 def _read_state(folder: Path) -> _State:
@@ -231,6 +315,12 @@ def _read_state(folder: Path) -> _State:
     state = decode(document, _State, str(path))
     if state.step < 0:
         raise BadFile(f"{path}: step is {state.step}; it must be >= 0.")
+    assert isinstance(document, dict)
+    if state.sha256 and (digest := _own_digest(document)) != state.sha256:
+        raise BadFile(
+            f"{path}: the SHA-256 of its values is {digest[:16]}…; it says {state.sha256:.16}…. The file was damaged "
+            f"or changed."
+        )
     if set(state.files) != {MODEL_FILE, OPTIMIZER_FILE}:
         names = ", ".join(sorted(state.files))
         raise BadFile(f"{path}: its files are {names:.120}; they must be {MODEL_FILE}, {OPTIMIZER_FILE}.")

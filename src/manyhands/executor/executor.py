@@ -2,7 +2,7 @@
 
 forward, backward     by whoever runs the stage (runner.py): whole samples (segments.py), or tiles (tiles.py)
 loss                  the captured loss of what the network returned (loss.py)
-send, receive         boxes of tensors through the engine (boxes.py)
+send, receive         boxes of tensors through the engine (boxes.py), packed where the plan says so (codec.py)
 reduce                statistics at once (statistics.py), gradients on a thread of their own (reducer.py)
 step                  the optimiser, once all gradients are added up
 """
@@ -17,6 +17,7 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, empty
+from manyhands.executor.codec import Coding, NoRange
 from manyhands.executor.held import HeldBytes
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss import ShareLoss, trained_weights
@@ -112,11 +113,14 @@ class Executor:
         self._handed_back = schedule.lowering.handed_back(self.device) if self.plan.is_training else []
         self._fed: dict[int, Fed] = {}
         self._contexts: dict[tuple[int, int], Context] = {}
+        self._coding = Coding(self.plan, self.network, self.actions)
         self._topics: dict[int, str] = {}
         """Of messages, by their identity: the schedule keeps them."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
+        self.settled_step: int | None = None
+        """How many steps the weights and buffers have been through; None in the middle of one."""
         self._landed: tuple[int, int] | None = None
         """The stage and micro-batch whose last pass has just ended."""
         self._turning: tuple[int, int] | None = None
@@ -170,6 +174,7 @@ class Executor:
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
         self.step, self.result, self._has_stepped = step, RoundResult(step), False
+        self.settled_step = step
         self._landed = self._turning = None
         state, policy = DeviceState(), self.schedule.policy_of(self.device)
         while (action := self._next(policy, state)) is not None:
@@ -182,9 +187,11 @@ class Executor:
             for micro_batch in range(self.plan.micro_batches):
                 runner.drop(micro_batch)
         self._fed.clear()
+        self._coding.forget()
         self.recorder.end()
         self.recorder.log.samples += self._samples_in(self.work.stage) * self.plan.micro_batches
         self.result.seconds = time.monotonic() - start
+        self.settled_step = step + 1
         return self.result
 
     def _samples_in(self, stage: int) -> int:
@@ -318,6 +325,7 @@ class Executor:
         runner = self.runners[stage]
         self._pass_begins(stage, micro_batch)
         self._prepared(micro_batch)
+        self.settled_step = None
         runner.forward(action, self._context(stage, micro_batch))
         if action.last != runner.geometry.last or action.part == "interior":
             return
@@ -356,16 +364,16 @@ class Executor:
     def _not_finite(self, action: Loss, number: float) -> NotFinite:
         """Where it began, as far as this device can tell."""
         tensor = self._first_not_finite(action.micro_batch)
-        if tensor is None:
-            where = "the loss itself: every layer's output is finite"
-        elif tensor in self.network.producer:
-            where = f"layer {self._layer_of(tensor)} ({tensor})"
-        else:
-            where = f"the input '{tensor}': the data holds a number that is none"
+        where = "the loss itself: every layer's output is finite" if tensor is None else self._place_of(tensor)
         return NotFinite(
             f"The loss is {number} at step {self.step}, on {self.device}; it began in {where}.",
             hint="Lower the learning rate, or look at the data of that step. The last checkpoint is from before it.",
         )
+
+    def _place_of(self, tensor: str) -> str:
+        if tensor in self.network.producer:
+            return f"layer {self._layer_of(tensor)} ({tensor})"
+        return f"the input '{tensor}': the data holds a number that is none"
 
     def _first_not_finite(self, micro_batch: int) -> str | None:
         for stage, runner in self.runners.items():
@@ -418,9 +426,24 @@ class Executor:
 
     def _send(self, action: Send) -> None:
         message = action.message
-        parts = [self._outgoing(message, part) for part in message.parts]
+        parts = [self._packed(action.to, message, part) for part in message.parts]
         self.recorder.sent(message)
         self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=is_urgent(message))
+
+    def _packed(self, to: str, message: Message, part: Part) -> torch.Tensor:
+        data = self._outgoing(message, part)
+        try:
+            return self._coding.packed(to, message, part, data)
+        except NoRange as error:
+            what = "The gradient of" if message.kind == "gradient" else "What is sent of"
+            tensor = self._first_not_finite(message.micro_batch)
+            began = "" if tensor is None else f"; it began in {self._place_of(tensor)}"
+            raise NotFinite(
+                f"{what} '{part.tensor}' cannot be packed in {self._coding.bits(message, part)} bits at step "
+                f"{self.step}, on {self.device}: {error}{began}.",
+                hint="Lower the learning rate, or look at the data of that step. Features that hold infinities on "
+                "purpose go as they are: codec: {bits: 32}, or cut the network elsewhere.",
+            ) from error
 
     def _topic(self, message: Message) -> str:
         if not self.schedule.is_fixed:
@@ -454,14 +477,22 @@ class Executor:
             self._pass_begins()
         of_weights = message.kind in ("weights", "weight-gradient")
         table = self.network.weights if of_weights else self.network.tensors
-        tensors = [empty(part.box, table[part.tensor].dtype) for part in message.parts]
+        tensors = [
+            empty(part.box, table[part.tensor].dtype) if (room := self._coding.room(message, part)) is None else room
+            for part in message.parts
+        ]
         self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), tensors)
         for part, tensor in zip(message.parts, tensors):
-            self._incoming(message, part, tensor)
+            here = self._coding.unpacked(message, part, tensor, self.torch_device)
+            if message.kind == "gradient":
+                self._coding.feed_back(action.source, message, part, here)
+            self._incoming(message, part, here)
+        if message.kind == "gradient":
+            self._coding.came_back(action.source, message)
 
     @torch.no_grad()
-    def _incoming(self, message: Message, part: Part, tensor: torch.Tensor) -> None:
-        here, name, micro_batch = tensor.to(self.torch_device), part.tensor, message.micro_batch
+    def _incoming(self, message: Message, part: Part, here: torch.Tensor) -> None:
+        name, micro_batch = part.tensor, message.micro_batch
         if message.kind == "weights":
             self.weights.tensors[name].copy_(here)
             self.weights.tensors[name].grad = None

@@ -48,6 +48,8 @@ class DeviceLog(msgspec.Struct):
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link, by receiver."""
     received_bytes: dict[str, int] = {}
+    state_bytes: dict[str, int] = {}
+    """Bytes of weights and optimiser state sent to each, as a backup or to go on with; in neither of the above."""
     busy_seconds: float = 0.0
     refused_frames: int = 0
     spans: list[MeasuredSpan] = []

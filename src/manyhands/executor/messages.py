@@ -96,8 +96,6 @@ def runs_here(plan: Plan, network: Network) -> None:
                 "their gradients are added up in one type.",
                 hint="Use one type, or reduce: gateway.",
             )
-        if stage.codec.bits != 32:
-            raise BadPlan(f"stages[{index}].codec.bits is {stage.codec.bits}; the executor sends 32 so far.")
 
 
 def _has_running_statistics(index: int, stage: Stage, network: Network) -> None:

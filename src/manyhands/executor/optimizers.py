@@ -47,6 +47,7 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> None:
         self.optimizer = optimizer
+        self._probes = _Probes(optimizer)
         self.weights: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for name, tensor in weights.items():
@@ -95,10 +96,9 @@ class Stepper:
         """
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
-        probes = _Probes(self.optimizer)
         for name, weight in self.weights.items():
             held = self._torch.state.get(weight, {})
-            for key in dict.fromkeys([*probes.of(weight), *held]):
+            for key in dict.fromkeys([*self._probes.of(weight), *held]):
                 value = held.get(key)
                 if isinstance(value, torch.Tensor):
                     tensors[_entry(name, key)] = value.detach().clone() if copy else value.detach()
@@ -134,8 +134,7 @@ class Stepper:
             given.setdefault(name, set()).add(key)
         if steps_done == 0 and not any(name in given for name in self.weights):
             return  # before the first step there is nothing to miss
-        probes = _Probes(self.optimizer)
-        expected = {name: probes.of(weight) for name, weight in self.weights.items()}
+        expected = {name: self._probes.of(weight) for name, weight in self.weights.items()}
         missing = [
             _entry(name, key) for name, keys in expected.items() for key in keys if key not in given.get(name, ())
         ]

@@ -32,6 +32,10 @@ class BadFile(ManyhandsError):
     exit_code = 4
 
 
+class DiskFull(BadFile):
+    """A file for which there is no room: what it needs, what is free."""
+
+
 class BadPlan(ManyhandsError):
     """A plan that contradicts itself, its network or its cluster."""
 
@@ -51,7 +55,7 @@ class BadGraph(ManyhandsError):
 
 
 class OutOfMemory(ManyhandsError):
-    """A plan whose schedule does not fit a device's memory."""
+    """A plan that does not fit a device's memory, or a worker that asked for more than there was."""
 
     exit_code = 8
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import yaml
 
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName, did_you_mean
+from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError, UnknownName, did_you_mean
 from manyhands.facts.presets import PRESETS, preset
 from manyhands.facts.units import format_bytes
 
@@ -23,6 +25,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json",)
 SUFFIXES = YAML_SUFFIXES + JSON_SUFFIXES
 _LINE_SEPARATORS = "\x85\u2028\u2029"  # PyYAML reads these back as spaces unless they are escaped
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCAL = re.compile(r"local:\s*(\S*)")
 
 
@@ -84,10 +87,27 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
         os.replace(temporary, target)
         sync_folder(target.parent)
     except OSError as error:
-        raise BadFile(f"{path}: cannot be written: {error.strerror or error}.") from error
+        _remove(temporary)  # what is free is counted without it
+        raise write_failed(path, error, len(content)) from error
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, what: str = "") -> BadFile:
+    """The error for `what` that cannot be written; where the disk is full: what it needs, and what is free."""
+    failed = f"{path}: {what}{' ' if what else ''}cannot be written"
+    said = error.strerror or str(error)
+    if error.errno not in _FULL:
+        return BadFile(f"{failed}: {said}.")
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    needs = f"{format_bytes(needed_bytes)} are needed, " if needed_bytes else ""
+    free = "what is free is not known"
+    with contextlib.suppress(OSError):
+        free = f"{format_bytes(shutil.disk_usage(place).free)} are free"
+    hint = "Make room on that disk, or give a folder on another. What was written before is whole."
+    return DiskFull(f"{failed}: {said}; {needs}{free}.", hint=hint)
 
 
 def cache_folder() -> Path:
@@ -187,6 +207,11 @@ class _Loader(yaml.SafeLoader):
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import numbers
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from manyhands.facts.errors import BadFile, BadValue, unknown
+from manyhands.files.documents import write_failed
 
 _BLOCK_BYTES = 65_536
 _OWN_FIELDS = ("time", "event")
@@ -35,7 +37,7 @@ class LineFile:
             self._mend()
         except OSError as error:
             self.close()
-            raise self._failed(error) from error
+            raise write_failed(self.path, error) from error
 
     def write(self, line: str) -> None:
         """Append one line; its end is added. After an error the file is as it was before."""
@@ -55,9 +57,10 @@ class LineFile:
                 if written < len(content):
                     self._is_torn = True
                     self._mend()
-                    raise BadFile(f"{self.path}: cannot be written: only {written} of {len(content)} bytes fit.")
+                    short = OSError(errno.ENOSPC, f"only {written} of {len(content)} bytes fit")
+                    raise write_failed(self.path, short, len(content))
             except OSError as error:
-                raise self._failed(error) from error
+                raise write_failed(self.path, error, len(content)) from error
 
     def write_event(self, event: str, /, **facts: object) -> None:
         """Append a JSON object: the UTC time, the event's name, and plain facts about it."""
@@ -77,7 +80,7 @@ class LineFile:
                 try:
                     os.close(descriptor)
                 except OSError as error:
-                    raise self._failed(error) from error
+                    raise write_failed(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -99,9 +102,6 @@ class LineFile:
         if keep < size:
             os.ftruncate(self._descriptor, keep)
         self._is_torn = False
-
-    def _failed(self, error: OSError) -> BadFile:
-        return BadFile(f"{self.path}: cannot be written: {error.strerror or error}.")
 
 
 class Metrics:

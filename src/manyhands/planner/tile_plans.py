@@ -42,7 +42,8 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
     by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
     _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
     share = ByTiles(
-        _shares(by_row, height) if rows is None else rows, _shares(by_column, width) if columns is None else columns
+        tile_shares(by_row, height) if rows is None else rows,
+        tile_shares(by_column, width) if columns is None else columns,
     )
     stages = [Stage((0, last), names, share)]
     if last < len(network.layers):
@@ -51,7 +52,7 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
     return plan if plan.may_repeat_devices or len(stages) == 1 else msgspec.structs.replace(plan, order="sequential")
 
 
-def _shares(speeds: list[float], extent: int) -> tuple[float, ...]:
+def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
     """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
     found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
     least = max(found) / extent

@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping
 
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.runtime.control import Failed
-from manyhands.runtime.coordinator import Coordinator, Lost, Member, silence
+from manyhands.runtime.control import Failed, Leaving
+from manyhands.runtime.coordinator import Coordinator, Event, Joined, Lost, Member, silence
 
-NEWS_SECONDS = 3.0
-"""How long, after somebody missed a peer, to wait for news of who was lost."""
-SILENT_SECONDS = 2.5
-"""Whoever has not even beaten for so long is the one."""
+LIMITS = 1.5
+"""How many times the limit for silence to wait for news of who was lost: by then everybody has answered or is."""
+_POLL_SECONDS = 0.02
+ENDING_SECONDS = 0.2
+"""A process whose connections broke has ended in a moment, if it has."""
 _WITNESSES = (WorkerLost, TimedOut)
 
 
@@ -26,26 +27,42 @@ def is_witness(error: BaseException | Failed) -> bool:
 def culprit(
     coordinator: Coordinator, members: Mapping[str, Member], generation: int
 ) -> tuple[str, str | Failed] | None:
-    """The worker that was lost and how, or that failed in a way of its own; news may take a moment."""
-    end = time.monotonic() + NEWS_SECONDS
-    while (left := end - time.monotonic()) > 0:
-        event = coordinator.next_event(left)
+    """The worker that was lost and how, or that failed in a way of its own.
+
+    Everybody is asked whether he is there: it is over when all have answered, and takes the limit for silence at most.
+    """
+    found: tuple[str, str | Failed] | None = None
+    others: list[Event] = []
+    asked = {name: coordinator.ask(name) for name, member in members.items() if not member.is_lost}
+    end = time.monotonic() + coordinator.silence_seconds * LIMITS
+    while found is None and (left := end - time.monotonic()) > 0:
+        asked = {name: ticket for name, ticket in asked.items() if not coordinator.has_answered(name, ticket)}
+        event = coordinator.next_event(min(left, _POLL_SECONDS) if asked else 0.0)
         if event is None:
-            break
+            if not asked:
+                break
+            continue
         name, message = event
         if isinstance(message, Lost) and message.member is members.get(name):
-            return name, message.reason
-        if isinstance(message, Failed) and message.generation == generation and not is_witness(message):
-            return name, message
+            found = name, message.reason
+        elif isinstance(message, Failed) and message.generation == generation and not is_witness(message):
+            found = name, message
+        elif isinstance(message, (Joined, Leaving)):
+            others.append(event)
+    for event in others:
+        coordinator.events.put(event)  # they are not this one's matter
+    if found is not None:
+        return found
     for name, member in members.items():
         if member.is_lost:
             return name, member.reason
-    name, member = max(members.items(), key=lambda item: item[1].silent_seconds)
-    return (name, silence(member.silent_seconds)) if member.silent_seconds > SILENT_SECONDS else None
+    name = max(members, key=coordinator.silent_seconds)
+    seconds = coordinator.silent_seconds(name)
+    return (name, silence(seconds)) if seconds > coordinator.silence_seconds / 2 else None
 
 
 def lost(coordinator: Coordinator, name: str, when: str, reason: str) -> WorkerLost:
     """The error that names a lost worker, when it was lost, and how."""
-    ending = coordinator.local.ending(name, 1.0)
+    ending = coordinator.local.ending(name, ENDING_SECONDS)
     words = coordinator.local.last_words(name)[-800:] if ending else ""
     return WorkerLost(f"Worker {name} was lost {when}: {ending or reason}.", hint=f"It said:\n{words}" if words else "")

@@ -3,14 +3,22 @@
 worker                        coordinator
 Hello            ──────▶
                  ◀──────      Welcome or Refusal
-                 ◀──────      Prepare (graph, plan, peers)
+                 ◀──────      Prepare (graph, plan, peers, who has which weights)
 Ready            ──────▶
-                 ◀──────      Start; the weights follow as data
+                 ◀──────      Start; the weights follow as data, from whoever has them
 Progress ...     ──────▶
-State            ──────▶      a snapshot is at hand
-                 ◀──────      Send: it may travel
+State            ──────▶      a copy of a worker's state is at hand
+                 ◀──────      Hold: another worker makes room for it
+Holds            ──────▶
+                 ◀──────      Send: it may travel, to that worker or to the coordinator
+Held             ──────▶      it has arrived
+                 ◀──────      Retain: which copies are still wanted
 Done             ──────▶
-                 ◀──────      Stop: back to waiting; Leave: end the process
+                 ◀──────      Stop: back to waiting, copies are kept
+                 ◀──────      Survey: what is there?
+Holding          ──────▶
+Leaving          ──────▶      asked to go: it hands over first
+                 ◀──────      Leave: end the process
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -52,8 +60,10 @@ class Facts(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """Everything a device needs to take its part in a run; its weights follow as data."""
 
-    graph: dict[str, Any]
-    network: Network
+    graph: dict[str, Any] | None
+    """None: the one it was given before, of this digest."""
+    network: Network | None
+    digest: str
     plan: Plan
     optimizer: dict[str, Any] | None
     seed: int
@@ -61,6 +71,9 @@ class Job(msgspec.Struct, frozen=True):
     stored: dict[str, Kernel]
     """Kernels by which weights are laid out in memory: alike on all devices that add up gradients."""
     state: tuple[TensorEntry, ...]
+    """What the device starts with."""
+    sources: dict[str, tuple[str, ...]]
+    """Who sends it which tensors; under its own name those it has."""
     scalars: dict[str, Any]
     steps_done: int
     with_targets: bool
@@ -93,6 +106,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     links: dict[str, Shape] = {}
     """Peers -> what is to pass for the link to them, where no network plays it."""
     up_bytes_per_second: float | None = None
+    beat_seconds: float = 0.5
+    """How often a worker says that it is alive."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -102,8 +117,11 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     generation: int
-    job: Job
+    job: Job | None
+    """None: this worker only gives away what it has."""
     peers: dict[str, tuple[str, int]]
+    gives: dict[str, tuple[str, ...]] = {}
+    """Peer -> the tensors it is sent when the run starts."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -116,6 +134,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     last_step: int
     snapshots: tuple[int, ...]
     """Steps after which this device keeps a copy of its state and offers it."""
+    backup_every: int = 0
+    """So many steps lie between two copies that are kept against losses; 0: none are."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -129,13 +149,60 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     generation: int
     step: int
     """Steps done when it was taken."""
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorEntry, ...] | None
+    """None: the same as the last time."""
     scalars: dict[str, Any]
 
 
 class Send(msgspec.Struct, frozen=True, tag="send"):
     generation: int
     step: int
+    to: str
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """A copy of another worker's state is about to come."""
+
+    generation: int
+    source: str
+    step: int
+    tensors: tuple[TensorEntry, ...]
+    scalars: dict[str, Any]
+
+
+class Holds(msgspec.Struct, frozen=True, tag="holds"):
+    generation: int
+    source: str
+    step: int
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    generation: int
+    source: str
+    step: int
+
+
+class Retain(msgspec.Struct, frozen=True, tag="retain"):
+    """Copies of other steps than these are no longer wanted."""
+
+    first: int
+    last: int
+
+
+class Survey(msgspec.Struct, frozen=True, tag="survey"):
+    generation: int
+
+
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    """All that a worker has, by steps done."""
+
+    generation: int
+    steps: dict[int, tuple[TensorEntry, ...]]
+    scalars: dict[int, dict[str, Any]]
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    pass
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -215,7 +282,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
-    | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat
+    | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
+    | Holding | Leaving
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

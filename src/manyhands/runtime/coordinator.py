@@ -8,18 +8,19 @@ with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from manyhands.engine.channel import SEND_LIMIT_SECONDS, Channel, Listener
+from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.security import Security, is_loopback, new_token
-from manyhands.engine.tcp import TcpEndpoint
+from manyhands.engine.transport import ConnectedEndpoint, ControlChannel, ControlListener, TcpTransport, Transport
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
@@ -32,6 +33,7 @@ from manyhands.runtime.control import (
     Facts,
     Hello,
     Leave,
+    Leaving,
     Refusal,
     Said,
     Shape,
@@ -40,16 +42,20 @@ from manyhands.runtime.control import (
     encode,
 )
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
+from manyhands.runtime.watch import SILENCE_SECONDS, Watch
 
 DEFAULT_PORT = 7077
 JOIN_SECONDS = 120.0
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 15.0
+COORDINATOR_SILENCE_SECONDS = 15.0
+"""Workers have more patience with the coordinator: who is lost is its judgement, and without it nothing goes on."""
+_BEATS_IN_SILENCE = 4
+_LOOKS_IN_SILENCE = 8
 _HELLO_SECONDS = 10.0
 _WELCOME_SECONDS = 2.0
 _CLOCK_TRIES = 5
-_DATA_SILENCE_PART = 2 / 3
-"""Data connections notice silence sooner: whoever waits for a message should not wait for long."""
+_PROBE_TICKET = -1
+"""Of an answer that nobody looks at: that it came is enough."""
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -58,20 +64,19 @@ class Member:
     """A worker that has joined."""
 
     name: str
-    channel: Channel
+    channel: ControlChannel
     address: tuple[str, int]
     device: Device
     facts: Facts
     clock_offset_seconds: float = 0.0
     """Add to the worker's clock to get this process'."""
-    heard: float = field(default_factory=time.monotonic)
     is_lost: bool = False
     reason: str = ""
     """Why it is lost."""
-
-    @property
-    def silent_seconds(self) -> float:
-        return time.monotonic() - self.heard
+    is_leaving: bool = False
+    """It was asked to go, and waits until others have what it has."""
+    graph_digest: str = ""
+    """Of the graph that it was given last."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,14 @@ class Lost:
         return self.member.reason
 
 
-Event = tuple[str, Said | Lost]
+@dataclass(frozen=True)
+class Joined:
+    """A worker has come, or has come back."""
+
+    member: Member
+
+
+Event = tuple[str, Said | Lost | Joined]
 """Which worker, and what it said or what became of it."""
 
 
@@ -102,12 +114,26 @@ class Coordinator:
         on_event: Callable[[str], None] | None = None,
         logs: Path | None = None,
         silence_seconds: float = SILENCE_SECONDS,
+        beat_seconds: float = BEAT_SECONDS,
         patience: float = 1.0,
+        most: int | None = None,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         silence_seconds *= patience
-        if not silence_seconds >= 4 * BEAT_SECONDS:
-            raise BadValue(f"silence_seconds is {silence_seconds:g}; it must be at least {4 * BEAT_SECONDS:g}.")
-        self.silence_seconds = silence_seconds
+        if not 0 < beat_seconds < math.inf:
+            raise BadValue(f"beat_seconds is {beat_seconds:g}; it must be > 0 and finite.")
+        if not silence_seconds >= _BEATS_IN_SILENCE * beat_seconds:
+            raise BadValue(
+                f"silence_seconds is {silence_seconds:g}; it must be at least {_BEATS_IN_SILENCE * beat_seconds:g}.",
+                hint=f"Workers say that they are alive every {beat_seconds:g} s.",
+            )
+        if most is not None and most < 1:
+            raise BadValue(f"At most {most} workers may join; it must be at least 1.")
+        self.silence_seconds, self.beat_seconds = silence_seconds, beat_seconds
+        self.clock = clock
+        """By which silence is judged."""
+        self.transport = transport or TcpTransport()
         self.token = token or new_token()
         self.encrypted = not is_loopback(host)
         self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
@@ -117,19 +143,22 @@ class Coordinator:
         self.local = LocalWorkers(logs=logs)
         self.wanted: set[str] | None = None
         """Names that may join; None: any."""
+        self.most = most
+        """How many may be here at a time; None: any number."""
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
         self._clocks: dict[tuple[str, int], float] = {}
-        self._guests: dict[Channel, threading.Thread] = {}
+        self._tickets = itertools.count(_PROBE_TICKET - 1, -1)
+        self._watch = Watch(silence_seconds)
+        self._watching = threading.Lock()
+        self._guests: dict[ControlChannel, threading.Thread] = {}
         """Everybody who is connected, joined or not yet, and the thread that listens to him."""
-        self.listener = Listener(host, port, self.security)
+        self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
         try:
-            self.endpoint = TcpEndpoint(
-                COORDINATOR, self.security, host=host, silence_seconds=silence_seconds * _DATA_SILENCE_PART
-            )
+            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, self.security, host=host)
         except BaseException:
             self.listener.close()
             raise
@@ -137,6 +166,7 @@ class Coordinator:
         self._threads = [
             threading.Thread(target=self._accept, name="coordinator door", daemon=True),
             threading.Thread(target=self._beat, name="coordinator beat", daemon=True),
+            threading.Thread(target=self._look_around, name="coordinator watch", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -152,7 +182,7 @@ class Coordinator:
         silence_seconds: float = SILENCE_SECONDS,
     ) -> Coordinator:
         """A coordinator with one process on this machine for each device of the cluster, all joined."""
-        coordinator = cls(logs=logs, silence_seconds=silence_seconds)
+        coordinator = cls(logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds))
         try:
             coordinator.wanted = set(cluster.names)
             coordinator.start_workers(
@@ -182,7 +212,7 @@ class Coordinator:
             return
         self._closing.set()
         try:
-            for member in self._alive():
+            for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
                     member.channel.send(encode(Leave()), 1.0)
         finally:
@@ -204,7 +234,8 @@ class Coordinator:
             if thread is not threading.current_thread():
                 thread.join(2)
 
-    def _alive(self) -> list[Member]:
+    def alive(self) -> list[Member]:
+        """Those who have joined and are not lost."""
         with self._change:
             return [member for member in self.members.values() if not member.is_lost]
 
@@ -217,7 +248,7 @@ class Coordinator:
         end = time.monotonic() + limit_seconds
         with self._change:
             while True:
-                alive = [member.name for member in self._alive()]
+                alive = [member.name for member in self.alive()]
                 missing = [name for name in wanted if name not in alive]
                 if not missing and len(alive) >= count:
                     return
@@ -250,7 +281,7 @@ class Coordinator:
                 self._guests[channel] = thread
             thread.start()
 
-    def _greet(self, channel: Channel) -> None:
+    def _greet(self, channel: ControlChannel) -> None:
         """One guest's thread: whatever he says or does harms nobody else."""
         try:
             member = self._admit(channel)
@@ -264,7 +295,7 @@ class Coordinator:
             with self._change:
                 self._guests.pop(channel, None)
 
-    def _admit(self, channel: Channel) -> Member | None:
+    def _admit(self, channel: ControlChannel) -> Member | None:
         """A worker says who it is, and is taken in or told why not."""
         data = channel.receive(_HELLO_SECONDS)
         if data is None:
@@ -282,6 +313,10 @@ class Coordinator:
             if isinstance(found, Member):
                 channel.send(encode(self._welcome(hello.name)), _WELCOME_SECONDS)
                 self.members[hello.name] = found
+                self.local.joined(hello.name, hello.facts.pid)
+                with self._watching:
+                    self._watch.begin(hello.name, self.clock())
+                self.events.put((hello.name, Joined(found)))
                 self._change.notify_all()
         if isinstance(found, Refusal):
             self._refuse(channel, hello.name, found)
@@ -290,8 +325,9 @@ class Coordinator:
         return found
 
     def _welcome(self, name: str) -> Welcome:
+        silence_seconds = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
         if self.shaping is None:
-            return Welcome(name, self.silence_seconds)
+            return Welcome(name, silence_seconds, beat_seconds=self.beat_seconds)
         own = self.shaping.device(name)
         slots = sum(
             one.host_name == own.host_name for one in self.shaping.devices
@@ -303,15 +339,15 @@ class Coordinator:
                 rate = self.shaping.bytes_per_second_between(name, other.name) / slots
                 links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
         up = own.up_bytes_per_second / slots
-        return Welcome(name, self.silence_seconds, links, up if math.isfinite(up) else None)
+        return Welcome(name, silence_seconds, links, up if math.isfinite(up) else None, self.beat_seconds)
 
-    def _refuse(self, channel: Channel, name: str, refusal: Refusal) -> None:
+    def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> None:
         self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")
         channel.send(encode(refusal), _WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
             channel.receive(2.0)  # let it read before the connection goes
 
-    def _judge(self, hello: Hello, channel: Channel) -> Member | Refusal:
+    def _judge(self, hello: Hello, channel: ControlChannel) -> Member | Refusal:
         if hello.protocol != PROTOCOL or hello.version != __version__:
             return Refusal(
                 f"{hello.name:.64} runs manyhands {hello.version:.20}; the coordinator runs {__version__}.",
@@ -333,6 +369,12 @@ class Coordinator:
             return Refusal(
                 f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ..."
             )
+        here = len(self.alive())
+        if self.most is not None and here >= self.most:
+            return Refusal(
+                f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {self.most} may.",
+                "Join when one has left, or start the job with more: --devices.",
+            )
         try:
             device = _device(hello)
         except BadValue as error:
@@ -340,38 +382,95 @@ class Coordinator:
         return Member(hello.name, channel, (hello.host, hello.port), device, hello.facts)
 
     def _listen(self, member: Member) -> None:
-        """What one worker says goes into the queue; silence and a broken connection too."""
-        reason = ""
+        """What one worker says goes into the queue; a broken connection too."""
+        reason, unfinished_bytes = "", 0
         try:
             while not self._closing.is_set():
-                data = member.channel.receive(BEAT_SECONDS)
-                if data is None:
-                    if member.silent_seconds > self.silence_seconds:
-                        reason = silence(member.silent_seconds)
-                        break
+                data = member.channel.receive(self.beat_seconds)
+                if data is None and member.channel.unfinished_bytes == unfinished_bytes:
                     continue
-                member.heard = time.monotonic()
+                unfinished_bytes = member.channel.unfinished_bytes
+                self._heard(member)
+                if data is None:
+                    continue  # it is still speaking
                 message = decode(data)
                 if isinstance(message, Clock):
                     self._clocks[(member.name, message.ticket)] = message.seconds
                 elif not isinstance(message, Beat):
+                    member.is_leaving = member.is_leaving or isinstance(message, Leaving)
                     self.events.put((member.name, message))
         except ManyhandsError as error:
             reason = error.message.rstrip(".")
         except Exception as error:
             reason = f"what it says cannot be understood: {error!r:.200}"
-        self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
+        self._lose(member, reason)
+
+    def _heard(self, member: Member) -> None:
+        with self._watching:
+            if not member.is_lost:
+                self._watch.heard(member.name, self.clock())
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """Once: its connection broke, or it was silent for too long."""
         with self._change:
-            member.is_lost, member.reason = True, reason
+            if member.is_lost:
+                return
+            with self._watching:
+                self._watch.forget(member.name)
+                member.is_lost, member.reason = True, reason
+            self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
+            if not self._closing.is_set():
+                self.events.put((member.name, Lost(member)))
             self._change.notify_all()
         if not self._closing.is_set():
-            self.events.put((member.name, Lost(member)))
             self.on_event(f"{member.name} lost: {reason}")
+
+    # Watching
+
+    def _look_around(self) -> None:
+        while not self._closing.wait(self.silence_seconds / _LOOKS_IN_SILENCE):
+            with contextlib.suppress(Exception):  # whatever those raise who are told of losses: the watch goes on
+                self.look_around()
+
+    def look_around(self) -> None:
+        """Ask those who are silent whether they are there, and give up those who do not answer."""
+        now = self.clock()
+        with self._watching:
+            silent_seconds = {name: self._watch.silent_seconds(name, now) for name in list(self.members)}
+            due = self._watch.due(now)
+            lost = [self.members[name] for name in due.lost]
+        for name in due.probe:
+            self.ask(name, _PROBE_TICKET)
+        for member in lost:
+            try:
+                self._lose(member, silence(silent_seconds[member.name]))
+            finally:
+                member.channel.close()
+
+    def silent_seconds(self, name: str) -> float:
+        """How long a worker has said nothing."""
+        with self._watching:
+            return self._watch.silent_seconds(name, self.clock())
+
+    def ask(self, name: str, ticket: int | None = None) -> int:
+        """Ask a worker whether it is there, without waiting for anything: see `has_answered`. Returns the ticket."""
+        found = next(self._tickets) if ticket is None else ticket
+        channel, data = self.members[name].channel, encode(AskClock(found))
+
+        def send() -> None:
+            with contextlib.suppress(ManyhandsError):
+                channel.send(data, self.silence_seconds)  # which waits where it does not read
+
+        threading.Thread(target=send, name="coordinator probe", daemon=True).start()
+        return found
+
+    def has_answered(self, name: str, ticket: int) -> bool:
+        return (name, ticket) in self._clocks
 
     def _beat(self) -> None:
         """Workers end when nobody has spoken to them for long."""
-        while not self._closing.wait(BEAT_SECONDS * 2):
-            for member in self._alive():
+        while not self._closing.wait(self.beat_seconds * 2):
+            for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
                     member.channel.send(encode(Beat()), 2.0)
 
@@ -451,10 +550,15 @@ class Coordinator:
 
     def cluster(self, name: str = "joined") -> Cluster:
         """The joined workers as a cluster, with what they said of themselves; speeds are to be measured."""
-        devices = tuple(member.device for member in self._alive())
+        devices = tuple(member.device for member in self.alive())
         if not devices:
             raise BadValue("No worker has joined.", hint=f"On each device: {self.join_command()}")
         return Cluster.local(1).with_devices(name, devices)
+
+
+def beat_for(silence_seconds: float) -> float:
+    """How often workers say that they are alive, where so much silence means that they are not."""
+    return min(BEAT_SECONDS, silence_seconds / _BEATS_IN_SILENCE)
 
 
 def silence(seconds: float) -> str:

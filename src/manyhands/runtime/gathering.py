@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.facts.errors import BadValue, TimedOut
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.errors import TimedOut
 from manyhands.runtime import state
-from manyhands.runtime.control import Send, State
+from manyhands.runtime.control import Send, State, TensorEntry
+from manyhands.runtime.keeping import topic
 from manyhands.runtime.order import RunState
 
 if TYPE_CHECKING:
@@ -39,24 +41,20 @@ class Gathering:
         self._is_closed = False
         self._error: BaseException | None = None
 
-    def take(self, name: str, message: State) -> None:
+    def take(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
-        if message.step not in self.run.order.snapshots:
-            raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
-        listed = message.tensors
-        self.run.coordinator.endpoint.mailbox.expect(name, f"state {message.step}", state.byte_count(listed))
-        thread = threading.Thread(target=self._receive, args=(name, message), name="gathering", daemon=True)
+        self.run.coordinator.endpoint.mailbox.expect(name, topic(message.step), state.byte_count(listed))
+        thread = threading.Thread(target=self._receive, args=(name, message, listed), name="gathering", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
-    def _receive(self, name: str, message: State) -> None:
+    def _receive(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         try:
-            tensors = state.empty(message.tensors)
-            box, topic = self.run.coordinator.endpoint.mailbox, f"state {message.step}"
-            first = self.run.first
-            box.post(name, first, topic, list(tensors.values()))
-            self.run.coordinator.say(name, Send(self.run.generation, message.step))
-            box.receive(name, first, topic, list(tensors.values()))
+            tensors = state.empty(listed)
+            box, step = self.run.coordinator.endpoint.mailbox, message.step
+            box.post(name, step, topic(step), list(tensors.values()))
+            self.run.coordinator.say(name, Send(self.run.generation, step, COORDINATOR))
+            box.receive(name, step, topic(step), list(tensors.values()))
             with self._change:
                 parts = self._parts[message.step]
                 parts[name] = (tensors, message.scalars)
@@ -100,6 +98,12 @@ class Gathering:
         """Whether so many snapshots of steps that were fed are not saved yet that workers should wait."""
         due = bisect.bisect_right(self.run.order.snapshots, fed)
         return due - self._saved > MOST_SNAPSHOTS_BEHIND
+
+    @property
+    def wanted_step(self) -> int | None:
+        """The oldest snapshot that is not saved yet."""
+        snapshots = self.run.order.snapshots
+        return snapshots[self._saved] if self._saved < len(snapshots) else None
 
     def is_complete(self) -> bool:
         return self._saved == len(self.run.order.snapshots)

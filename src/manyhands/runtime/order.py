@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
+
+if TYPE_CHECKING:
+    from manyhands.runtime.state import Located
 
 WAIT_LIMIT_SECONDS = 600.0
 
@@ -33,6 +36,7 @@ class Order:
     graph: Graph
     plan: Plan
     start: RunState
+    """What it starts from, or the last that was saved where workers have what is later: see `located`."""
     last_step: int
     optimizer: Optimizer | None = None
     seed: int = 0
@@ -43,6 +47,10 @@ class Order:
     memory_step: int = -1
     """The step in which every device counts the bytes it holds."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
+    located: Located | None = None
+    """Where the state lies that it starts from; None: all of `start` is here."""
+    backup_every: int = 0
+    """Rounds between two copies of all state that are kept against losses; 0: none are."""
 
 
 def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:

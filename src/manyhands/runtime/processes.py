@@ -21,6 +21,8 @@ from typing import IO
 
 from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
+from manyhands.files.documents import write_failed
+from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
@@ -31,6 +33,7 @@ _ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _TAIL_BYTES = 2000
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class LocalWorkers:
     logs: Path | None = None
     _logged: dict[str, str] = field(default_factory=dict)
     """Worker -> whose log has its words."""
+    _memory: dict[str, MemoryKills] = field(default_factory=dict)
+    """Worker -> how many had been killed for memory when it joined."""
 
     def start(
         self, wanted: Iterable[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int
@@ -84,12 +89,21 @@ class LocalWorkers:
         for name, core in cores.items():
             pin_process(self.processes[name].pid, core)
 
+    def joined(self, name: str, process: int) -> None:
+        """A worker has come to its place: from now on the kernel's kills for memory there are counted."""
+        if name in self.processes:
+            self._memory[name] = memory_kills(process)
+
     def _output(self, name: str) -> IO[bytes]:
         """Where a worker's words go."""
         if self.logs is None:
             return open(os.devnull, "ab")
-        self.logs.mkdir(parents=True, exist_ok=True)
-        return open(self.logs / f"{name}.log", "ab")
+        path = self.logs / f"{name}.log"
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            raise write_failed(path, error) from error
 
     def ending(self, name: str, limit_seconds: float = 0.0) -> str:
         """How a worker ended, in words; empty while it runs, or where it is not one of these."""
@@ -102,6 +116,8 @@ class LocalWorkers:
             return ""
         if code is None:
             return ""
+        if code in _KILLED and name in self._memory and (words := killed_for_memory(self._memory[name])):
+            return words
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"

@@ -30,7 +30,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Profile
-from manyhands.files.documents import read_document, write_document, write_text_atomic
+from manyhands.files.documents import read_document, write_document, write_failed, write_text_atomic
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.runtime.order import RunState
@@ -50,16 +50,22 @@ class RunRecord:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BadFile(f"{folder}: cannot be made: {error.strerror or error}.") from error
+            raise write_failed(folder, error, what="the folder") from error
         if steps_done is not None:
             self._forget_after(steps_done)
-        elif self._rows() or checkpoint.latest(folder) is not None:
+        elif self._rows() or checkpoint.is_any(folder):
             raise BadFile(
                 f"{folder}: holds another run already.",
                 hint="Give another folder, or go on with that run: resume=True, or manyhands train --resume FOLDER.",
             )
         self._events = LineFile(folder / "events.jsonl")
-        self._metrics = Metrics(folder / "metrics.csv", COLUMNS)
+        try:
+            self._metrics = Metrics(folder / "metrics.csv", COLUMNS)
+            for broken in checkpoint.broken_after(folder, steps_done) if steps_done is not None else ():
+                self.event("broken checkpoint", message=broken.message, used_step=steps_done)
+        except BaseException:
+            self._events.close()
+            raise
 
     def close(self) -> None:
         self._events.close()
@@ -87,8 +93,11 @@ class RunRecord:
         path = self.folder / "metrics.csv"
         if not path.exists():
             return []
-        with open(path, newline="") as file:
-            return list(csv.DictReader(file))
+        try:
+            with open(path, newline="", errors="replace") as file:
+                return list(csv.DictReader(file))
+        except (OSError, csv.Error) as error:
+            raise BadFile(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
     def _forget_after(self, steps_done: int) -> None:
         """Steps after the checkpoint are run again: their lines go."""
@@ -100,8 +109,12 @@ class RunRecord:
         self, module: nn.Module, graph: Graph, found: RunState, optimizer: Optimizer, seed: int, facts: dict[str, Any]
     ) -> Path:
         """A checkpoint of the whole network, whoever held its parts; the steps that led to it are on disk first."""
-        with open(self.folder / "metrics.csv", "rb") as file:
-            os.fsync(file.fileno())
+        path = self.folder / "metrics.csv"
+        try:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise write_failed(path, error) from error
         saved = checkpoint.save(
             self.folder,
             checkpoint.Checkpoint(
@@ -168,7 +181,7 @@ def new_folder(job: str, *names: str) -> Path:
             number += 1
             folder = base.with_name(f"{base.name}-{number}")
         except OSError as error:
-            raise BadFile(f"{folder}: cannot be made: {error.strerror or error}.") from error
+            raise write_failed(folder, error, what="the folder") from error
 
 
 def one_step(spans: Sequence[MeasuredSpan], step: int) -> list[MeasuredSpan]:

@@ -6,9 +6,11 @@ waits without watching: every event of every worker passes through `_follow`, an
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,18 +19,22 @@ import torch
 
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.errors import BadData, BadValue, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.document import to_document
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
 from manyhands.runtime import state
 from manyhands.runtime.attempt import Attempt
+from manyhands.runtime.backing import Backups
 from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
     Diagnosis,
     Done,
     Failed,
+    Held,
+    Holds,
     Job,
     Prepare,
     Progress,
@@ -37,10 +43,13 @@ from manyhands.runtime.control import (
     Start,
     State,
     Stop,
+    TensorEntry,
 )
-from manyhands.runtime.coordinator import Coordinator, Lost, Member
+from manyhands.runtime.coordinator import Coordinator, Joined, Lost, Member
 from manyhands.runtime.gathering import Gathering
+from manyhands.runtime.keeping import STATE
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.state import Located
 from manyhands.schedule.policy import Schedule
 
 STEPS_FED_AHEAD = 3
@@ -70,7 +79,7 @@ OnResult = Callable[[int, dict[str, torch.Tensor]], None]
 
 
 class Run:
-    """Follows one order to its end."""
+    """Follows one order to its end, or until it is to pause: one generation, whose members and plan do not change."""
 
     def __init__(
         self,
@@ -80,18 +89,37 @@ class Run:
         on_step: OnStep | None = None,
         on_snapshot: OnSnapshot | None = None,
         on_result: OnResult | None = None,
+        on_safe: Callable[[int], None] | None = None,
+        should_pause: Callable[[], bool] | None = None,
     ) -> None:
         self.coordinator, self.order = coordinator, order
+        self.on_safe = on_safe or (lambda step: None)
+        self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
         self.on_result = on_result
         self.schedule = Schedule(order.plan, order.graph.network)
         self.names = order.plan.devices
+        self.weights = {name: self.schedule.lowering.work[name].weights() for name in self.names}
+        located = order.located or Located.at_coordinator(order.start)
+        if order.graph.loss is not None:
+            located = located.with_here(state.named(state.LOSS, order.graph.loss.state))
+        self.located = located
+        self.sources = located.assigned({name: self._wanted(name) for name in self.names})
+        self.gives = _turned(self.sources)
+        givers = [name for name in self.gives if name not in self.names and name != COORDINATOR]
+        self.everybody = (*self.names, *givers)
+        """Who computes, and who only gives away what it has."""
         self.members: dict[str, Member] = {}
         self.generation = coordinator.new_generation()
         self.feeder = Feeder(order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training)
         self.outcome = Outcome()
-        self.first = order.start.steps_done
+        self.first = located.steps_done
+        self.is_paused = False
+        self.first_round_began = 0.0
+        """When the first device began the first round; 0: none has ended yet."""
+        self._listed: dict[str, tuple[TensorEntry, ...]] = {}
+        """What each device's state is made of."""
         self._done_step = dict.fromkeys(self.names, self.first - 1)
         self._parts: dict[int, dict[str, float]] = defaultdict(dict)
         self._reported: dict[int, int] = defaultdict(int)
@@ -103,12 +131,23 @@ class Run:
         """The error that explains why the run ended; others are looked into."""
         self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
         self._gathering = Gathering(self)
+        self.backups = Backups(self)
+
+    def _wanted(self, name: str) -> list[str]:
+        """What a device starts with: its stages' weights, their part of the optimiser's state, its loss' constants."""
+        constants = [name for name in self.located.here if name.startswith(state.LOSS)]
+        return self.located.wanted_by(self.weights[name]) + constants
+
+    @property
+    def wanted_snapshot(self) -> int | None:
+        """The oldest snapshot that is not saved yet."""
+        return self._gathering.wanted_step
 
     # Preparing
 
     def prepare(self) -> None:
         """Everybody builds its part and connects to the others."""
-        self.members = self.coordinator.muster(self.names)
+        self.members = self.coordinator.muster(self.everybody)
         try:
             self._prepare()
         except BaseException as error:
@@ -117,24 +156,34 @@ class Run:
     def _prepare(self) -> None:
         self.coordinator.endpoint.mailbox.open(self.generation, self._expected(), self.first)
         document = to_document(self.order.graph)
-        for name in self.names:
-            peers = self.coordinator.addresses(self.names, name)
-            self.coordinator.say(name, Prepare(self.generation, self._job(name, document), peers))
+        digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
+        for name in self.everybody:
+            peers = self.coordinator.addresses(self.everybody, name)
+            job = self._job(name, document, digest) if name in self.names else None
+            self.coordinator.say(name, Prepare(self.generation, job, peers, self.gives.get(name, {})))
         patience = self.coordinator.security.patience
-        connecting = Attempt(
-            lambda: self.coordinator.connect(self.names, CONNECT_SECONDS * patience), "coordinator connect"
-        )
+        is_connected = threading.Event()
+
+        def connect() -> None:
+            self.coordinator.connect(self.everybody, CONNECT_SECONDS * patience)
+            is_connected.set()
+            self.coordinator.wake()  # nobody may have anything left to say
+
+        connecting = Attempt(connect, "coordinator connect")
         ready: set[str] = set()
 
         def hear(name: str, message: Said) -> None:
             if isinstance(message, Ready):
                 ready.add(name)
+                if name in self.names:
+                    self.members[name].graph_digest = digest
 
         def is_ready() -> bool:
-            return connecting.is_over() and len(ready) == len(self.names)
+            return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(self.everybody)
 
         self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS * patience)
-        self.coordinator.set_clocks(self.names)
+        if self.order.trace_steps:
+            self.coordinator.set_clocks(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:
         return {} if self.order.plan.is_training else self.feeder.expected_results()
@@ -144,29 +193,18 @@ class Run:
         """The first device of every stage: together they have every weight."""
         return tuple(dict.fromkeys(stage.devices[0] for stage in self.order.plan.stages))
 
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """What a device starts with: its stage's weights, its loss' constants, its part of the optimiser's state."""
-        own, graph, start = self.schedule.lowering.work[name].weights(), self.order.graph, self.order.start
-        found: dict[str, torch.Tensor] = {}
-        if own:
-            found |= state.named(state.WEIGHT, {n: start.weights[n] for n in own})
-            trained = set(own)
-            mine = {key: t for key, t in start.optimizer.items() if key.rpartition("/")[0] in trained}
-            found |= state.named(state.OPTIMIZER, mine)
-        if graph.loss is not None:
-            found |= state.named(state.LOSS, graph.loss.state)
-        return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
-
-    def _job(self, name: str, document: dict[str, Any]) -> Job:
-        order = self.order
+    def _job(self, name: str, document: dict[str, Any], digest: str) -> Job:
+        order, located = self.order, self.located
         kernels = dict(order.kernels.get(name, {}))
         together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
         alike = all(dict(order.kernels.get(other, {})) == kernels for other in together)
+        is_known = self.members[name].graph_digest == digest
         return Job(
-            graph=document, network=order.graph.network, plan=order.plan,
-            optimizer=order.optimizer.to_dict() if order.optimizer is not None else None, seed=order.seed,
-            kernels=kernels, stored=kernels if alike else {}, state=state.entries(self._tensors(name)),
-            scalars=order.start.scalars, steps_done=self.first, with_targets=order.plan.is_training,
+            graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
+            plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
+            seed=order.seed, kernels=kernels, stored=kernels if alike else {},
+            state=tuple(located.entries[one] for one in self._wanted(name)), sources=self.sources[name],
+            scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step,
             wait_limit_seconds=order.wait_limit_seconds,
@@ -179,7 +217,8 @@ class Run:
         try:
             self._start()
             self._loop(batches)
-            self._finish()
+            if not self.is_paused:
+                self._finish()
         except BaseException as error:
             self._end(error)
         self._stop()
@@ -196,12 +235,14 @@ class Run:
         raise found from error
 
     def _start(self) -> None:
-        keepers = self.keepers
-        for name in self.names:
-            tensors = list(self._tensors(name).values())
-            self.coordinator.endpoint.send(name, self.first, "state", tensors)
-            snapshots = self.order.snapshots if name in keepers else ()
-            self.coordinator.say(name, Start(self.generation, self.first, self.order.last_step, snapshots))
+        here, keepers, order = self.located.here, self.keepers, self.order
+        for name, tensors in self.gives.get(COORDINATOR, {}).items():
+            own = [here[one].detach().cpu().contiguous() for one in tensors]
+            self.coordinator.endpoint.send(name, self.first, STATE, own)
+        for name in self.everybody:
+            snapshots = order.snapshots if name in keepers else ()
+            start = Start(self.generation, self.first, order.last_step, snapshots, order.backup_every)
+            self.coordinator.say(name, start)
         self._ended_at = time.monotonic()
         self._has_begun = True
 
@@ -210,15 +251,19 @@ class Run:
 
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._steps_done() + STEPS_FED_AHEAD)
-            return fed < limit and not self._gathering.is_behind(fed)
+            is_behind = self._gathering.is_behind(fed) or self.backups.is_behind(fed)
+            return fed < limit and not is_behind and not self.is_paused
 
         while (done := self._steps_done()) < self.order.last_step:
+            self.is_paused = self.is_paused or self.should_pause()
+            if self.is_paused and done == fed:
+                return
             while may_feed():
                 self._feed(fed, batches)
                 fed += 1
 
             def moved(done: int = done) -> bool:
-                return self._steps_done() > done or may_feed()
+                return self._steps_done() > done or may_feed() or (not self.is_paused and self.should_pause())
 
             self._follow(moved, self._hear, f"to end step {done}", self.order.wait_limit_seconds + 30)
             if self.on_result is not None:
@@ -252,13 +297,32 @@ class Run:
         if isinstance(message, Progress):
             self._progress(name, message)
         elif isinstance(message, State):
-            self._gathering.take(name, message)
+            self._offered(name, message)
+        elif isinstance(message, Holds):
+            self.backups.holds(name, message)
+        elif isinstance(message, Held):
+            self.backups.held(name, message)
         elif isinstance(message, Done):
             offset = self.coordinator.members[name].clock_offset_seconds
             message.log.spans = [_moved(span, offset) for span in message.log.spans]
             self.outcome.logs[name] = message.log
 
+    def _offered(self, name: str, message: State) -> None:
+        """A worker has a copy of its state: for the folder, against losses, or both."""
+        if message.tensors is not None:
+            self._listed[name] = message.tensors
+        listed = self._listed.get(name)
+        is_wanted = message.step in self.order.snapshots and name in self.keepers
+        if listed is None or not (is_wanted or self.backups.is_backup(message.step)):
+            raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
+        if is_wanted:
+            self._gathering.take(name, message, listed)
+        self.backups.kept(name, message, listed)
+
     def _progress(self, name: str, message: Progress) -> None:
+        if message.step == self.first:
+            began = time.monotonic() - message.seconds
+            self.first_round_began = min(began, self.first_round_began or began)
         self._done_step[name] = message.step
         self._reported[message.step] += 1
         if message.loss is not None:
@@ -291,10 +355,11 @@ class Run:
                     raise TimedOut(f"Waited {limit_seconds:g} s for {waiting} {what}; nobody said anything.")
                 continue
             name, message = event
-            if name not in self.members:
+            if name not in self.members or isinstance(message, Joined):
                 continue
             if isinstance(message, Lost):
-                if message.member is self.members[name]:
+                has_given = name not in self.names and bool(self.first_round_began)
+                if message.member is self.members[name] and not has_given:
                     raise self._lost(name, message.reason)
                 continue
             if getattr(message, "generation", self.generation) != self.generation:
@@ -320,7 +385,7 @@ class Run:
         return self._lost(name, what) if isinstance(what, str) else self._failed(name, what)
 
     def _lost(self, name: str, reason: str) -> ManyhandsError:
-        step = self._done_step[name] + 1
+        step = self._done_step.get(name, self.first - 1) + 1
         if not self._has_begun:
             when = "while it got ready"
         elif step < self.order.last_step:
@@ -368,12 +433,22 @@ class Run:
         return NotFinite(f"{_head(error)}; it began in layer {named[0]}.", hint=error.hint)
 
     def _stop(self, error: BaseException | None = None) -> None:
-        for name in self.names:
+        for name in self.everybody:
             self.coordinator.say(name, Stop(self.generation), _STOP_SECONDS)
         self.coordinator.endpoint.mailbox.interrupt(
             error if isinstance(error, ManyhandsError) else WorkerLost("The run has ended.")
         )
         self._gathering.close()
+
+
+def _turned(sources: Mapping[str, Mapping[str, tuple[str, ...]]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Source -> device -> tensors, of device -> source -> tensors; without what devices have themselves."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for device, own in sources.items():
+        for source, names in own.items():
+            if source != device:
+                found.setdefault(source, {})[device] = names
+    return found
 
 
 def _shares_batches(plan: Plan) -> bool:

@@ -1,15 +1,20 @@
-"""Weights, buffers and optimiser state as one message: a list of what is in it, then the bytes."""
+"""Weights, buffers and optimiser state: as a message (a list of what is in it, then the bytes), and where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from manyhands.executor.boxes import dtype_of
+from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.order import RunState
 
 WEIGHT, OPTIMIZER, LOSS = "weight:", "optimizer:", "loss:"
 LARGEST_BYTES = 2**36
@@ -49,3 +54,90 @@ def named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 def of(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those under a prefix, without it."""
     return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+
+
+def weight_of(name: str) -> str:
+    """The weight that a tensor of a run's state is, or belongs to; empty: it is the loss'."""
+    if name.startswith(WEIGHT):
+        return name.removeprefix(WEIGHT)
+    return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
+
+
+@dataclass
+class Located:
+    """A run's state after some step, wherever it lies: what there is of it, and who has each part."""
+
+    steps_done: int
+    scalars: dict[str, Any]
+    entries: dict[str, TensorEntry]
+    holders: dict[str, tuple[str, ...]]
+    """Tensor -> the workers, or the coordinator, that have it."""
+    here: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the coordinator has."""
+
+    @classmethod
+    def at_coordinator(cls, found: RunState) -> Located:
+        here = named(WEIGHT, found.weights) | named(OPTIMIZER, found.optimizer)
+        listed = {entry.name: entry for entry in entries(here)}
+        return cls(found.steps_done, found.scalars, listed, dict.fromkeys(here, (COORDINATOR,)), here)
+
+    def with_here(self, more: Mapping[str, torch.Tensor]) -> Located:
+        """The same, and these too, which the coordinator has."""
+        listed = {entry.name: entry for entry in entries(more)}
+        return Located(
+            self.steps_done, self.scalars, self.entries | listed, self.holders | dict.fromkeys(more, (COORDINATOR,)),
+            self.here | dict(more),
+        )  # fmt: skip
+
+    def wanted_by(self, weights: Collection[str]) -> list[str]:
+        """The tensors that a device with these weights starts with: with them their part of the optimiser's state."""
+        own = set(weights)
+        return [name for name in self.entries if (weight_of(name) or None) in own]
+
+    def assigned(self, wanted: Mapping[str, Iterable[str]]) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Device -> source -> tensors: its own where it has them, else from whoever has the least to send so far."""
+        sent: Counter[str] = Counter()
+        found: dict[str, dict[str, list[str]]] = {}
+        for device, names in wanted.items():
+            own = found.setdefault(device, {})
+            for name in names:
+                having = self.holders[name]
+                if device in having:
+                    source = device
+                else:
+                    source = min(having, key=lambda one: (sent[one], having.index(one)))
+                    sent[source] += byte_count([self.entries[name]])
+                own.setdefault(source, []).append(name)
+        return {device: {source: tuple(names) for source, names in own.items()} for device, own in found.items()}
+
+
+def located(
+    holdings: Mapping[str, Mapping[int, Iterable[TensorEntry]]],
+    scalars: Mapping[str, Mapping[int, dict[str, Any]]],
+    weights: Collection[str],
+    most_steps: int,
+    saved: RunState | None = None,
+) -> Located | None:
+    """The latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
+
+    `most_steps`: those whose loss is known. A worker may have ended one more, which another has taken with it.
+    """
+    steps = {step for holding in holdings.values() for step in holding if step <= most_steps}
+    if saved is not None:
+        steps.add(saved.steps_done)
+    for step in sorted(steps, reverse=True):
+        found = (
+            Located.at_coordinator(saved)
+            if saved is not None and saved.steps_done == step
+            else Located(step, {}, {}, {})
+        )
+        for worker, holding in holdings.items():
+            if step not in holding:
+                continue
+            found.scalars = {**scalars[worker].get(step, {}), **found.scalars}
+            for entry in holding[step]:
+                found.entries.setdefault(entry.name, entry)
+                found.holders[entry.name] = (*found.holders.get(entry.name, ()), worker)
+        if all(WEIGHT + name in found.entries for name in weights):
+            return found
+    return None

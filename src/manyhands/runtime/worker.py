@@ -7,28 +7,32 @@ engine's moves bytes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
-from manyhands.engine.channel import Channel, connect
 from manyhands.engine.security import Security, is_loopback
-from manyhands.engine.tcp import TcpEndpoint
+from manyhands.engine.transport import ControlChannel, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
-from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.log import DeviceLog
 from manyhands.executor.optimizers import build, step_bytes_per_second
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
+from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -52,8 +56,12 @@ from manyhands.runtime.control import (
     Facts,
     Failed,
     Hello,
+    Hold,
+    Holding,
+    Holds,
     Job,
     Leave,
+    Leaving,
     Measure,
     Measured,
     Prepare,
@@ -62,19 +70,23 @@ from manyhands.runtime.control import (
     Progress,
     Ready,
     Refusal,
+    Retain,
     Said,
     Send,
     Start,
     State,
     Stop,
+    Survey,
+    TensorEntry,
     Welcome,
     decode,
     encode,
 )
+from manyhands.runtime.keeping import STATE, Keeping, topic
+from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
 from manyhands.schedule.policy import Schedule
 
-BEAT_SECONDS = 0.5
 GRACE_SECONDS = 10.0
 """How long the main thread may go on in one torch call after the coordinator has gone."""
 CONNECT_SECONDS = 30.0
@@ -103,29 +115,48 @@ class Joining:
 
 @dataclass
 class _Prepared:
-    generation: int
-    job: Job
-    executor: Executor
-    snapshots: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """A generation that this worker takes part in."""
+
+    command: Prepare
+    executor: Executor | None
+    """None: it only gives away what it has."""
+    said: tuple[TensorEntry, ...] = ()
+    """What its state was last said to be made of."""
+    offered: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The tensors of each copy that was offered, in the order they travel."""
+    state_bytes: Counter[str] = field(default_factory=Counter)
+    """Sent to each, of state."""
+
+    @property
+    def generation(self) -> int:
+        return self.command.generation
 
 
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
-    def __init__(self, joining: Joining) -> None:
+    def __init__(self, joining: Joining, transport: Transport | None = None) -> None:
         self.joining = joining
+        self.owns_process = transport is None
+        """Else other workers are in it too: it is never ended."""
+        self.transport = transport or TcpTransport()
         sys.setswitchinterval(SWITCH_SECONDS)
         keep_memory()
         if joining.threads:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu":
             _prepare_gpu(joining.compute)
-        self.channel, security = _reach(joining)
         name = joining.name or socket.gethostname()
-        self.endpoint = TcpEndpoint(name, security, host=self.channel.local_host)
+        self.channel, security = _reach(joining, name, self.transport)
+        self.endpoint = self.transport.endpoint(name, security, host=self.channel.local_host)
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
+        self.keeping = Keeping(self.endpoint)
+        self._graphs: dict[str, Graph] = {}
+        """The last one, by its digest."""
         self.probing: ProbeLinks | None = None
+        self.is_under_way = False
+        """A job that this worker took part in has not ended: between two generations, too, others need what is here."""
         self.stopped = -1
         """The last generation that was stopped."""
         self.leaving = False
@@ -133,6 +164,7 @@ class Worker:
         self.gone: ManyhandsError | None = None
         self.silence_seconds = 0.0
         """A coordinator that says nothing for so long is gone; it beats too."""
+        self.beat_seconds = 0.0
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -148,6 +180,15 @@ class Worker:
             self.endpoint.close()
             self.channel.close()
             self._ended.set()
+
+    def ask_to_leave(self) -> None:
+        """Go as soon as others have what is here; at once where nothing is under way. Not for a signal's handler."""
+        if self.prepared is None and not self.is_under_way:
+            self.leaving = True
+            self.commands.put(Leave())
+        else:
+            with contextlib.suppress(ManyhandsError):  # the control thread finds out itself
+                self._say(Leaving())
 
     # Talking
 
@@ -168,7 +209,7 @@ class Worker:
             raise Refused(answer.reason, hint=answer.hint)
         if not isinstance(answer, Welcome):
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
-        self.silence_seconds = answer.silence_seconds
+        self.silence_seconds, self.beat_seconds = answer.silence_seconds, answer.beat_seconds
         if answer.links:
             shapes = {
                 peer: Link(shape.bytes_per_second or math.inf, shape.delay_seconds)
@@ -182,7 +223,7 @@ class Worker:
         heard = time.monotonic()
         try:
             while True:
-                data = self.channel.receive(BEAT_SECONDS)
+                data = self.channel.receive(self.beat_seconds)
                 self._say(Beat())
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
@@ -196,7 +237,7 @@ class Worker:
             self.gone = error if isinstance(error, ManyhandsError) else WorkerLost(f"Control ended: {error!r}")
             self.endpoint.mailbox.interrupt(self.gone)
             self.commands.put(Leave())
-            if not self._ended.wait(GRACE_SECONDS):
+            if not self._ended.wait(GRACE_SECONDS) and self.owns_process:
                 os._exit(WorkerLost.exit_code)  # the main thread is stuck in a call that nothing interrupts
 
     def _hear(self, message: Said) -> None:
@@ -206,6 +247,10 @@ class Worker:
             self._say(Clock(message.ticket, time.monotonic()))
         elif isinstance(message, Send):
             self._send_state(message)
+        elif isinstance(message, Hold):
+            self._make_room(message)
+        elif isinstance(message, Retain):
+            self.keeping.retain(message.first, message.last)  # not what this generation gives: it is at `first`
         else:
             if isinstance(message, (Stop, Leave)):
                 self.stopped = getattr(message, "generation", self.stopped)
@@ -230,40 +275,68 @@ class Worker:
                 self._measure(command)
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
+            elif isinstance(command, Survey):
+                self._say(Holding(generation, *self.keeping.listing()))
             elif isinstance(command, Stop):
-                if command.diagnose_step >= 0 and self.prepared is not None:
+                if command.diagnose_step >= 0 and self.prepared is not None and self.prepared.executor is not None:
                     self._say(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
                 self._drop()
         except _Stopped:
             pass
-        except ManyhandsError as error:
-            self._report(generation, type(error).__name__, error.message, error.hint)
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            print(text, file=sys.stderr)
-            self._report(generation, "Internal", f"{type(error).__name__}: {error}", text[-2000:])
+            found = as_error(error, self.endpoint.name)
+            if found is not error:
+                with contextlib.suppress(OSError):  # its log may be on a full disk
+                    print("".join(traceback.format_exception(error)), file=sys.stderr)
+            self._report(generation, type(found).__name__, found.message, found.hint)
 
     def _report(self, generation: int, kind: str, message: str, hint: str) -> None:
-        step = self.prepared.executor.step if self.prepared is not None else -1
+        executor = self.prepared.executor if self.prepared is not None else None
         with contextlib.suppress(ManyhandsError):
-            self._say(Failed(generation, kind, message, hint, step))
+            self._say(Failed(generation, kind, message, hint, executor.step if executor is not None else -1))
 
     def _drop(self) -> None:
+        """End a generation. What state it has come to is kept, unless it is in the middle of a step."""
         self.probing = None
-        if self.prepared is not None:
-            self.endpoint.mailbox.interrupt(_Stopped("the run has ended"))
-            self.prepared.executor.close()
-            self.prepared = None
+        if self.prepared is None:
+            return
+        prepared, self.prepared = self.prepared, None
+        self.endpoint.mailbox.interrupt(_Stopped("the run has ended"))
+        self.keeping.expect_nobody()
+        executor = prepared.executor
+        if executor is None:
+            return
+        executor.close()
+        if executor.plan.is_training and executor.settled_step is not None:
+            self.keeping.keep(executor.settled_step, *_state_of(executor, copy=False))
 
     def _prepare(self, command: Prepare) -> None:
         """Build this device's part and connect to the others; weights come with the start."""
         self._drop()
-        job = command.job
-        graph = _graph(job.graph, job.network)
-        plan = resolve(job.plan, job.network)
+        if command.job is None:
+            self.endpoint.mailbox.open(command.generation, {})
+            self.prepared = _Prepared(command, None)
+        else:
+            self._build(command, command.job)
+        self._connect(command)
+        self._say(Ready(command.generation))
+
+    def _graph_of(self, job: Job) -> Graph:
+        """The job's graph; it may be the one this worker was given before."""
+        if job.graph is not None:
+            self._graphs = {job.digest: _graph(job.graph, job.network)}
+        if job.digest not in self._graphs:
+            raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
+        return self._graphs[job.digest]
+
+    def _build(self, command: Prepare, job: Job) -> None:
+        self.is_under_way = job.plan.is_training
+        graph = self._graph_of(job)
+        network = graph.network
+        plan = resolve(job.plan, network)
         if self.endpoint.name not in plan.devices:
             raise BadPlan(f"The plan does not name {self.endpoint.name}.")
-        schedule = Schedule(plan, job.network)
+        schedule = Schedule(plan, network)
         specs = {spec.name: spec for spec in graph.weights}
         tensors = state.empty(job.state)
         own = state.of(state.WEIGHT, tensors)
@@ -285,11 +358,11 @@ class Worker:
         self.endpoint.mailbox.received_bytes.clear()
         executor = Executor(graph, schedule, self.endpoint, weights, stepper, setting)
         expected = executor.expected()
-        expected[(COORDINATOR, "state")] = state.byte_count(job.state)
         self.endpoint.mailbox.open(command.generation, expected, job.steps_done)
-        self.prepared = _Prepared(command.generation, job, executor)
-        self._connect(command)
-        self._say(Ready(command.generation))
+        for source, names in job.sources.items():
+            if source != self.endpoint.name:
+                self.endpoint.mailbox.expect(source, STATE, state.byte_count(_listed(job, names)))
+        self.prepared = _Prepared(command, executor)
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
@@ -304,18 +377,49 @@ class Worker:
         prepared = self.prepared
         if prepared is None or prepared.generation != command.generation:
             return
-        self._load_state(prepared, command.first_step)
+        self._give(prepared, command.first_step)
+        executor = prepared.executor
+        if executor is None:
+            return
+        self._load_state(prepared, executor, command)
         for step in range(command.first_step, command.last_step):
-            result = prepared.executor.round(step)
-            if step + 1 in command.snapshots:
-                self._snapshot(prepared, step + 1)
-            self._say(Progress(command.generation, step, result.loss, result.seconds))
-        self._say(Done(command.generation, prepared.executor.log))
+            result = executor.round(step)
+            self._say(Progress(command.generation, step, result.loss, result.seconds))  # before there is a copy of it
+            every = command.backup_every
+            if step + 1 in command.snapshots or (every and (step + 1) % every == 0):
+                self._keep(prepared, step + 1, *_state_of(executor, copy=True))
+            for held in self.keeping.collect():
+                self._say(held)
+        self._say(Done(command.generation, _apart(executor.log, prepared.state_bytes)))
+        self.is_under_way = False
 
-    def _load_state(self, prepared: _Prepared, step: int) -> None:
-        job, executor = prepared.job, prepared.executor
-        tensors = state.empty(job.state)
-        self.endpoint.mailbox.receive(COORDINATOR, step, "state", list(tensors.values()))
+    def _give(self, prepared: _Prepared, step: int) -> None:
+        """Others start with what this worker has."""
+        kept = self.keeping.at(step)
+        for peer, names in prepared.command.gives.items():
+            self._has(kept, names, step)
+            self._send_tensors(prepared, peer, step, STATE, [kept[name] for name in names])
+
+    def _has(self, kept: dict[str, torch.Tensor], names: Iterable[str], step: int) -> None:
+        """Else another of its name had it: that one is lost, and everybody is asked again."""
+        for name in names:
+            if name not in kept:
+                raise WorkerLost(f"{self.endpoint.name} was to have {name:.80} after step {step}; it has not.")
+
+    def _load_state(self, prepared: _Prepared, executor: Executor, command: Start) -> None:
+        """Weights and the optimiser's state, from here and from others. They are a copy to come back to, too."""
+        job, step = prepared.command.job, command.first_step
+        assert job is not None
+        kept = self.keeping.at(step)
+        tensors: dict[str, torch.Tensor] = {}
+        for source, names in job.sources.items():
+            if source == self.endpoint.name:
+                self._has(kept, names, step)
+                tensors |= {name: kept[name] for name in names}
+                continue
+            own = state.empty(_listed(job, names))
+            self.endpoint.mailbox.receive(source, step, STATE, list(own.values()))
+            tensors |= own
         with torch.no_grad():
             for name, tensor in state.of(state.WEIGHT, tensors).items():
                 executor.weights.tensors[name].copy_(tensor)
@@ -324,22 +428,38 @@ class Worker:
                     executor.loss.piece.weights.tensors[name].copy_(tensor)
         if executor.stepper is not None and job.steps_done:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
+        executor.settled_step = step
+        if command.backup_every or step in command.snapshots:
+            own = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
+            self._keep(prepared, step, own, job.scalars)
 
-    def _snapshot(self, prepared: _Prepared, step: int) -> None:
-        """Keep a copy of the state and offer it; it travels when asked for, while training goes on."""
-        executor = prepared.executor
-        tensors, scalars = executor.stepper.state() if executor.stepper is not None else ({}, {})
-        kept = state.plain(state.named(state.WEIGHT, executor.weights.tensors) | state.named(state.OPTIMIZER, tensors))
-        prepared.snapshots[step] = kept
-        self._say(State(prepared.generation, step, state.entries(kept), scalars))
+    def _keep(self, prepared: _Prepared, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+        """Keep a copy and say that it is at hand; it travels when asked for, while training goes on."""
+        self.keeping.keep(step, tensors, scalars)
+        listed = state.entries(tensors)
+        prepared.offered[step] = tuple(tensors)
+        self._say(State(prepared.generation, step, None if listed == prepared.said else listed, scalars))
+        prepared.said = listed
 
     def _send_state(self, message: Send) -> None:
         prepared = self.prepared
         if prepared is None or prepared.generation != message.generation:
             return
-        kept = prepared.snapshots.pop(message.step, None)
-        if kept is not None:
-            self.endpoint.send(COORDINATOR, prepared.job.steps_done, f"state {message.step}", list(kept.values()))
+        kept, names = self.keeping.at(message.step), prepared.offered.get(message.step, ())
+        if kept and names:
+            self._send_tensors(prepared, message.to, message.step, topic(message.step), [kept[n] for n in names])
+
+    def _send_tensors(
+        self, prepared: _Prepared, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]
+    ) -> None:
+        parts = [_sendable(tensor) for tensor in tensors]
+        prepared.state_bytes[to] += sum(part.numel() * part.element_size() for part in parts)
+        self.endpoint.send(to, step, name, parts)
+
+    def _make_room(self, message: Hold) -> None:
+        if self.prepared is not None and self.prepared.generation == message.generation:
+            self.keeping.make_room(message)
+            self._say(Holds(message.generation, message.source, message.step))
 
     def _measure(self, command: Measure) -> None:
         """Time the layers of a network here, with made-up weights."""
@@ -370,11 +490,85 @@ class Worker:
         self._say(Probed(command.generation, *found.of(len(command.devices)), found.links))
 
 
+def _listed(job: Job, names: Iterable[str]) -> list[TensorEntry]:
+    entries = {entry.name: entry for entry in job.state}
+    return [entries[name] for name in names]
+
+
+def _state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights, buffers and the optimiser's state of a device, by full name, and what is no tensor of it."""
+    tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
+    found = state.named(state.WEIGHT, executor.weights.tensors) | state.named(state.OPTIMIZER, tensors)
+    return (state.plain(found) if copy else {name: tensor.detach() for name, tensor in found.items()}), scalars
+
+
+def _apart(log: DeviceLog, state_bytes: Mapping[str, int]) -> DeviceLog:
+    """A device's account with what was sent of its state apart from what the plan says."""
+    sent = {to: count - state_bytes.get(to, 0) for to, count in log.sent_bytes.items()}
+    return msgspec.structs.replace(
+        log, sent_bytes={to: n for to, n in sent.items() if n}, state_bytes=dict(state_bytes)
+    )
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
+
+
+def load_everything() -> None:
+    """What PyTorch's optimisers load at their first step, which takes two seconds: not while others wait for it."""
+    importlib.import_module("torch._dynamo")
+
+
+def serve(joining: Joining, say: Callable[[str], None] | None = None) -> None:
+    """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
+
+    SIGTERM asks the worker to leave: others get what it has first. A second one ends it at once.
+    """
+    where = f"{joining.host}:{joining.port}"
+    said = say or (lambda text: None)
+    asked = False
+    current: list[Worker] = []
+
+    def leave(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked or not current:
+            os._exit(128 + number)
+        asked = True
+        threading.Thread(target=current[-1].ask_to_leave, name="leaving", daemon=True).start()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
+    loss: WorkerLost | None = None
+    while True:
+        try:
+            worker = Worker(joining)
+        except TimedOut as error:
+            raise loss or error from None
+        current.append(worker)
+        again = " again" if loss is not None else ""
+        said(f"Joining {where}{again} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
+        try:
+            worker.run()
+        except WorkerLost as error:
+            if joining.parent or asked:  # who started it starts another
+                raise
+            current.clear()  # until then there is nothing to hand over
+            said(f"{error.message} Waiting {joining.limit_seconds:g} s for it to come back.")
+            loss = error
+            continue
+        said(
+            f"{worker.endpoint.name} has left, as it was asked to."
+            if asked
+            else f"The coordinator at {where} has ended the run; {worker.endpoint.name} has left."
+        )
+        return
+
+
 class _Stopped(ManyhandsError):
     """The coordinator said stop: nothing to report."""
 
 
-def _reach(joining: Joining) -> tuple[Channel, Security]:
+def _reach(joining: Joining, name: str, transport: Transport) -> tuple[ControlChannel, Security]:
     """The coordinator, over an encrypted connection; on this very machine over whichever kind it has."""
     if joining.encrypted is not None:
         kinds = [joining.encrypted]
@@ -384,7 +578,7 @@ def _reach(joining: Joining) -> tuple[Channel, Security]:
     for encrypted in kinds:
         security = Security(joining.token, encrypted=encrypted, patience=joining.patience)
         try:
-            return connect(joining.host, joining.port, security, joining.limit_seconds), security
+            return transport.reach(name, joining.host, joining.port, security, joining.limit_seconds), security
         except Refused as error:
             refusal = refusal or error
     assert refusal is not None
@@ -410,7 +604,7 @@ def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
     return update
 
 
-def _graph(document: dict[str, Any], network: Any) -> Graph:
+def _graph(document: dict[str, Any], network: Network | None) -> Graph:
     """A graph from the wire, checked, with the description that came along in place of a new one."""
     graph = read_document(document)
     graph.__dict__["network"] = network

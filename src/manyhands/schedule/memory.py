@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from manyhands.facts.boxes import cut_points
-from manyhands.facts.network import Network, Op
+from manyhands.facts.network import DTYPE_BYTES, Network, Op
 from manyhands.facts.plan import ByChannels, Plan
-from manyhands.schedule.actions import Action, Backward, Forward, Receive, Step
+from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Send, Step
 from manyhands.schedule.geometry import StageGeometry
 
 
@@ -26,9 +26,12 @@ class DeviceMemory:
 
     def __init__(self, plan: Plan, network: Network, geometries: Sequence[StageGeometry], device: str) -> None:
         self.is_training = plan.is_training
+        self._plan, self._network = plan, network
         self.stages = {geometry.index: _StageBytes(plan, network, geometry, device) for geometry in geometries}
         self.static_bytes = sum(stage.static_bytes for stage in self.stages.values())
         self._received: dict[tuple[int, int], int] = defaultdict(int)
+        self._errors: dict[tuple[str, int, int], int] = {}
+        """(receiver, stage, micro-batch) -> bytes of the errors of what was packed for it."""
         self.held_bytes = 0.0
         self.peak_bytes: float = self.static_bytes
         self.peak_action: Action | None = None
@@ -39,11 +42,19 @@ class DeviceMemory:
         """Follow one action; returns the most bytes held during it."""
         now = self.static_bytes + self.held_bytes
         if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo", "output"):
-            self._received[action.message.stage, action.message.micro_batch] += action.message.bytes
-            self.held_bytes += action.message.bytes
-            now = self.static_bytes + self.held_bytes
+            size = self._unpacked_bytes(action.message)
+            self._received[action.message.stage, action.message.micro_batch] += size
+            self.held_bytes += size
+            packed = action.message.bytes if size > action.message.bytes else 0  # both are there while it is unpacked
+            now = self.static_bytes + self.held_bytes + packed
         elif isinstance(action, Receive):
-            now += action.message.bytes
+            message = action.message
+            now += self._unpacked_bytes(message)
+            if message.kind == "gradient":
+                self.held_bytes -= self._errors.pop((action.source, message.stage, message.micro_batch), 0)
+        elif isinstance(action, Send):
+            self._keep_error(action)
+            now = self.static_bytes + self.held_bytes
         elif isinstance(action, Forward) and action.part != "rim":
             stage = self.stages[action.stage]
             saved, workspace = stage.range(action.first, action.last)
@@ -69,6 +80,22 @@ class DeviceMemory:
         if now > self.peak_bytes:
             self.peak_bytes, self.peak_action = now, action
         return now
+
+    def _unpacked_bytes(self, message: Message) -> int:
+        """What a message takes where it is read: a codec packs it for the way only."""
+        codec = self._plan.stages[message.stage].codec
+        if codec.bits == 32 or message.kind not in ("value", "gradient"):
+            return message.bytes
+        tensors = self._network.tensors
+        return sum(part.box.volume * DTYPE_BYTES[tensors[part.tensor].dtype] for part in message.parts)
+
+    def _keep_error(self, action: Send) -> None:
+        """What packing has changed is kept until the gradient is back (SPLIT Alg. 1)."""
+        message, codec = action.message, self._plan.stages[action.message.stage].codec
+        if self.is_training and message.kind == "value" and codec.bits < 32 and codec.error_feedback:
+            size = self._unpacked_bytes(message)
+            self._errors[action.to, message.stage, message.micro_batch] = size
+            self.held_bytes += size
 
     def _release(self, stage: int, micro_batch: int) -> None:
         self.held_bytes -= self._received.pop((stage, micro_batch), 0)

@@ -25,8 +25,20 @@ from manyhands.schedule.tiles import TileGeometry
 Moves = dict[str, tuple[Move, ...]]
 """Tensor -> who sends what of it to whom."""
 
-HEADER_BYTES = 8
-"""A packed tensor carries its range (two floats) beside its bits."""
+HEADER_BYTES = 16
+"""A packed box carries its range (two doubles, so that any float's is exact) beside its bits."""
+
+
+def packed_bits(codec: Codec | None, dtype: str) -> int:
+    """In how many bits a codec packs a number of a type; 0: it goes as it is, as whole numbers do, and 32 bits."""
+    if codec is None or not dtype.startswith(("float", "bfloat")):
+        return 0
+    return codec.bits if codec.bits < min(32, 8 * DTYPE_BYTES[dtype]) else 0
+
+
+def packed_bytes(elements: int, bits: int) -> int:
+    """What a packed box takes on the wire."""
+    return -(-elements * bits // 8) + HEADER_BYTES
 
 
 @dataclass
@@ -143,9 +155,8 @@ class Lowering:
     def _bytes(self, tensor: str, boxes: Iterable[Box], codec: Codec | None) -> int:
         elements = [box.volume for box in boxes]
         dtype = self.network.tensors[tensor].dtype if tensor in self.network.tensors else "float32"
-        packed = codec is not None and codec.bits < min(32, 8 * DTYPE_BYTES[dtype])  # 32: as they are, float64 too
-        if codec is not None and packed and dtype.startswith(("float", "bfloat")):
-            return sum(-(-count * codec.bits // 8) + HEADER_BYTES for count in elements)
+        if bits := packed_bits(codec, dtype):
+            return sum(packed_bytes(count, bits) for count in elements)
         return sum(elements) * DTYPE_BYTES[dtype]
 
     def _packed(

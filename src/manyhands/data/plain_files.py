@@ -1,0 +1,56 @@
+"""Files of data sets may come from anywhere: only plain ones are opened, and no more is read than may be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from manyhands.facts.errors import BadData, BadFile
+from manyhands.facts.units import format_bytes
+
+_CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
+
+
+def read_bytes(file: Path, largest_bytes: int) -> bytes:
+    """All of a plain file, or an error for one that is longer than it may be."""
+    try:
+        if not file.is_file():  # opening a pipe would wait for ever
+            raise BadFile(f"{file}: {'is not a plain file' if file.exists() else 'there is no such file'}.")
+        with open(file, "rb") as opened:
+            content = opened.read(largest_bytes + 1)
+    except OSError as error:
+        raise BadFile(f"{file}: cannot be read: {error.strerror or error}.") from error
+    if len(content) > largest_bytes:
+        raise BadFile(f"{file}: is longer than {format_bytes(largest_bytes)}.")
+    return content
+
+
+def read_text(file: Path, largest_bytes: int, encoding: str = "utf-8-sig") -> str:
+    try:
+        return read_bytes(file, largest_bytes).decode(encoding)
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{file}: is not text in {encoding.upper()[:5]}: byte {error.start} is wrong.") from error
+
+
+def entries(folder: Path, *, most: int) -> list[Path]:
+    """What lies in a folder, by name, without what systems leave there; an error where it is more than `most`."""
+    kept: list[str] = []
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER:
+                    kept.append(entry.name)
+                if len(kept) > most:
+                    raise BadData(f"{folder}: holds more than {most:,} files; at most so many are read.")
+    except OSError as error:
+        raise BadFile(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    return [folder / name for name in sorted(kept)]
+
+
+def has_any(folder: Path, suffix: str) -> bool:
+    """A file of that suffix is in the folder; what may not be read has none."""
+    try:
+        with os.scandir(folder) as found:
+            return any(entry.name.lower().endswith(suffix) for entry in found)
+    except OSError:
+        return False

@@ -1,0 +1,70 @@
+"""Batches that can be asked for again: a run that goes back a few steps takes the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from manyhands.data.loader import Batch, Prefetcher
+
+MOST_BYTES = 512 * 2**20
+"""Of batches that are kept; those of earlier steps are loaded again."""
+
+
+class Rewindable:
+    """Yields batches from any step on. Those since `forget_before` are kept, as far as there is room."""
+
+    def __init__(self, open_at: Callable[[int], Prefetcher], first: int, most_bytes: int = MOST_BYTES) -> None:
+        self._open_at, self._most_bytes = open_at, most_bytes
+        self._source = open_at(first)
+        self._next = self._loaded = first
+        self._kept: dict[int, tuple[Batch, int]] = {}
+
+    def __enter__(self) -> Rewindable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._source.close()
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """Go on from there, forwards or backwards."""
+        if step > self._loaded or any(one not in self._kept for one in range(step, self._loaded)):
+            self._source.close()
+            self._kept.clear()
+            self._source = self._open_at(step)
+            self._loaded = step
+        self._next = step
+        return self
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._next < self._loaded:
+            batch, _ = self._kept[self._next]
+        else:
+            batch = next(self._source)
+            self._kept[self._next] = (batch, _byte_count(batch))
+            self._loaded += 1
+            while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > self._most_bytes:
+                del self._kept[min(self._kept)]
+        self._next += 1
+        return batch
+
+    def forget_before(self, step: int) -> None:
+        """Nobody will ask for earlier ones."""
+        for old in [one for one in self._kept if one < min(step, self._next)]:
+            del self._kept[old]
+
+
+def _byte_count(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, dict):
+        batch = tuple(batch.values())
+    return sum(map(_byte_count, batch)) if isinstance(batch, (tuple, list)) else 0

@@ -1,0 +1,226 @@
+"""Features and gradients between stages in n bits: uniform quantisation (SPLIT Eq. 2) and its error feedback (Alg. 1).
+
+A packed box is `HEADER_BYTES` of range (its least and its greatest number, as little-endian doubles), then one code of
+n bits for each number. Fewer than eight bits lie in planes: of four, the first half of the numbers is in the low halves
+of the bytes and the second half in the high ones, so that nothing is shuffled on either side.
+
+    code = round((h - least) / step), half to even           step = (greatest - least) / (2^n - 1)
+    C(h) = min(least + code * step, greatest)                in float32; doubles in float64
+
+Both sides compute C(h) by the same single operations, so the sender knows to the bit what the receiver has.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.executor.boxes import dtype_of, place_of
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadValue
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Plan
+from manyhands.schedule.actions import Action, Message, Part, Receive
+from manyhands.schedule.work import HEADER_BYTES, packed_bits, packed_bytes
+
+CHUNK = 65_536
+"""Numbers that a CPU packs at once: what is computed with stays in the cache, whatever the size of the box."""
+_RANGE = struct.Struct("<dd")
+assert _RANGE.size == HEADER_BYTES
+
+
+class NoRange(ValueError):
+    """A box with a number that is none: no range holds it, and no code stands for it."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The 2^n numbers that codes stand for, as both sides compute them."""
+
+    least: float
+    greatest: float
+    step: float
+    scale: float
+    """A power of two by which numbers are multiplied on the way: 1, unless the range ends near those of the type."""
+
+    @classmethod
+    def between(cls, least: float, greatest: float, bits: int, working: torch.dtype) -> Levels:
+        limits, scale = torch.finfo(working), 1.0
+        if max(abs(least), abs(greatest)) > limits.max / 4:  # greatest - least would be infinite
+            scale = 0.125
+        elif 0 < greatest - least < limits.tiny * 2.0**40:  # a step would be nothing
+            scale = 2.0**100
+        low, high = least * scale, greatest * scale
+        return cls(low, high, (high - low) / (2**bits - 1), scale)
+
+    def to_codes(self, numbers: torch.Tensor, into: torch.Tensor) -> None:
+        """Codes, as whole numbers of the working type."""
+        if self.scale != 1:
+            numbers = numbers * self.scale
+        torch.sub(numbers, self.least, out=into)
+        into.mul_(1 / self.step if self.step else 0.0).round_()
+
+    def to_numbers(self, codes: torch.Tensor) -> None:
+        """The other way, in place. Two single operations: one that rounds once would differ from device to device."""
+        codes.mul_(self.step).add_(self.least).clamp_(max=self.greatest)
+        if self.scale != 1:
+            codes.div_(self.scale)
+
+
+def range_of(data: torch.Tensor) -> tuple[float, float]:
+    """The least and the greatest number of a box; of an empty one, zeros."""
+    if not data.numel():
+        return 0.0, 0.0
+    least, greatest = (float(end) for end in torch.aminmax(data))
+    if not (math.isfinite(least) and math.isfinite(greatest)):
+        raise NoRange(f"its range is {least} to {greatest}")
+    return least, greatest
+
+
+def pack(data: torch.Tensor, bits: int, error: torch.Tensor | None = None) -> torch.Tensor:
+    """A box as bytes. `error`, of its shape and type, takes what the receiver has too much: C(h) - h."""
+    flat = data.detach().reshape(-1)
+    packed = torch.empty(packed_bytes(len(flat), bits), dtype=torch.uint8)
+    least, greatest = range_of(flat)
+    packed[:HEADER_BYTES] = torch.frombuffer(bytearray(_RANGE.pack(least, greatest)), dtype=torch.uint8)
+    body, working = _body(packed, bits), _working(data.dtype)
+    levels = Levels.between(least, greatest, bits, working)
+    room = torch.empty(min(CHUNK, len(flat)), dtype=working)
+    whole = torch.empty(len(room), dtype=torch.int32)
+    for shift, inside, place in _chunks(len(flat), bits, CHUNK):
+        numbers = flat[place].to(working)
+        codes, integers = room[: len(numbers)], whole[: len(numbers)]
+        levels.to_codes(numbers, codes)
+        if shift:
+            body[inside].bitwise_or_(integers.copy_(codes).bitwise_left_shift_(shift).to(torch.uint8))
+        else:
+            body[inside].copy_(integers.copy_(codes) if bits <= 8 else codes)  # by way of int32: twice as fast
+        if error is not None:
+            levels.to_numbers(codes)
+            torch.sub(codes.to(data.dtype).to(working), numbers, out=codes)
+            error.view(-1)[place].copy_(codes)
+    return packed
+
+
+def unpack(packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, bits: int, device: str) -> torch.Tensor:
+    """The box that `pack` made these bytes of, on a device: bytes travel there, not numbers."""
+    least, greatest = _RANGE.unpack(packed[:HEADER_BYTES].numpy().tobytes())
+    if not (-math.inf < least <= greatest < math.inf):
+        raise BadValue(f"A packed box says that it lies between {least} and {greatest}.")
+    body, working = _body(packed.to(device), bits), _working(dtype)
+    levels = Levels.between(least, greatest, bits, working)
+    found = torch.empty(math.prod(shape), dtype=dtype, device=device)
+    size = CHUNK if found.device.type == "cpu" else max(1, len(found))
+    room = torch.empty(min(size, len(found)), dtype=working, device=device) if dtype != working else None
+    for shift, inside, place in _chunks(len(found), bits, size):
+        codes = body[inside]
+        if bits < 8:
+            codes = codes.bitwise_right_shift(shift).bitwise_and_(2**bits - 1)
+        numbers = found[place] if room is None else room[: len(codes)]
+        levels.to_numbers(numbers.copy_(codes))
+        if room is not None:
+            found[place].copy_(numbers)
+    return found.view(shape)
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _body(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    body = packed[HEADER_BYTES:]
+    return body.view(torch.uint16) if bits == 16 else body
+
+
+def _chunks(count: int, bits: int, size: int) -> Iterator[tuple[int, slice, slice]]:
+    """How far a code is shifted, where in the bytes, and the numbers; planes one after another."""
+    planes = max(1, 8 // bits)
+    width = -(-count // planes)
+    for plane in range(planes):
+        first, last = plane * width, min((plane + 1) * width, count)
+        for start in range(first, last, size):
+            end = min(start + size, last)
+            yield plane * bits, slice(start - first, end - first), slice(start, end)
+
+
+class Coding:
+    """One device's messages as they travel, and the errors of its features until their gradients are back."""
+
+    def __init__(self, plan: Plan, network: Network, actions: Iterable[Action]) -> None:
+        self.plan, self.network = plan, network
+        self._errors: dict[tuple[int, int, str, str], list[tuple[Box, torch.Tensor]]] = {}
+        """(stage that reads it, micro-batch, device, tensor) -> boxes that went there."""
+        self._returning = {
+            (action.message.stage, action.source, part.tensor)
+            for action in actions
+            if isinstance(action, Receive) and action.message.kind == "gradient"
+            for part in action.message.parts
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Of errors, now."""
+        return sum(error.nbytes for kept in self._errors.values() for _, error in kept)
+
+    def bits(self, message: Message, part: Part) -> int:
+        """In how many bits a number of a message travels; 0: as it is."""
+        if message.kind not in ("value", "gradient"):
+            return 0
+        codec = self.plan.stages[message.stage].codec
+        if message.kind == "gradient" and not codec.gradients:
+            return 0
+        return packed_bits(codec, self.network.tensors[part.tensor].dtype)
+
+    def packed(self, to: str, message: Message, part: Part, data: torch.Tensor) -> torch.Tensor:
+        """What travels of a box. A feature's error is kept where its gradient will come back."""
+        bits = self.bits(message, part)
+        if not bits:
+            return data
+        feeds_back = self.plan.stages[message.stage].codec.error_feedback
+        if message.kind != "value" or not feeds_back or (message.stage, to, part.tensor) not in self._returning:
+            return pack(data, bits)
+        error = torch.empty_like(data, memory_format=torch.contiguous_format)
+        made = pack(data, bits, error)
+        key = (message.stage, message.micro_batch, to, part.tensor)
+        self._errors.setdefault(key, []).append((part.box, error))
+        return made
+
+    def room(self, message: Message, part: Part) -> torch.Tensor | None:
+        """Memory for a packed box as it arrives, on the CPU; none: it is not packed."""
+        bits = self.bits(message, part)
+        return torch.empty(packed_bytes(part.box.volume, bits), dtype=torch.uint8) if bits else None
+
+    def unpacked(self, message: Message, part: Part, arrived: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A box that has arrived, on the device that computes."""
+        bits = self.bits(message, part)
+        if not bits:
+            return arrived.to(device)
+        return unpack(arrived, part.box.shape, dtype_of(self.network.tensors[part.tensor].dtype), bits, str(device))
+
+    @torch.no_grad()
+    def feed_back(self, source: str, message: Message, part: Part, gradient: torch.Tensor) -> None:
+        """From the gradient at C(h) to that at h, in place (Alg. 1, line 5): less error x gradient x gradient."""
+        for box, error in self._errors.get((message.stage, message.micro_batch, source, part.tensor), ()):
+            common = box.intersect(part.box)
+            if not common.is_empty:
+                here = gradient[place_of(common, part.box)]
+                there = here.to(_working(here.dtype))
+                change = error[place_of(common, box)].to(there) * there
+                here.copy_(there - change.mul_(there))
+
+    def came_back(self, source: str, message: Message) -> None:
+        """All of a message's gradients: their errors are needed no more."""
+        for part in message.parts:
+            self._errors.pop((message.stage, message.micro_batch, source, part.tensor), None)
+
+    def drop(self, micro_batch: int) -> None:
+        """Forget a micro-batch whose gradients nobody will use."""
+        for key in [key for key in self._errors if key[1] == micro_batch]:
+            del self._errors[key]
+
+    def forget(self) -> None:
+        self._errors.clear()

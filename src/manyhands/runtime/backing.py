@@ -1,0 +1,74 @@
+"""Backups of one generation as the coordinator sees them: whose copies are where, and which step is safe everywhere."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from manyhands.runtime.control import Held, Hold, Holds, Retain, Send, State, TensorEntry
+from manyhands.schedule.backup import holders
+
+if TYPE_CHECKING:
+    from manyhands.runtime.run import Run
+
+MOST_BACKUPS_BEHIND = 2
+"""With more than these not yet safe no further step is fed: they take memory on the workers."""
+_NO_LIMIT = 2**53
+
+
+class Backups:
+    """Has copies travel to those who hold them; says when all of a step's are where they belong."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.every = run, run.order.backup_every
+        self.holders = holders(run.order.plan, run.weights) if self.every else {}
+        self.safe_step = run.first if run.order.located is None else -1
+        """The last step of which every weight is at two places at least, or at the coordinator."""
+        self.bytes_sent = 0
+        self._kept: dict[int, set[str]] = defaultdict(set)
+        self._held: dict[int, set[str]] = defaultdict(set)
+
+    def is_backup(self, step: int) -> bool:
+        return bool(self.every) and (step % self.every == 0 or step == self.run.first)
+
+    def kept(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
+        """A worker has a copy of its own state."""
+        if not self.is_backup(message.step):
+            return
+        self._kept[message.step].add(name)
+        holder = self.holders.get(name)
+        if holder is not None:
+            self.run.coordinator.say(holder, Hold(self.run.generation, name, message.step, listed, message.scalars))
+        self._look(message.step)
+
+    def holds(self, name: str, message: Holds) -> None:
+        """A worker has room for another's copy."""
+        if self.holders.get(message.source) == name:
+            self.run.coordinator.say(message.source, Send(self.run.generation, message.step, name))
+
+    def held(self, name: str, message: Held) -> None:
+        """It has arrived."""
+        if self.holders.get(message.source) == name:
+            self._held[message.step].add(message.source)
+            self._look(message.step)
+
+    def _look(self, step: int) -> None:
+        is_safe = self._kept[step] >= set(self.run.names) and self._held[step] >= set(self.holders)
+        if not is_safe or step < self.safe_step:
+            return
+        self.safe_step = step
+        for table in (self._kept, self._held):
+            for old in [one for one in table if one <= step]:
+                del table[old]
+        wanted = self.run.wanted_snapshot
+        first = step if wanted is None else min(step, wanted)
+        for name in self.run.everybody:
+            self.run.coordinator.say(name, Retain(first, _NO_LIMIT))
+        self.run.on_safe(step)
+
+    def is_behind(self, fed: int) -> bool:
+        """Whether so many backups of steps that were fed are not safe yet that workers should wait."""
+        if not self.every:
+            return False
+        safe = max(self.safe_step, self.run.first)
+        return fed // self.every - safe // self.every > MOST_BACKUPS_BEHIND

@@ -1,0 +1,333 @@
+"""A job over members that come and go: run after run, each of one generation, from the last round that all had reached.
+
+a worker is lost      the others stop where they are and say what they have; the job goes on from the last round of
+                      which everything exists, with a plan for those who are left; where something was on the lost
+                      worker alone, from the last checkpoint
+one joins or leaves   the round under way is ended first: nothing is run again
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from manyhands.data.rewinding import Rewindable
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Kernel
+from manyhands.runtime import state
+from manyhands.runtime.control import Failed, Holding, Leave, Retain, Survey
+from manyhands.runtime.coordinator import Coordinator, Member
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
+from manyhands.runtime.state import Located
+
+SURVEY_SECONDS = 120.0
+"""A worker answers when it has ended what it is computing."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """How hard a job tries to go on."""
+
+    replan: str = "auto"
+    """"light" (shares, tiles and cuts move), "heavy" (planned anew), or "auto"."""
+    least: int = 1
+    """With fewer workers it waits for more."""
+    most: int | None = None
+    """More are not used."""
+    wait_seconds: float = 0.0
+    """How long it waits for them."""
+    attempts: int = 5
+    """Losses in a row, with no step done between them, after which it gives up."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a job goes on with other workers."""
+
+    plan: Plan
+    kernels: Mapping[str, Mapping[str, Kernel]]
+    how: str
+    reason: str = ""
+    backup_every: int | None = None
+    """None: as before."""
+
+
+class Replan(Protocol):
+    """Asked for a plan for those who are there."""
+
+    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change: ...
+
+
+class Tell(Protocol):
+    """Told what happens: what, and facts that can be written down."""
+
+    def __call__(self, event: str, /, **facts: Any) -> None: ...
+
+
+@dataclass
+class Voyage:
+    """One generation as it is to be told of."""
+
+    since: float
+    """When the one before ended, by the clock of this process."""
+    how: str
+    from_step: int
+    furthest: int
+    bytes_moved: int
+    is_told: bool = False
+
+
+@dataclass
+class Travelled(Outcome):
+    """What came of all of it. Logs and plan are the last generation's."""
+
+    plan: Plan | None = None
+    generations: int = 1
+    replayed_steps: int = 0
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Each as it was told: how, seconds, from which step, bytes moved."""
+    began_at: list[float] = field(default_factory=list)
+    """When the first round after each of them began, by the clock of this process."""
+
+
+class Journey:
+    """Follows one order to its end, whoever comes and goes meanwhile."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        order: Order,
+        batches: Rewindable,
+        replan: Replan,
+        endurance: Endurance,
+        *,
+        on_step: OnStep | None = None,
+        on_snapshot: OnSnapshot | None = None,
+        tell: Tell | None = None,
+    ) -> None:
+        self.coordinator, self.order, self.batches = coordinator, order, batches
+        self.replan, self.endurance = replan, endurance
+        self.on_step = on_step or (lambda step, loss, seconds: None)
+        self.on_snapshot = on_snapshot or (lambda found: None)
+        self.tell: Tell = tell or (lambda event, /, **facts: None)
+        self.saved = order.start
+        """The last state that was saved, or where it all began."""
+        self.outcome = Travelled(plan=order.plan)
+        self._furthest = order.start.steps_done
+        """Steps that were done and reported; those that are run again are not reported twice."""
+        self._safe = order.start.steps_done
+        """The last step of which copies were where they belong: kept until there is a later one."""
+        self._known: set[Member] = set()
+        """Who was there when the plan was made."""
+        self._dismissed: set[Member] = set()
+        self._failures = 0
+        self._voyage: Voyage | None = None
+        self._run: Run | None = None
+
+    def run(self) -> Travelled:
+        order = self.order
+        self._known = set(self.coordinator.alive())
+        while True:
+            run = self._run = Run(
+                self.coordinator, order, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
+                should_pause=self._should_pause,
+            )  # fmt: skip
+            try:
+                if self._voyage is not None:
+                    self._voyage.bytes_moved = _moving_bytes(run)
+                self._dismiss()
+                run.prepare()
+                ended = run.run(self.batches.from_step(run.first))
+            except ManyhandsError as error:
+                order = self._after_loss(run, order, error)
+                continue
+            if not run.is_paused:
+                self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
+                self.outcome.logs, self.outcome.plan = ended.logs, order.plan
+                return self.outcome
+            order = self._after_pause(run, order)
+
+    # While it runs
+
+    def _stepped(self, step: int, loss: float | None, seconds: float) -> None:
+        if step < self._furthest:
+            self.outcome.replayed_steps += 1
+        else:
+            self._furthest = step + 1
+            self._failures = 0
+            self.outcome.step_seconds.append(seconds)
+            if loss is not None:
+                self.outcome.losses.append(loss)
+            self.on_step(step, loss, seconds)
+        voyage, run = self._voyage, self._run
+        if voyage is not None and run is not None and not voyage.is_told:
+            voyage.is_told = True
+            facts = {
+                "how": voyage.how, "seconds": max(0.0, run.first_round_began - voyage.since), "step": voyage.from_step,
+                "replayed": voyage.furthest - voyage.from_step, "bytes_moved": voyage.bytes_moved,
+                "generation": run.generation, "devices": list(run.names),
+            }  # fmt: skip
+            self.outcome.recoveries.append(facts)
+            self.outcome.began_at.append(run.first_round_began)
+            self.tell("recovered", **facts)
+        self._dismiss(everybody=True)
+
+    def _saved(self, found: RunState) -> None:
+        self.on_snapshot(found)
+        self.saved = found
+
+    def _is_safe(self, step: int) -> None:
+        self._safe = step
+        self.batches.forget_before(step)
+
+    def _available(self) -> list[Member]:
+        """Those who may compute, at most so many."""
+        members = [member for member in self.coordinator.alive() if not member.is_leaving]
+        known = [member for member in members if member in self._known]
+        return [*known, *(one for one in members if one not in self._known)][: self.endurance.most]
+
+    def _should_pause(self) -> bool:
+        """Whether somebody has come, or wants to go, since the plan was made."""
+        run = self._run
+        assert run is not None
+        if any(member.is_leaving and member.name in run.names for member in self.coordinator.alive()):
+            return len(self._available()) >= max(1, self.endurance.least)
+        return any(member not in self._known for member in self._available())
+
+    def has_news(self) -> bool:
+        """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
+        run = self._run
+        return run is not None and (self._should_pause() or any(one.is_lost for one in run.members.values()))
+
+    def _dismiss(self, *, everybody: bool = False) -> None:
+        """Those who were asked to go, and are no longer needed, go."""
+        run = self._run
+        needed = set() if run is None else set(run.names if everybody else run.everybody)
+        for member in self.coordinator.alive():
+            if member.is_leaving and member.name not in needed and member not in self._dismissed:
+                self._dismissed.add(member)
+                self.coordinator.say(member.name, Leave())
+                self.tell("left", device=member.name)
+
+    # When members change
+
+    def _after_loss(self, run: Run, order: Order, error: ManyhandsError) -> Order:
+        since = time.monotonic()
+        alive = {member.name for member in self.coordinator.alive()}
+        lost = [name for name in run.everybody if name not in alive]
+        is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
+        self._failures += 1
+        if not is_theirs or not order.plan.is_training or self._failures > self.endurance.attempts:
+            raise error
+        self.tell("lost", devices=lost, step=self._furthest, reason=error.message)
+        return self._next(order, since, error, ", ".join(lost))
+
+    def _after_pause(self, run: Run, order: Order) -> Order:
+        since = time.monotonic()
+        for member in self.coordinator.alive():
+            if member.is_leaving and member.name in run.names:
+                self.tell("leaving", device=member.name)
+            elif member not in self._known:
+                self.tell("joined", device=member.name)
+        return self._next(order, since, WorkerLost("Nobody is left."))
+
+    def _next(self, order: Order, since: float, error: ManyhandsError, lost: str = "") -> Order:
+        """The order of the next generation. Whoever is lost while it is made is not in it."""
+        located = self._surveyed(error)
+        while True:
+            available = self._available()
+            if len(available) < max(1, self.endurance.least):  # lost since they were counted
+                located = self._surveyed(error)
+                continue
+            self._known = set(self.coordinator.alive())
+            try:
+                change = self.replan(order.plan, tuple(member.name for member in available), self.endurance.replan)
+                break
+            except (WorkerLost, TimedOut) as found:
+                self._failures += 1
+                if self._failures > self.endurance.attempts:
+                    raise
+                located, error = self._surveyed(found), found
+        is_saved_alone = any(having == (COORDINATOR,) for having in located.holders.values())
+        if is_saved_alone and located.steps_done < self._furthest:
+            reason = f"some weights were on {lost or 'somebody'} alone and are gone: going on from the last checkpoint"
+            self.tell("rewound", step=located.steps_done, reason=reason)
+        first, last = located.steps_done, order.last_step
+        self.outcome.generations += 1
+        self._voyage = Voyage(since, change.how, first, self._furthest, 0)
+        self.tell("replanned", how=change.how, reason=change.reason, plan=change.plan.to_dict())
+        return dataclasses.replace(
+            order, plan=change.plan, kernels=change.kernels, located=located, start=self.saved,
+            snapshots=tuple(step for step in order.snapshots if step >= first and step > self.saved.steps_done),
+            backup_every=order.backup_every if change.backup_every is None else change.backup_every,
+            trace_steps=range(min(first + 2, last - 1), min(first + 5, last)), memory_step=min(first + 1, last - 1),
+        )  # fmt: skip
+
+    def _surveyed(self, error: ManyhandsError) -> Located:
+        """Where the latest state lies of which everything exists."""
+        patience = self.coordinator.security.patience
+        limit = time.monotonic() + SURVEY_SECONDS * patience
+        while True:
+            self._wait_for_enough(error)
+            answers = self._ask(self.coordinator.alive(), limit)
+            if answers is not None:
+                break
+            if time.monotonic() > limit:
+                raise error
+        weights = [spec.name for spec in self.order.graph.weights]
+        found = state.located(
+            {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
+            weights, self._furthest, self.saved,
+        )  # fmt: skip
+        assert found is not None, "what was saved has everything"
+        self._safe = min(self._safe, found.steps_done)
+        for name in answers:  # of the state that was found some is at one place only, until it has been given away
+            self.coordinator.say(name, Retain(self._safe, found.steps_done))
+        return found
+
+    def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:
+        """What each of them has; None: somebody was lost meanwhile."""
+        generation = self.coordinator.new_generation()
+        for member in members:
+            self.coordinator.say(member.name, Survey(generation))
+        found: dict[str, Holding] = {}
+        while len(found) < len(members):
+            if any(member.is_lost for member in members) or time.monotonic() > limit:
+                return None
+            event = self.coordinator.next_event(_POLL_SECONDS)
+            if event is None:
+                continue
+            name, message = event
+            if isinstance(message, Holding) and message.generation == generation:
+                found[name] = message
+            elif isinstance(message, Failed) and message.generation == generation:
+                return None
+        return found
+
+    def _wait_for_enough(self, error: ManyhandsError) -> None:
+        least = max(1, self.endurance.least)
+        if len(self._available()) >= least:
+            return
+        wait_seconds = self.endurance.wait_seconds
+        self.tell("waiting", workers=len(self._available()), least=least, seconds=wait_seconds)
+        end = time.monotonic() + wait_seconds
+        while len(self._available()) < least:
+            if time.monotonic() > end:
+                raise error
+            self.coordinator.next_event(_POLL_SECONDS)
+
+
+def _moving_bytes(run: Run) -> int:
+    """Bytes of state that travel before a run begins."""
+    return sum(
+        state.byte_count(run.located.entries[name] for name in names)
+        for gives in run.gives.values()
+        for names in gives.values()
+    )

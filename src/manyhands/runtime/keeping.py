@@ -1,0 +1,96 @@
+"""Copies of state that a worker keeps against losses: its own after some steps, and those it holds for others.
+
+They outlive generations: what was kept in one is where the next begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.runtime import state
+from manyhands.runtime.control import Held, Hold, TensorEntry
+
+STATE = "state"
+"""The message with what a device starts with, one from each who has some of it."""
+
+
+@dataclass
+class Kept:
+    """State after some step, as far as it is here."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+def topic(step: int) -> str:
+    return f"state {step}"
+
+
+class Keeping:
+    """What is here, by steps done. Asked by the thread that works and by the one that listens."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._lock = threading.Lock()
+        self._kept: dict[int, Kept] = {}
+        self._arriving: dict[tuple[str, int], tuple[Hold, dict[str, torch.Tensor]]] = {}
+
+    def keep(self, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+        """Add to what there is of a step. The tensors must not change from now on."""
+        with self._lock:
+            known = self._kept.setdefault(step, Kept())
+            known.tensors = {**known.tensors, **tensors}
+            known.scalars = {**known.scalars, **scalars}
+
+    def at(self, step: int) -> dict[str, torch.Tensor]:
+        """What there is of a step."""
+        with self._lock:
+            known = self._kept.get(step)
+            return dict(known.tensors) if known is not None else {}
+
+    def retain(self, first: int, last: int) -> None:
+        """Forget all other steps."""
+        with self._lock:
+            self._kept = {step: kept for step, kept in self._kept.items() if first <= step <= last}
+
+    def listing(self) -> tuple[dict[int, tuple[TensorEntry, ...]], dict[int, dict[str, Any]]]:
+        with self._lock:
+            return (
+                {step: state.entries(kept.tensors) for step, kept in self._kept.items()},
+                {step: kept.scalars for step, kept in self._kept.items()},
+            )
+
+    # Copies of others
+
+    def make_room(self, message: Hold) -> None:
+        """Another worker's copy may come."""
+        size = state.byte_count(message.tensors)
+        tensors = state.empty(message.tensors)
+        self.endpoint.mailbox.expect(message.source, topic(message.step), size)
+        self.endpoint.mailbox.post(message.source, message.step, topic(message.step), list(tensors.values()))
+        with self._lock:
+            self._arriving[message.source, message.step] = (message, tensors)
+
+    def collect(self) -> list[Held]:
+        """Copies that have come since the last time."""
+        with self._lock:
+            arriving = list(self._arriving.items())
+        found = []
+        for (source, step), (message, tensors) in arriving:
+            if self.endpoint.mailbox.collect(source, step, topic(step)):
+                self.keep(step, tensors, message.scalars)
+                found.append(Held(message.generation, source, step))
+                with self._lock:
+                    self._arriving.pop((source, step), None)
+        return found
+
+    def expect_nobody(self) -> None:
+        """The generation is over: what has not come will not."""
+        self.collect()
+        with self._lock:
+            self._arriving.clear()

@@ -1,0 +1,85 @@
+"""What the kernel does when memory has run out: it kills, and nothing is raised. It counts, though."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.facts.units import format_bytes
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_PROCESSES = Path("/proc")
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """How many processes the kernel had killed for memory, in a process' control group and on the whole machine."""
+
+    group: Path | None
+    """Its memory's control group; None where there is none to see."""
+    in_group: int
+    on_machine: int
+
+
+def memory_kills(process: int) -> MemoryKills:
+    """The counts as they are; to be taken while the process lives."""
+    group = group_of(process)
+    return MemoryKills(group, _group_kills(group), _count(_PROCESSES / "vmstat", "oom_kill"))
+
+
+def killed_for_memory(before: MemoryKills) -> str:
+    """Of a process that was killed since: how the kernel did it for memory, in words; empty where it did not.
+
+    The machine's count is of all processes, so it is a hint and no proof.
+    """
+    if before.group is not None and _group_kills(before.group) > before.in_group:
+        limit = limit_bytes(before.group)
+        of = f" (its control group may have {format_bytes(limit)})" if limit else ""
+        return f"killed by the kernel because memory ran out{of}"
+    if _count(_PROCESSES / "vmstat", "oom_kill") > before.on_machine:
+        return "perhaps killed by the kernel: memory ran out on this machine meanwhile"
+    return ""
+
+
+def group_of(process: int) -> Path | None:
+    """The folder of the control group that a process' memory counts for, where there is one besides the machine's."""
+    with contextlib.suppress(OSError):
+        for line in (_PROCESSES / str(process) / "cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                folder = _CONTROL_GROUPS / "memory" / path.lstrip("/")
+            elif number == "0" and (_CONTROL_GROUPS / "cgroup.controllers").exists():
+                folder = _CONTROL_GROUPS / path.lstrip("/")
+            else:
+                continue
+            if folder.is_dir():
+                return folder
+    return None
+
+
+def _group_kills(group: Path | None) -> int:
+    if group is None:
+        return 0
+    return _count(group / "memory.events", "oom_kill") + _count(group / "memory.oom_control", "oom_kill")
+
+
+def limit_bytes(group: Path | None) -> int:
+    """0: no limit."""
+    if group is None:
+        return 0
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found = int((group / name).read_text())
+            return found if found < 2**62 else 0
+    return 0
+
+
+def _count(path: Path, name: str) -> int:
+    """A number from a file of lines 'name number'; 0 where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            key, _, number = line.partition(" ")
+            if key == name:
+                return int(number)
+    return 0

@@ -1,0 +1,96 @@
+"""Who is silent, who is to be asked whether it is there, and who is given up. No threads, and no clock of its own.
+
+    watch = Watch(limit_seconds=2.0)
+    watch.begin("pi-1", now)
+    watch.heard("pi-1", now)          # it said something, whatever it was
+    watch.due(now)                    # asked every now and then: whom to probe, whom to give up
+
+Silent for half the limit: a suspect, which is probed; anything it says clears it. Silent for the limit: lost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from manyhands.facts.errors import BadValue
+
+SILENCE_SECONDS = 2.0
+"""A worker that says nothing for so long, not even when asked, is lost."""
+SUSPICION_PART = 1 / 2
+"""Of the limit: silent for so long, one is probed. Asked later than that, the watch has slept itself."""
+ANSWER_PART = 1 / 4
+"""Of the limit: how long a suspect has for its answer at least, however late it was probed."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done now."""
+
+    probe: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass
+class _Watched:
+    heard: float
+    probed: float | None = None
+    """When it became a suspect."""
+    is_pardoned: bool = False
+
+
+class Watch:
+    """Those who are watched, by name."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        if not 0 < limit_seconds < math.inf:
+            raise BadValue(f"The limit for silence is {limit_seconds:g} s; it must be > 0 and finite.")
+        self.limit_seconds = limit_seconds
+        self._watched: dict[str, _Watched] = {}
+        self._asked: float | None = None
+
+    def begin(self, name: str, now: float) -> None:
+        """From now on; one that was lost and is back begins anew."""
+        self._watched[name] = _Watched(now)
+
+    def forget(self, name: str) -> None:
+        self._watched.pop(name, None)
+
+    def heard(self, name: str, now: float) -> None:
+        """It said something. Of somebody who is not watched this is no news."""
+        if name in self._watched:
+            self._watched[name] = _Watched(now)
+
+    def silent_seconds(self, name: str, now: float) -> float:
+        return now - self._watched[name].heard if name in self._watched else 0.0
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        return tuple(name for name, one in self._watched.items() if one.probed is not None)
+
+    def due(self, now: float) -> Due:
+        """Whom to probe, each once, and whom to give up: those are no longer watched.
+
+        Asked much later than it should be, the watch has slept itself (a suspended laptop, a loaded machine), and what
+        was said meanwhile is still to be read: everybody is pardoned, but nobody twice in one silence.
+        """
+        if self._asked is not None and now - self._asked > self.limit_seconds * SUSPICION_PART:
+            self._pardon(now)
+        self._asked = now
+        probe, lost = [], []
+        for name, one in self._watched.items():
+            silent_seconds = now - one.heard
+            if one.probed is None:
+                if silent_seconds >= self.limit_seconds * SUSPICION_PART:
+                    one.probed = now
+                    probe.append(name)
+            elif silent_seconds >= self.limit_seconds and now - one.probed >= self.limit_seconds * ANSWER_PART:
+                lost.append(name)
+        for name in lost:
+            self.forget(name)
+        return Due(tuple(probe), tuple(lost))
+
+    def _pardon(self, now: float) -> None:
+        for name, one in self._watched.items():
+            if not one.is_pardoned:
+                self._watched[name] = _Watched(now, is_pardoned=True)

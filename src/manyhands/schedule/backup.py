@@ -1,0 +1,49 @@
+"""Who keeps a copy of whose state (ASTEROID §3.4): stages of one device at the next stage, the last at the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from manyhands.facts.plan import Plan
+
+LINK_PART = 0.1
+"""Of a link's time that copies may take."""
+COPY_BYTES_PER_SECOND = 4e9
+COPY_PART = 0.01
+"""Of a round's time that taking a copy may take."""
+MOST_REPLAYED_SECONDS = 30.0
+"""However dear copies are: rounds are not run again for longer than this."""
+
+
+def holders(plan: Plan, weights: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Device -> who holds a copy of its state. Devices all of whose weights others have too need nobody."""
+    found: dict[str, str] = {}
+    for device, own in weights.items():
+        elsewhere = {name for other, names in weights.items() if other != device for name in names}
+        if set(own) <= elsewhere:
+            continue
+        next_one = _next_device(plan, device)
+        if next_one is not None:
+            found[device] = next_one
+    return found
+
+
+def _next_device(plan: Plan, device: str) -> str | None:
+    """The first device of the next stage that has another one."""
+    places = [place for place, stage in enumerate(plan.stages) if device in stage.devices]
+    last = places[-1] if places else -1
+    for distance in range(1, len(plan.stages) + 1):
+        stage = plan.stages[(last + distance) % len(plan.stages)]
+        for other in stage.devices:
+            if other != device:
+                return other
+    return None
+
+
+def rounds_between(state_bytes: float, link_bytes_per_second: float, round_seconds: float) -> int:
+    """How many rounds lie between two backups, so that copying and sending them is hardly felt."""
+    seconds = state_bytes / COPY_BYTES_PER_SECOND / COPY_PART
+    if link_bytes_per_second < math.inf:
+        seconds = max(seconds, state_bytes / link_bytes_per_second / LINK_PART)
+    return max(1, math.ceil(min(seconds, MOST_REPLAYED_SECONDS) / max(round_seconds, 1e-6)))

@@ -1,0 +1,274 @@
+"""Real workers that are killed, stopped, sent away or started again while a job runs, and a coordinator that is too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import yaml
+
+from manyhands.executor import checkpoint
+from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.processes import WorkerProcess
+from real_runs import BATCH, LAYERS, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
+
+pytestmark = pytest.mark.xdist_group("surviving")  # its workers are started once
+
+STEPS = 14
+FAULT_STEP = 5
+SILENCE_SECONDS = 2.0
+PROGRAM = str(Path(sys.executable).with_name("manyhands"))
+At = dict[int, Callable[[], Any]]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Coordinator]:
+    with workers(3, silence_seconds=SILENCE_SECONDS) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def cluster(session: Coordinator) -> Coordinator:
+    restart(session)
+    for name in names(session):
+        session.members[name].is_leaving = False
+    return session
+
+
+@pytest.fixture(scope="module")
+def undisturbed(session: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ran]:
+    """On one device, by micro-batches."""
+    folder, device = tmp_path_factory.mktemp("undisturbed"), names(session)[:1]
+    found = {}
+    for count in (1, 2):
+        plan = Plan("Sequential", BATCH, (Stage((0, LAYERS), device, Single()),), micro_batches=count)
+        found[count] = train(session, plan, folder / str(count), steps=STEPS)
+    return found
+
+
+def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
+    return shared(devices, 5, 4, 3) if kind == "samples" else in_line(devices)
+
+
+def disturbed(cluster: Coordinator, plan: Plan, folder: Path, at: At, **options: Any) -> Ran:
+    """Light plans keep micro-batches, over which batch norm has its statistics."""
+    left = dict(at)
+
+    def stepped(step: int, loss: float, seconds: float) -> None:
+        if step in left:
+            left.pop(step)()
+
+    ran = train(cluster, plan, folder, steps=STEPS, on_step=stepped, replan="light", backup_every=2, **options)
+    assert not left, "the fault did not fire"
+    return ran
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == kind]
+
+
+def check(ran: Ran, one: Ran) -> None:
+    assert_close(ran.state, one.state)
+    assert len(ran.result.losses) == STEPS
+    for own, other in zip(ran.result.losses, one.result.losses):
+        assert abs(own - other) <= 1e-10 * max(1.0, abs(other))
+
+
+@pytest.mark.parametrize("kind", ["samples", "pipeline"])
+def test_a_killed_worker_is_done_without(
+    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: str
+) -> None:
+    devices = names(cluster)
+    plan = plan_called(kind, devices)
+    ran = disturbed(cluster, plan, tmp_path / "run", {FAULT_STEP: lambda: kill(cluster, devices[1])})
+    check(ran, undisturbed[plan.micro_batches])
+    (recovery,) = ran.result.recoveries
+    assert recovery["devices"] == [devices[0], devices[2]]
+    assert recovery["step"] >= FAULT_STEP - 1
+    (lost,) = events(tmp_path / "run", "lost")
+    assert lost["devices"] == [devices[1]]
+    assert "killed by SIGKILL" in lost["reason"]
+    assert len(events(tmp_path / "run", "recovered")) == 1
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]
+    assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
+
+
+def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path) -> None:
+    devices, times = names(cluster), list[float]()
+
+    def stop() -> None:
+        kill(cluster, devices[2], signal.SIGSTOP)
+        times.append(time.monotonic())
+
+    with ExitStack() as stack:
+        stack.callback(kill, cluster, devices[2], signal.SIGKILL)
+        at: At = {FAULT_STEP: stop, FAULT_STEP + 4: lambda: times.append(time.monotonic())}
+        ran = disturbed(cluster, plan_called("pipeline", devices), tmp_path / "run", at)
+    check(ran, undisturbed[2])
+    assert times[1] - times[0] < SILENCE_SECONDS + 3.0
+    assert "has said nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
+
+
+@pytest.mark.parametrize("kind", ["samples", "pipeline"])
+def test_a_worker_that_is_asked_to_go_hands_over(
+    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: str
+) -> None:
+    devices = names(cluster)
+    plan, process = plan_called(kind, devices), cluster.local.processes[devices[0]]
+
+    def ask() -> None:
+        kill(cluster, devices[0], signal.SIGTERM)
+        end = time.monotonic() + 20.0
+        while not cluster.members[devices[0]].is_leaving:
+            assert time.monotonic() < end, "it did not say so"
+            time.sleep(0.005)
+
+    ran = disturbed(cluster, plan, tmp_path / "run", {FAULT_STEP: ask})
+    check(ran, undisturbed[plan.micro_batches])
+    (recovery,) = ran.result.recoveries
+    assert recovery["replayed"] == 0
+    assert recovery["devices"] == list(devices[1:])
+    assert process.wait(10) == 0
+    assert [line["device"] for line in events(tmp_path / "run", "left")] == [devices[0]]
+    assert not events(tmp_path / "run", "lost")
+
+
+def test_a_killed_worker_is_started_again_and_takes_part(
+    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path
+) -> None:
+    devices = names(cluster)
+    name = devices[1]
+
+    def again() -> None:
+        cluster.local.processes.pop(name).wait(10)
+        cluster.start_workers([WorkerProcess((name,))], 1, 60.0)
+
+    at: At = {FAULT_STEP: lambda: kill(cluster, name), FAULT_STEP + 4: again}
+    ran = disturbed(cluster, plan_called("samples", devices), tmp_path / "run", at)
+    check(ran, undisturbed[1])
+    lost, joined = ran.result.recoveries
+    assert name not in lost["devices"]
+    assert joined["replayed"] == 0
+    assert set(joined["devices"]) == set(devices)
+    assert [line["device"] for line in events(tmp_path / "run", "joined")] == [name]
+
+
+# As people type it
+
+
+class Typed:
+    """A command in a process of its own; its words are in a file."""
+
+    def __init__(self, folder: Path, name: str, *words: str) -> None:
+        self.log = folder / f"{name}.log"
+        self.process = subprocess.Popen(
+            [PROGRAM, *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def until(self, is_so: Callable[[], bool], limit_seconds: float = 90.0) -> None:
+        end = time.monotonic() + limit_seconds
+        while not is_so():
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, self.text
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[Path, Callable[..., Typed]]]:
+    """A folder with data, a network and a plan; commands that are started in it are always ended."""
+    drawn = numpy.random.default_rng(0)
+    x = drawn.normal(size=(320, 8)).astype(numpy.float32)
+    numpy.savez(tmp_path / "rows.npz", x=x, y=(x.sum(1) > 0).astype(numpy.int64))
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def mlp(num_classes):\n"
+        "    torch.manual_seed(1)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, num_classes))\n"
+    )
+    stage = {"layers": [0, 2], "devices": ["left", "right"], "share": {"by": "samples", "samples": [20, 12]}}
+    plan = {"network": "mine:mlp", "batch_size": 32, "stages": [stage]}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    with ExitStack() as stack:
+
+        def typed(name: str, *words: str) -> Typed:
+            found = Typed(tmp_path, name, *words)
+            stack.callback(found.end)
+            return found
+
+        yield tmp_path, typed
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[..., Typed]]) -> None:
+    folder, typed = place
+    where = f"127.0.0.1:{free_port()}"
+    job = (
+        "--listen", where, "--token", "secret", "--devices", "2", "--model", "mine:mlp", "--data", "rows.npz",
+        "--plan", "plan.yaml", "--steps", "1200", "--optimizer", "SGD:lr=0.01,momentum=0.9",
+    )  # fmt: skip
+    own = [
+        typed(name, "worker", "--join", where, "--token", "secret", "--name", name, "--threads", "1", "--wait", "90")
+        for name in ("left", "right")
+    ]
+    first = typed("first", "train", *job, "--out", "run")
+    first.until(lambda: checkpoint.latest(folder / "run") is not None)
+    first.end()
+    kept = checkpoint.latest(folder / "run")
+    assert kept is not None
+    assert checkpoint.load(kept).step < 1200, "the fault did not fire"
+    second = typed("second", "train", "--listen", where, "--token", "secret", "--resume", "run")
+    assert second.process.wait(120) == 0, second.text
+    for worker in own:
+        assert worker.process.wait(30) == 0, worker.text
+        assert "Waiting 90 s for it to come back" in worker.text
+        assert f"Joining {where} again" in worker.text
+    for name in ("left", "right"):
+        typed(f"{name}-2", "worker", "--join", where, "--token", "secret", "--name", name, "--threads", "1")
+    whole = typed("whole", "train", *job, "--out", "whole")
+    assert whole.process.wait(120) == 0, whole.text
+    found = []
+    for run in ("run", "whole"):
+        newest = checkpoint.latest(folder / run)
+        assert newest is not None
+        found.append(checkpoint.load(newest))
+    assert found[0].step == found[1].step == 1200
+    assert_close(found[0].model, found[1].model, 1e-5)
+
+
+def test_one_that_waits_for_a_lost_coordinator_can_be_sent_away(place: tuple[Path, Callable[..., Typed]]) -> None:
+    _, typed = place
+    where = f"127.0.0.1:{free_port()}"
+    worker = typed("left", "worker", "--join", where, "--token", "secret", "--name", "left", "--wait", "90")
+    train = typed("first", "train", "--listen", where, "--token", "secret", "--devices", "2")
+    train.until(lambda: "left" in train.text)
+    train.end()
+    worker.until(lambda: "Waiting 90 s for it" in worker.text)
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.process.wait(10) == 128 + signal.SIGTERM
