@@ -77,7 +77,7 @@ def test_two_workers_join_train_and_are_sent_home(tmp_path: Path) -> None:
 def test_a_worker_leaves_when_interrupted_and_notices_a_dead_coordinator(tmp_path: Path) -> None:
     train = Command(tmp_path, ("train", "--listen", "127.0.0.1:0", "--devices", "3"))
     words = join_words(train)
-    leaving, staying = (Command(tmp_path, (*words, "--name", name)) for name in ("leaving", "staying"))
+    leaving, staying = (Command(tmp_path, (*words, "--name", name, "--wait", "5")) for name in ("leaving", "staying"))
     for _ in range(2):
         train.wait_for("joined from")
     leaving.interrupt()
@@ -86,5 +86,6 @@ def test_a_worker_leaves_when_interrupted_and_notices_a_dead_coordinator(tmp_pat
     train.wait_for("leaving lost")
     train.kill()
     train.ended()
-    assert staying.ended(30) == 11, staying.text
+    assert staying.ended(40) == 11, staying.text
+    assert "Waiting 5 s for it to come back." in staying.text
     assert "Traceback" not in staying.text

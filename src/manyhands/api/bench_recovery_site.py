@@ -246,7 +246,10 @@ class Site:
         if wait:
             session.coordinator.start_workers(wanted, session.threads, JOIN_SECONDS)
         else:
-            local.start(wanted, session.coordinator.address, session.coordinator.security, threads=session.threads)
+            local.start(
+                wanted, session.coordinator.address, session.coordinator.security, threads=session.threads,
+                joins_later=True,
+            )  # fmt: skip
 
 
 def end_process(process: int) -> None:

@@ -32,7 +32,7 @@ def worker(
 
     SIGTERM: hands over what it has to the others, then leaves; a second one, and Ctrl-C, leave at once.
     """
-    from manyhands.runtime.processes import die_with_parent
+    from manyhands.runtime.processes import die_with_parent, is_to_load_everything
 
     is_typed = not parent
     if parent:
@@ -46,7 +46,8 @@ def worker(
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     from manyhands.runtime.worker import Joining, load_everything, serve
 
-    load_everything()
+    if is_typed or is_to_load_everything():
+        load_everything()
     if slots > 1:
         import socket
 

@@ -28,6 +28,8 @@ TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
 DIE_VARIABLE = "MANYHANDS_DIE_WITH_PARENT"
 """Set to 1 for a child that the kernel may kill with its parent: it takes the thread that started it for the parent."""
+LOAD_VARIABLE = "MANYHANDS_LOAD_EVERYTHING"
+"""Set to 1 for a child that loads all it may need before it joins."""
 _LEAVE_SECONDS = 3.0
 _ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -61,8 +63,10 @@ class LocalWorkers:
     """Worker -> how many had been killed for memory when it joined."""
 
     def start(
-        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int
-    ) -> None:
+        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int,
+        joins_later: bool = False,
+    ) -> None:  # fmt: skip
+        """`joins_later`: a job is under way, which is not to wait while they load what they need."""
         for one in wanted:
             name = one.device or one.names[0]
             words = [
@@ -75,6 +79,7 @@ class LocalWorkers:
             environment = {
                 **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads), DIE_VARIABLE: str(int(lasting)),
+                LOAD_VARIABLE: str(int(joins_later)),
             }  # fmt: skip
             with self._output(name) as output:
                 process = subprocess.Popen(
@@ -176,6 +181,10 @@ def keep_memory() -> None:
             (_M_TOP_PAD, 16 * 2**20),
         ):
             library.mallopt(option, value)
+
+
+def is_to_load_everything() -> bool:
+    return os.environ.get(LOAD_VARIABLE) == "1"
 
 
 def die_with_parent(parent: int) -> None:
