@@ -2,8 +2,9 @@
 
 light   The old plan, mended: batch, micro-batches and order stay. Samples and tiles are divided anew among those left
         of a stage; a stage with nobody left is dissolved; cuts move to where the round is shortest, each stage's
-        devices taken as they are; a device that joins goes where it helps most. Cuts that are nearly as good where
-        they were stay: every layer that moves takes its weights along.
+        devices taken as they are, or where that is much faster one of them in the next or a shared stage in two; a
+        device that joins goes where it helps most. Cuts that are nearly as good where they were stay: every layer that
+        moves takes its weights along.
 heavy   Planned from nothing, as at the start.
 
 What a stage takes is read off `steps.py` (samples) or off the sum of its devices' speeds (tiles, channels), for all its
@@ -338,7 +339,8 @@ class _Mending:
         return [tuple(crews) for crews in found]
 
     def regrouped(self, crews: Crews, is_tight: bool) -> Crews:
-        """After a loss, with one device in the stage beside its own, where that is much faster."""
+        """After a loss, with one device in the stage beside its own or a shared stage in two, where that is much
+        faster."""
         if all(name in self.cluster.names for name in self.plan.devices):
             return crews
         least, best = self.cut(crews, is_tight)[0], crews
@@ -360,6 +362,10 @@ class _Mending:
                     changed = {giver: replace(crews[giver], devices=less), taker: more}
                     found = (changed.get(index, crew) for index, crew in enumerate(crews))
                     yield tuple(crew for crew in found if crew.devices)
+        for place, crew in enumerate(crews):
+            for size in range(1, len(crew.devices) if crew.kind == "samples" else 0):
+                halves = replace(crew, devices=crew.devices[:size]), _Crew(crew.devices[size:], None, crew.warm_up)
+                yield (*crews[:place], *halves, *crews[place + 1 :])
 
     def grown(self, crews: Crews, is_tight: bool) -> Crews:
         """With the devices that joined, or that the old plan had no use for: each where the round gets shortest."""
