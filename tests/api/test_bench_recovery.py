@@ -78,6 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Pat
     return json.loads(result.stdout), out, result.stderr
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_and_measured(run: tuple[dict[str, float], Path, str]) -> None:
     figures, out, said = run
     assert set(figures) >= {*MEASURED, *COUNTED}
@@ -92,18 +93,21 @@ def test_every_figure_is_there_and_measured(run: tuple[dict[str, float], Path, s
         assert f"{key}: " in said
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_given_up_after_the_limit(run: tuple[dict[str, float], Path, str]) -> None:
     figures = run[0]
     assert figures["recovery_seconds_silent"] > 0.7 * figures["silence_seconds"]
     assert figures["recovery_seconds_silent"] > figures["recovery_seconds"]
 
 
+@pytest.mark.slow
 def test_no_round_is_lost(run: tuple[dict[str, float], Path, str]) -> None:
     figures = run[0]
     assert figures["rounds_lost"] == 0
     assert figures["losses_differ_float32"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_soak_of_two_kills_changes_nothing(run: tuple[dict[str, float], Path, str]) -> None:
     figures = run[0]
     assert figures["soak_kills"] == 2

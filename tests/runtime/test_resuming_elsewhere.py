@@ -77,6 +77,7 @@ def test_the_same_weights_wherever_it_goes_on(clusters: dict[int, Coordinator], 
     assert ran.result.losses == pytest.approx(whole.result.losses, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_from_three_workers_to_fewer(clusters: dict[int, Coordinator], whole: Ran, tmp_path: Path) -> None:
     train(clusters[3], plan_called("pipeline", names(clusters[3])), tmp_path / "three", steps=3)
     for count, kind in ((2, "tiles"), (2, "samples"), (1, "single")):

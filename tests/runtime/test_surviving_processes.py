@@ -122,7 +122,7 @@ def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[in
     assert "has said nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
 
 
-@pytest.mark.parametrize("kind", ["samples", "pipeline"])
+@pytest.mark.parametrize("kind", [pytest.param("samples", marks=pytest.mark.slow), "pipeline"])
 def test_a_worker_that_is_asked_to_go_hands_over(
     cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: str
 ) -> None:
@@ -226,6 +226,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[..., Typed]]) -> None:
     folder, typed = place
     where = f"127.0.0.1:{free_port()}"

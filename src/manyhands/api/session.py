@@ -51,6 +51,11 @@ class Session:
     kind: str = ""
     """What profiles are kept for, beside machine and network, where these do not say it: a lab at a scale."""
 
+    @property
+    def others_may_join(self) -> bool:
+        """Whether somebody may come who was not started here."""
+        return not self.is_local and self.scale is None
+
 
 def usable_cores() -> int:
     return identify().cores

@@ -398,7 +398,7 @@ class _Job:
             self._keep(self.start)
         least, most = lasting.workers
         endurance = Endurance(
-            lasting.replan, least, most, wait_seconds=0.0 if self.session.is_local else REJOIN_SECONDS
+            lasting.replan, least, most, wait_seconds=REJOIN_SECONDS if self.session.others_may_join else 0.0
         )
         with Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches:
             journey = Journey(
