@@ -6,6 +6,7 @@ places of all devices, killed and silent.
 
 from __future__ import annotations
 
+import threading
 from itertools import permutations
 from typing import Any
 
@@ -25,7 +26,9 @@ from fault_cluster import (
 from groups import slow_if
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
+from manyhands.runtime.control import Held
 from manyhands.runtime.journey import Endurance
+from manyhands.runtime.keeping import Keeping
 from real_runs import ADAM, BATCH
 
 pytestmark = pytest.mark.xdist_group("faults")  # captured once, and what it is compared with is computed once
@@ -233,6 +236,21 @@ def test_adam_goes_on_as_if_nothing_had_happened() -> None:
     trip = travelled("hybrid", one, Fault("c", "backward", "silent", step=6, after=one), optimizer=ADAM)
     trip.check(reference(2, optimizer="Adam"), generations=3)
     assert any(name.endswith("exp_avg_sq") for name in trip.outcome.state.optimizer)  # type: ignore[union-attr]
+
+
+def test_copies_that_come_after_the_last_round_that_was_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further round is fed before copies are known to have come: a worker without a round must notice them too."""
+    collect, between = Keeping.collect, []
+
+    def late(self: Keeping) -> list[Held]:
+        if threading.current_thread().name != "control":  # as if they came when the rounds were over
+            between.append(self)
+            return []
+        return collect(self)
+
+    monkeypatch.setattr(Keeping, "collect", late)
+    travelled("pipeline", backup_every=1).check(reference(SIZES["pipeline"]), generations=1)
+    assert len(between) >= STEPS
 
 
 @pytest.mark.parametrize("backup_every", [0, 1, 3, 100])

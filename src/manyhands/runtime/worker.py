@@ -225,6 +225,7 @@ class Worker:
             while True:
                 data = self.channel.receive(self.beat_seconds)
                 self._say(Beat())
+                self._tell_of_copies()  # here too: no round may be fed before they are known to have come
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
                 if data is None:
@@ -388,8 +389,7 @@ class Worker:
             every = command.backup_every
             if step + 1 in command.snapshots or (every and (step + 1) % every == 0):
                 self._keep(prepared, step + 1, *_state_of(executor, copy=True))
-            for held in self.keeping.collect():
-                self._say(held)
+            self._tell_of_copies()
         self._say(Done(command.generation, _apart(executor.log, prepared.state_bytes)))
         self.is_under_way = False
 
@@ -448,6 +448,11 @@ class Worker:
         kept, names = self.keeping.at(message.step), prepared.offered.get(message.step, ())
         if kept and names:
             self._send_tensors(prepared, message.to, message.step, topic(message.step), [kept[n] for n in names])
+
+    def _tell_of_copies(self) -> None:
+        """Say which copies of others have come."""
+        for held in self.keeping.collect():
+            self._say(held)
 
     def _send_tensors(
         self, prepared: _Prepared, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]
