@@ -18,11 +18,12 @@ import numpy
 import pytest
 import yaml
 
+from manyhands.api import training
 from manyhands.executor import checkpoint
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
-from real_runs import BATCH, LAYERS, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
+from real_runs import BATCH, LAYERS, Pictures, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("surviving")  # its workers are started once
 
@@ -104,6 +105,26 @@ def test_a_killed_worker_is_done_without(
     assert len(events(tmp_path / "run", "recovered")) == 1
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]
     assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
+
+
+def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is over: another one evaluates alone."""
+    devices, fired = names(cluster), []
+    evaluate_in = training.evaluate_in
+
+    def killing(*words: Any) -> Any:
+        if not fired:
+            kill(cluster, devices[1])
+            fired.append(time.monotonic())
+        return evaluate_in(*words)
+
+    monkeypatch.setattr(training, "evaluate_in", killing)
+    ran = train(cluster, shared(devices, 5, 4, 3), tmp_path / "run", steps=4, test=Pictures(20))
+    assert fired, "the fault did not fire"
+    assert ran.result.test is not None
+    assert ran.result.test.samples == 20
+    (lost,) = events(tmp_path / "run", "lost")
+    assert lost["reason"].endswith(f"{devices[0]} evaluates alone.")
 
 
 def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import plan_bytes, runs_here
 from manyhands.executor.optimizers import slots
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, BadPlan, ManyhandsError, NotFinite
+from manyhands.facts.errors import BadData, BadFile, BadPlan, ManyhandsError, NotFinite, WorkerLost
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.files.documents import write_document
@@ -212,9 +212,7 @@ def train(
             strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
             result, planned = job.run(planned, on_step, strategy, lasting)
             if test is not None:
-                result.test = evaluate_in(
-                    session, graph, planned.plan, job.trained.weights, test, loss, planned.profile
-                )
+                result.test = job.evaluated(planned, test, loss)
                 record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
             job.write_pictures(planned, result)
             record.event("finished", steps=result.steps)
@@ -466,6 +464,20 @@ class _Job:
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
         )  # fmt: skip
+
+    def evaluated(self, planned: Planned, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
+        """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""
+        trained = self.trained.weights
+        try:
+            return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
+        except WorkerLost as error:
+            names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
+            if not names:
+                raise
+            self._tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
+            stage = Stage((0, len(self.graph.network.layers)), (names[0],))
+            alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
+            return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
 
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:
         from manyhands.api.pictures import write_pictures  # drawing is loaded last: a run need not wait for it

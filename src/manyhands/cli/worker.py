@@ -44,7 +44,8 @@ def worker(
     check_joining(token, name)
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
-    from manyhands.runtime.worker import Joining, load_everything, serve
+    from manyhands.runtime.serving import load_everything, serve
+    from manyhands.runtime.worker import Joining
 
     if is_typed or is_to_load_everything():
         load_everything()
