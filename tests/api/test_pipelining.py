@@ -78,6 +78,7 @@ def test_micro_batches_and_warm_up_are_chosen() -> None:
     assert given.warm_up == "P-p"
 
 
+@pytest.mark.slow
 def test_the_best_plans_are_tried_and_the_fastest_is_taken(tmp_path: Path) -> None:
     """Trials leave no trace in what is trained: the same plan, given, ends with the same losses."""
     torch.manual_seed(3)

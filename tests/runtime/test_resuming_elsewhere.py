@@ -19,7 +19,7 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, LAYERS, Ran, assert_close, assert_same, names, shared, train, workers
 
-pytestmark = pytest.mark.xdist_group("resuming_elsewhere")  # its workers are started once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming_elsewhere")]  # its workers are started once
 
 STEPS = 8
 
@@ -77,7 +77,6 @@ def test_the_same_weights_wherever_it_goes_on(clusters: dict[int, Coordinator], 
     assert ran.result.losses == pytest.approx(whole.result.losses, rel=1e-10)
 
 
-@pytest.mark.slow
 def test_from_three_workers_to_fewer(clusters: dict[int, Coordinator], whole: Ran, tmp_path: Path) -> None:
     train(clusters[3], plan_called("pipeline", names(clusters[3])), tmp_path / "three", steps=3)
     for count, kind in ((2, "tiles"), (2, "samples"), (1, "single")):
