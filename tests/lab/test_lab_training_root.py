@@ -109,10 +109,12 @@ def test_ctrl_c_takes_the_lab_down(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     try:
+        said = []
         for line in process.stdout:
+            said.append(line)
             if line.startswith("Run folder"):
                 break
-        assert any(lab == "home" for lab in labs_that_are_up())
+        assert any(lab == "home" for lab in labs_that_are_up()), said
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
         assert process.returncode == 130, rest

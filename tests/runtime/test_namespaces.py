@@ -98,7 +98,7 @@ def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 words = [
                     "ip", "netns", "exec", hosts.namespace(name), sys.executable, "-m", "manyhands", "worker",
                     "--join", f"{hosts.address}:{coordinator.address[1]}", "--token", coordinator.token,
-                    "--name", name, "--threads", "1",
+                    "--name", name, "--threads", "1", "--wait", "10",
                 ]  # fmt: skip
                 with open(logs / f"{name}.log", "wb") as log:
                     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MANYHANDS_MARK": mark}
@@ -106,7 +106,7 @@ def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             coordinator.wait_for(WORKERS, 60)
             yield coordinator
         for name, process in zip(WORKERS, processes):
-            process.wait(20)
+            process.wait(45)  # one that was cut off waits for the coordinator to come back
             if name == "alpha":
                 assert process.returncode == 0, (logs / "alpha.log").read_text()
         assert not marked(mark)

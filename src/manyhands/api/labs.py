@@ -27,6 +27,8 @@ from manyhands.runtime.processes import WorkerProcess
 
 THREADS = 1
 """Of a worker in the lab: a device's share of the processor is one of time, not of cores."""
+SILENCE_SECONDS = 5.0
+"""A device with a tenth of a core may take its time to say that it is there."""
 
 
 def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, traces: tuple[str, ...] = ()) -> LabCluster:
@@ -89,7 +91,9 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
     with (
         Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
         entered(lab.spaces.namespace(DESK)),
-        Coordinator(lab.address(DESK), logs=logs, patience=max(1.0, played.scale)) as coordinator,
+        Coordinator(
+            lab.address(DESK), logs=logs, patience=max(1.0, played.scale), silence_seconds=SILENCE_SECONDS
+        ) as coordinator,
     ):
         coordinator.wanted = set(played.workers.names)
         wanted = [
