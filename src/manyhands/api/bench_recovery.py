@@ -331,10 +331,13 @@ def bench_recovery(
     quick: bool = False, kills: int | None = None, lab: bool = False, out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Every figure of `manyhands bench recovery`, flat. With `kills`, the soak alone with so many."""
+    """Every figure of `manyhands bench recovery`, flat. With `kills`, the soak alone with so many; with `lab`, the lab
+    alone."""
     say = on_progress or (lambda text: None)
     extent = QUICK_EXTENT if quick else FULL
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
+    if lab:
+        return figures | bench_lab(extent, say)
     with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=SILENCE_SECONDS) as session:
         if kills is None:
             say("measuring")
@@ -347,6 +350,4 @@ def bench_recovery(
         figures |= soak(soak_site(session), kills or (2 if quick else 5), say)
     if kills is None and not quick:
         figures |= bench_torchrun(extent.setting, say)
-    if lab:
-        figures |= bench_lab(extent, say)
     return figures

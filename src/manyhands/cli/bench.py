@@ -128,14 +128,14 @@ def recovery(
         typer.Option("--kills", min=1, help="The soak alone: so many random kills; 100 take up to ten minutes."),
     ] = None,
     lab: Annotated[
-        bool, typer.Option("--lab", help="Kills in the lab at 100 Mbit/s too; needs Linux and root.")
+        bool, typer.Option("--lab", help="The kills alone, in the lab at 100 Mbit/s; needs Linux and root.")
     ] = False,
     out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("recovery-studies"),
     json: Json = False,
 ) -> None:
     """Workers killed and stopped: seconds until training goes on, what is lost, what copies cost; torchrun beside it.
 
-    Figures go to standard output, settings to standard error. About nine minutes on two cores.
+    Figures go to standard output, settings to standard error. Six to eight minutes on two cores.
     """
     from manyhands.api.bench_recovery import bench_recovery
     from manyhands.cli.show import working
