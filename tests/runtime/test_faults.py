@@ -135,6 +135,18 @@ def test_one_is_lost_after_the_last_step(plan: str, device: str, place: str, kin
     assert trip.saved == [STEPS]
 
 
+@pytest.mark.parametrize("first_steps", [FAULT_STEP - 1, FAULT_STEP])
+def test_copies_of_an_earlier_job_are_not_taken_for_this_ones(first_steps: int) -> None:
+    """Every device has all weights of the first job, after as many steps as the second goes back to."""
+    fault = Fault("c", "backward", step=FAULT_STEP)
+    with FaultCluster(NAMES, fault) as cluster:
+        cluster.travel(PLANS["samples"], steps=first_steps)
+        assert not fault.fired
+        trip = cluster.travel(PLANS["pipeline"])
+        trip.check(reference(SIZES["pipeline"]), generations=2)
+        assert trip.outcome.recoveries[0]["step"] in (FAULT_STEP - 1, FAULT_STEP)
+
+
 # Several
 
 

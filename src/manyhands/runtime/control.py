@@ -34,7 +34,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -122,6 +122,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     peers: dict[str, tuple[str, int]]
     gives: dict[str, tuple[str, ...]] = {}
     """Peer -> the tensors it is sent when the run starts."""
+    since: int = 0
+    """The generation its job began with: copies of what others came to are forgotten."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -191,6 +193,8 @@ class Retain(msgspec.Struct, frozen=True, tag="retain"):
 
 class Survey(msgspec.Struct, frozen=True, tag="survey"):
     generation: int
+    since: int
+    """The generation its job began with."""
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):

@@ -128,6 +128,8 @@ class Journey:
         """Who was there when the plan was made."""
         self._dismissed: set[Member] = set()
         self._failures = 0
+        self._since = coordinator.new_generation()
+        """Before all of this job's: what workers have of earlier jobs is none of its state."""
         self._voyage: Voyage | None = None
         self._run: Run | None = None
 
@@ -137,7 +139,7 @@ class Journey:
         while True:
             run = self._run = Run(
                 self.coordinator, order, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause,
+                should_pause=self._should_pause, since=self._since,
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -296,7 +298,7 @@ class Journey:
         """What each of them has; None: somebody was lost meanwhile."""
         generation = self.coordinator.new_generation()
         for member in members:
-            self.coordinator.say(member.name, Survey(generation))
+            self.coordinator.say(member.name, Survey(generation, self._since))
         found: dict[str, Holding] = {}
         while len(found) < len(members):
             if any(member.is_lost for member in members) or time.monotonic() > limit:

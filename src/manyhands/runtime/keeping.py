@@ -1,6 +1,6 @@
 """Copies of state that a worker keeps against losses: its own after some steps, and those it holds for others.
 
-They outlive generations: what was kept in one is where the next begins.
+They outlive generations: what was kept in one is where the next begins. They do not outlive a job.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ class Keeping:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._lock = threading.Lock()
+        self._since = -1
+        """The generation with which the job began whose state this is."""
         self._kept: dict[int, Kept] = {}
         self._arriving: dict[tuple[str, int], tuple[Hold, dict[str, torch.Tensor]]] = {}
+
+    def begin(self, since: int) -> None:
+        """A job goes on, or another one begins: what was kept of an earlier one is forgotten."""
+        with self._lock:
+            if since != self._since:
+                self._since = since
+                self._kept.clear()
 
     def keep(self, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Add to what there is of a step. The tensors must not change from now on."""

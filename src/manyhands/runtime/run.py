@@ -91,6 +91,7 @@ class Run:
         on_result: OnResult | None = None,
         on_safe: Callable[[int], None] | None = None,
         should_pause: Callable[[], bool] | None = None,
+        since: int | None = None,
     ) -> None:
         self.coordinator, self.order = coordinator, order
         self.on_safe = on_safe or (lambda step: None)
@@ -112,6 +113,8 @@ class Run:
         """Who computes, and who only gives away what it has."""
         self.members: dict[str, Member] = {}
         self.generation = coordinator.new_generation()
+        self.since = self.generation if since is None else since
+        """The generation its job began with."""
         self.feeder = Feeder(order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training)
         self.outcome = Outcome()
         self.first = located.steps_done
@@ -160,7 +163,8 @@ class Run:
         for name in self.everybody:
             peers = self.coordinator.addresses(self.everybody, name)
             job = self._job(name, document, digest) if name in self.names else None
-            self.coordinator.say(name, Prepare(self.generation, job, peers, self.gives.get(name, {})))
+            gives = self.gives.get(name, {})
+            self.coordinator.say(name, Prepare(self.generation, job, peers, gives, self.since))
         patience = self.coordinator.security.patience
         is_connected = threading.Event()
 

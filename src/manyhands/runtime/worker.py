@@ -275,6 +275,7 @@ class Worker:
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, Survey):
+                self.keeping.begin(command.since)
                 self._say(Holding(generation, *self.keeping.listing()))
             elif isinstance(command, Stop):
                 if command.diagnose_step >= 0 and self.prepared is not None and self.prepared.executor is not None:
@@ -312,6 +313,7 @@ class Worker:
     def _prepare(self, command: Prepare) -> None:
         """Build this device's part and connect to the others; weights come with the start."""
         self._drop()
+        self.keeping.begin(command.since)
         if command.job is None:
             self.endpoint.mailbox.open(command.generation, {})
             self.prepared = _Prepared(command, None)
