@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.api import session, training
-from manyhands.api.training import Planned, TrainResult
+from manyhands.api import job, session
+from manyhands.api.job import Planned, TrainResult
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -103,7 +103,7 @@ def workers(count: int, *, pictures: bool = False, **options: Any) -> Iterator[C
     """Local workers for many runs, which measure little and draw nothing unless asked to."""
     patch = pytest.MonkeyPatch()
     if not pictures:
-        patch.setattr(training._Job, "write_pictures", lambda *_: None)
+        patch.setattr(job.Job, "write_pictures", lambda *_: None)
     patch.setattr(session, "MEASURE_SECONDS", 0.1)
     try:
         with Coordinator.local_cluster(mh.Cluster.local(count), threads=1, **options) as coordinator:

@@ -22,10 +22,13 @@ from manyhands.facts.version import __version__
 if TYPE_CHECKING:
     from manyhands.api.comparing import Comparison, compare
     from manyhands.api.evaluation import EvaluateResult, evaluate
+    from manyhands.api.job import TrainResult
     from manyhands.api.pipelining import pipeline_plan
     from manyhands.api.public import Planned, plan, read_plan, simulate
+    from manyhands.api.split_job import SplitResult
+    from manyhands.api.splitting import split_train
     from manyhands.api.tiling import tile_plan
-    from manyhands.api.training import TrainResult, train
+    from manyhands.api.training import train
     from manyhands.facts.cluster import Cluster, Device, Link
     from manyhands.facts.errors import ManyhandsError
     from manyhands.facts.network import Network
@@ -56,6 +59,8 @@ _HOMES = {
     "tile_plan": ("api.tiling", "tile_plan"),
     "train": ("api.training", "train"),
     "TrainResult": ("api.training", "TrainResult"),
+    "split_train": ("api.splitting", "split_train"),
+    "SplitResult": ("api.split_job", "SplitResult"),
     "evaluate": ("api.evaluation", "evaluate"),
     "EvaluateResult": ("api.evaluation", "EvaluateResult"),
     "Coordinator": ("runtime.coordinator", "Coordinator"),
@@ -73,9 +78,9 @@ _HOMES = {
 
 __all__ = [
     "Cluster", "Comparison", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network",
-    "Optimizer", "Plan", "Planned", "Profile", "Stage", "TrainResult", "__version__", "capture", "compare", "evaluate",
-    "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
-    "tile_plan", "train",
+    "Optimizer", "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "__version__", "capture",
+    "compare", "evaluate", "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph",
+    "simulate", "split_train", "tile_plan", "train",
 ]  # fmt: skip
 
 

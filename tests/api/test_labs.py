@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.api import labs, session, training
+from manyhands.api import job, labs, session
 from manyhands.api.labs import lab_cluster
 from manyhands.facts.cluster import Cluster, Device, Link
-from manyhands.facts.errors import BadValue, LabError, UnknownName
+from manyhands.facts.errors import BadFile, BadValue, LabError, UnknownName
 from manyhands.facts.lab import LabCluster
 from real_runs import assert_close, shared, train
 
@@ -20,12 +20,17 @@ def test_what_is_typed(tmp_path: Path) -> None:
     found = lab_cluster("edge-cloud", scale=200.0, traces=(str(trace),))
     assert found.traces == (("edge", str(trace)),)
     assert lab_cluster("home", slots=2, traces=(f"nano={trace}",)).traces == (("nano", str(trace)),)
+    up = tmp_path / "up.txt"
+    up.write_text("0 2\n")
+    assert lab_cluster("edge-cloud", traces=(f"edge={up},{trace}",)).traces == (("edge", f"{up},{trace}"),)
     with pytest.raises(BadValue, match="there is no file"):
         lab_cluster("home", traces=("nowhere.txt",))
+    with pytest.raises(BadValue, match=r"there is no file nowhere\.txt"):
+        lab_cluster("edge-cloud", traces=(f"edge={up},nowhere.txt",))
     with pytest.raises(UnknownName, match="nanoo"):
         lab_cluster("home", traces=(f"nanoo={trace}",))
     trace.write_text("0 fast\n")
-    with pytest.raises(BadValue, match=r"trace\.txt:1: '0 fast' is not a moment and a rate"):
+    with pytest.raises(BadFile, match=r"trace\.txt:1: '0 fast' is not a moment and a rate"):
         lab_cluster("edge-cloud", traces=(str(trace),))
     with pytest.raises(BadValue, match="this machine itself"):
         lab_cluster("local:2")
@@ -43,7 +48,7 @@ def test_no_lab_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_processes_behind_shaped_links_train_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, its steps take as long as the links make them, and the bytes are the plan's."""
     monkeypatch.setattr(labs, "missing", lambda: "Network namespaces need root.")
-    monkeypatch.setattr(training._Job, "write_pictures", lambda *_: None)
+    monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
     monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
     devices = tuple(Device(name=name, gflops=1.0, memory_bytes=10**9) for name in ("slow", "far"))
     asked = LabCluster(Cluster("shaped", devices, Link(1e6, 0.02)), scale=2.0)

@@ -23,6 +23,7 @@ from manyhands.api.joining import reachable
         (["--join", "127.0.0.1:99999", "--token", "t"], 10, "at most 65535"),
         (["--join", "127.0.0.1:1", "--token", "t", "--name", "a b"], 10, "cannot name a device"),
         (["--join", "127.0.0.1:1", "--token", "t", "--compute", "tpu"], 10, "cuda:1"),
+        (["--join", "127.0.0.1:1", "--token", "t", "--slowdown", "0.5"], 10, "it must be 1 to 1000"),
         ([], 2, "--join"),
     ],
 )

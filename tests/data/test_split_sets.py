@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.data import chairs, cifar, imdb, movielens
+from manyhands.data import chairs, cifar, classes, imdb, movielens
 from manyhands.data.loader import example, length
 from manyhands.data.sets import STAND_INS, DataSets, load
 from manyhands.facts.errors import BadData, BadFile, ManyhandsError, UnknownName
@@ -392,7 +392,7 @@ def test_jpeg_copy(tmp_path: Path) -> None:
     assert ((inputs[:, 0].mean(dim=(1, 2)) + 1) * 127.5).tolist() == pytest.approx([140, 0, 40], abs=4)
     assert length(sets.test) == 1  # type: ignore[arg-type]
     assert batch(load(str(path), input_shape=(1, 8, 16)))[0].shape == (3, 1, 8, 16)
-    half = cifar.only(sets, [2, 7])
+    half = classes.only(sets, [2, 7])
     assert (half.num_classes, half.classes, half.test) == (2, ("bird", "horse"), None)
     assert batch(half)[1].tolist() == [1, 0]
     numpy.savez(path, **jpeg_arrays([1] * 5))
@@ -454,7 +454,7 @@ def test_the_real_jpeg_copy() -> None:
     inputs, labels = batch(sets, 200)
     assert labels.bincount().tolist() == [20] * 10
     assert 0.3 < float(inputs.std()) < 0.7
-    half = cifar.only(sets, range(5))
+    half = classes.only(sets, range(5))
     assert (length(half.train), length(half.test)) == (25_000, 5_000)  # type: ignore[arg-type]
 
 

@@ -137,32 +137,56 @@ def test_a_changed_rate_holds_from_then_on(
     shaper, left = ideal.shapers[0], max(1, int(before))
     due = shaper.due(left, ideal.now)
     ideal.now = min(due, ideal.now + progress * (due - ideal.now))
-    is_paid = due <= ideal.now
     shaper.cancel(ideal.now)
+    shaper.spend(shaper.room)  # through under the old rate
     if is_port:
         ideal.port.bytes_per_second = after
     else:
         shaper.link = Link(after, 0.0)
     changed_at = ideal.now
     ideal.written[0].clear()
-    if is_paid:  # it was due under the old rate
-        shaper.spend(shaper.room)
     frames = some_frames(after, rest)
     ideal.run([frames], lambda: 0.0)
     assert_within(ideal.written[0], after, burst_bytes(after))
     assert ideal.now - changed_at <= sum(frames) / after * 1.001 + 1e-6
 
 
-def test_changing_rates_all_the_time_does_not_stop_anything() -> None:
-    port = Port(1000.0)
-    shaper, now = Shaper(Link(1000.0, 0.0), port, START), START
-    for number in range(1000):
-        if shaper.due(100, now) <= now:
-            break
+def passed_along(changes: list[tuple[float, float]], *, is_port: bool) -> tuple[int, float]:
+    """Bytes that leave while a rate changes, (seconds, rate) each; and how many should."""
+    port, now, passed, ideal = Port(), START, 0, 0.0
+    shaper = Shaper(Link(math.inf, 0.0), port, now)
+    for seconds, rate in changes:
         shaper.cancel(now)
-        shaper.link = Link(1000.0 + number % 2, 0.0)
-        now += 0.001
-    assert now - START == pytest.approx(0.05, abs=0.005)
+        if is_port:
+            port.bytes_per_second = rate
+        else:
+            shaper.link = Link(rate, 0.0)
+        end = now + seconds
+        while (due := shaper.due(10**9, now)) <= end:
+            now = max(now, due)
+            passed += shaper.room
+            shaper.spend(shaper.room)
+        now = end
+        ideal += rate * seconds
+    shaper.cancel(now)
+    return passed + shaper.room, ideal
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 0.1), st.one_of(rates, st.just(1.0))), min_size=1, max_size=20), st.booleans()
+)
+def test_along_a_changing_rate_as_much_passes_as_its_integral_says(
+    changes: list[tuple[float, float]], is_port: bool
+) -> None:
+    passed, ideal = passed_along(changes, is_port=is_port)
+    assert passed == pytest.approx(ideal, rel=1e-4, abs=2.0)
+
+
+def test_changing_rates_all_the_time_does_not_stop_anything() -> None:
+    changes = [(0.0001, 1000.0 + number % 2) for number in range(10_000)]  # a tenth of a byte at a time
+    assert passed_along(changes, is_port=False)[0] == pytest.approx(1000, abs=2)
+    assert passed_along(changes, is_port=True)[0] == pytest.approx(1000, abs=2)
 
 
 @settings(max_examples=50)
@@ -170,7 +194,7 @@ def test_changing_rates_all_the_time_does_not_stop_anything() -> None:
 def test_an_idle_link_saves_nothing_up(pauses: list[float], rate: float) -> None:
     """Each message takes its time from when it is ready, however long the link was idle before."""
     shaper, now = Shaper(Link(rate, 0.0), Port(), START), START
-    count = int(segment_bytes(rate))
+    count = min(1500, int(segment_bytes(rate)))
     for pause in pauses:
         ready_at = now + pause
         shaper.begin(ready_at)

@@ -190,7 +190,7 @@ def run(
             for step in range(len(batches)):
                 result = executors[device].round(step)
                 with change:
-                    losses[device].append(result.loss or 0.0)
+                    losses[device].append(sum(result.losses))
                     change.notify_all()
         except BaseException as error:
             with change:

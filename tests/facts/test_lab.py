@@ -10,17 +10,7 @@ from hypothesis import strategies as st
 
 from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import (
-    BUSIEST,
-    LabCluster,
-    Trace,
-    parse_trace,
-    play,
-    rounded_up,
-    scale_text,
-    scaled,
-    with_slots,
-)
+from manyhands.facts.lab import BUSIEST, LabCluster, play, rounded_up, scale_text, scaled, with_slots
 from manyhands.facts.presets import PRESETS, preset
 
 
@@ -129,39 +119,6 @@ def test_bad_wishes() -> None:
         Cluster.lab(with_slots(cluster_of([1.0, 2.0]), 2))
     with pytest.raises(UnknownName, match="pi3x7"):
         Cluster.lab("pi3x7")
-
-
-def test_a_trace_holds_each_rate_to_the_next_and_begins_again() -> None:
-    trace = parse_trace("# recorded\n10 8\n11 16\n\n13 0\n", "x.txt")
-    assert trace == Trace((10, 11, 13), (1e6, 2e6, 0))
-    assert trace.length_seconds == 4.5
-    assert trace.at(0) == (1e6, 1)
-    assert trace.at(0.75) == (1e6, 0.25)
-    assert trace.at(1) == (2e6, 2)
-    assert trace.at(3) == (0, 1.5)
-    assert trace.at(4.5) == (1e6, 1)
-    assert trace.at(10) == (2e6, 2)
-
-
-@given(
-    st.lists(st.floats(0.01, 5), min_size=1, max_size=20),
-    st.lists(st.floats(0, 1e9), min_size=20, max_size=20),
-    st.floats(0, 1e4),
-)
-def test_a_trace_has_a_rate_at_every_moment(gaps: list[float], rates: list[float], moment: float) -> None:
-    moments = [0.0]
-    for gap in gaps:
-        moments.append(moments[-1] + gap)
-    trace = Trace(tuple(moments), tuple(rates[:1] * len(moments)))
-    rate, lasts = trace.at(moment)
-    assert rate == rates[0]
-    assert 0 < lasts <= trace.length_seconds + 1e-6
-
-
-@pytest.mark.parametrize("text", ["", "1 2 3", "1 x", "1 2\n1 3", "2 1\n1 1", "0 -1", "0 nan", "0 inf"])
-def test_what_is_no_trace(text: str) -> None:
-    with pytest.raises(BadValue, match=r"x\.txt"):
-        parse_trace(text, "x.txt")
 
 
 def test_links_of_their_own_are_scaled_too() -> None:

@@ -15,7 +15,8 @@ import pytest
 from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, leftovers, run_on, small_lab, tag
 
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, parse_trace, play
+from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.trace import parse_trace
 from manyhands.lab import measure, record
 from manyhands.lab.check import check
 from manyhands.lab.lab import DESK, Lab, labs, take_down
@@ -120,6 +121,19 @@ def test_a_port_follows_its_trace(tmp_path: Path) -> None:
         assert time.monotonic() - began < 12
     assert first == pytest.approx(5e6, rel=0.2)  # how exact rates are is tested elsewhere
     assert second == pytest.approx(5e5, rel=0.2)
+    assert_nothing_left()
+
+
+def test_a_port_follows_both_directions(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.txt"
+    trace.write_text("0 8 40\n4 40 8\n")
+    asked = LabCluster(cluster(0.3, 0.3, name=tag()), traces=(("d1", str(trace)),))
+    played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
+    with Lab.up(played, tag(), owned=True) as lab:
+        began = time.monotonic()
+        wait_until(lambda: lab.spaces.rates("d1") == pytest.approx((1e6, 5e6)))
+        wait_until(lambda: lab.spaces.rates("d1") == pytest.approx((5e6, 1e6)))
+        assert time.monotonic() - began < 6
     assert_nothing_left()
 
 

@@ -13,7 +13,7 @@ import torch
 from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 from torch import nn
 
-from manyhands.api import labs, session, training
+from manyhands.api import job, labs, session
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.lab import LabCluster
@@ -27,7 +27,7 @@ pytestmark = ROOT_ONLY
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training._Job, "write_pictures", lambda *_: None)
+    monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
     monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
     speed = labs.this_machine(threads=1).gflops
     monkeypatch.setattr("lab_places.CORE_GFLOPS", speed)

@@ -466,3 +466,14 @@ def test_other_errors_are_not_hidden() -> None:
         replanned(
             pipeline((3, 6)), CHAIN, cluster(("d0",), LINK), even_profile(CHAIN, ("d0",)), how="light", price=price
         )
+
+
+@pytest.mark.parametrize("how", ["auto", "light", "heavy"])
+def test_a_split_keeps_its_steps(how: str) -> None:
+    """Order replay steps after every micro-batch: what is left of it does, too."""
+    network = chain(4)
+    stages = (Stage((0, 2), ("d0",)), Stage((2, 4), ("d1",)))
+    plan = resolve(Plan("chain", 8, stages, 4, "replay"), network)
+    names = ("d1",)
+    found = replanned(plan, network, cluster(names), even_profile(network, names), price=lambda one: 1.0, how=how).plan
+    assert (found.order, found.batch_size, found.micro_batches, found.devices) == ("replay", 8, 4, names)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import manyhands as mh
-from manyhands.api import session, training
+from manyhands.api import job, session
 from manyhands.engine import transport
 from manyhands.facts.errors import BadData
 from manyhands.runtime.coordinator import Coordinator
@@ -38,7 +38,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     text = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("MANYHANDS_MARK", text)
     monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
-    monkeypatch.setattr(training._Job, "write_pictures", lambda *_: None)
+    monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
     return text
 
 
@@ -112,7 +112,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import manyhands as mh
-from manyhands.api import session
+from manyhands.api import job, session
 session.MEASURE_SECONDS = 0.1
 from real_runs import shared, train
 def at_step(step, loss, seconds):

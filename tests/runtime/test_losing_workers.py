@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.api import asked, training
+from manyhands.api import asked, job
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control import Measure, Prepare, Said, Send
@@ -40,7 +40,7 @@ def session() -> Iterator[Coordinator]:
 @pytest.fixture
 def cluster(session: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # one after every step
-    monkeypatch.setattr(training, "REJOIN_SECONDS", 0.0)  # nobody is waited for
+    monkeypatch.setattr(job, "REJOIN_SECONDS", 0.0)  # nobody is waited for
     restart(session)
     return session
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hand_made import cluster as cluster_of
-from manyhands.api import session, training
+from manyhands.api import job, session
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -136,7 +136,7 @@ def slow_workers(count: int) -> Iterator[Coordinator]:
     shaping: Cluster = cluster_of([f"slow{number}" for number in range(count)], Link(RATE, DELAY))
     patch = pytest.MonkeyPatch()
     patch.setattr(session, "_with_links", lambda _, own: own)
-    patch.setattr(training._Job, "write_pictures", lambda *_: None)
+    patch.setattr(job.Job, "write_pictures", lambda *_: None)
     patch.setattr(session, "MEASURE_SECONDS", 0.1)
     try:
         with Coordinator() as coordinator:

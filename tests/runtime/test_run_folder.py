@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.api import asked, training
-from manyhands.api.training import Planned
+from manyhands.api import asked, job, training
+from manyhands.api.job import Planned
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -42,7 +42,7 @@ def session() -> Iterator[Coordinator]:
 @pytest.fixture
 def cluster(session: Coordinator, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     if "moment" not in request.node.name:
-        monkeypatch.setattr(training._Job, "write_pictures", lambda *_: None)
+        monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
     return session
 
 

@@ -18,7 +18,7 @@ import numpy
 import pytest
 import yaml
 
-from manyhands.api import training
+from manyhands.api import job
 from manyhands.executor import checkpoint
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
@@ -97,7 +97,7 @@ def test_a_killed_worker_is_done_without(
     ran = disturbed(cluster, plan, tmp_path / "run", {FAULT_STEP: lambda: kill(cluster, devices[1])})
     check(ran, undisturbed[plan.micro_batches])
     (recovery,) = ran.result.recoveries
-    assert recovery["devices"] == [devices[0], devices[2]]
+    assert set(recovery["devices"]) == {devices[0], devices[2]}
     assert recovery["step"] >= FAULT_STEP - 1
     (lost,) = events(tmp_path / "run", "lost")
     assert lost["devices"] == [devices[1]]
@@ -110,7 +110,7 @@ def test_a_killed_worker_is_done_without(
 def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is over: another one evaluates alone."""
     devices, fired = names(cluster), []
-    evaluate_in = training.evaluate_in
+    evaluate_in = job.evaluate_in
 
     def killing(*words: Any) -> Any:
         if not fired:
@@ -118,7 +118,7 @@ def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monke
             fired.append(time.monotonic())
         return evaluate_in(*words)
 
-    monkeypatch.setattr(training, "evaluate_in", killing)
+    monkeypatch.setattr(job, "evaluate_in", killing)
     ran = train(cluster, shared(devices, 5, 4, 3), tmp_path / "run", steps=4, test=Pictures(20))
     assert fired, "the fault did not fire"
     assert ran.result.test is not None
@@ -161,7 +161,7 @@ def test_a_worker_that_is_asked_to_go_hands_over(
     check(ran, undisturbed[plan.micro_batches])
     (recovery,) = ran.result.recoveries
     assert recovery["replayed"] == 0
-    assert recovery["devices"] == list(devices[1:])
+    assert set(recovery["devices"]) == set(devices[1:])
     assert process.wait(10) == 0
     assert [line["device"] for line in events(tmp_path / "run", "left")] == [devices[0]]
     assert not events(tmp_path / "run", "lost")

@@ -16,6 +16,7 @@ from manyhands.schedule.actions import (
     KINDS,
     Action,
     Backward,
+    Discard,
     Forward,
     Loss,
     Message,
@@ -64,13 +65,15 @@ reductions = st.builds(
     st.booleans(),
 )
 actions = st.one_of(
-    st.builds(Forward, numbers, numbers, numbers, numbers, st.sampled_from(("", "interior", "rim"))),
+    st.builds(Forward, numbers, numbers, numbers, numbers, st.sampled_from(("", "interior", "rim", "ahead", "again"))),
     st.builds(Loss, numbers, numbers),
     st.builds(Backward, numbers, numbers, numbers, numbers, st.sampled_from(("", "inputs", "weights"))),
     st.builds(Send, device_names, messages),
     st.builds(Receive, device_names, messages),
     reductions,
     st.builds(Step, numbers),
+    st.builds(Step, numbers, numbers),
+    st.builds(Discard, numbers, numbers),
 )
 
 

@@ -13,7 +13,8 @@ from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Send
 from manyhands.schedule.checker import check
 from manyhands.schedule.orders import Pass
-from manyhands.schedule.policy import DONE, WAIT, DeviceState, FixedOrder, Schedule
+from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder
+from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
 

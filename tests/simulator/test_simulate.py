@@ -21,7 +21,8 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Action, Backward, Forward, Reduce, Send, Step
 from manyhands.schedule.checker import check
-from manyhands.schedule.policy import FixedOrder, Schedule
+from manyhands.schedule.policies import FixedOrder
+from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import pair_bytes
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 from manyhands.api.bench_rivals import Rival
+from manyhands.api.evaluation import captured
 from manyhands.api.session import Session, measure, open_session, usable_cores
-from manyhands.api.training import captured
 from manyhands.engine.bench import bench_engine
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue

@@ -19,10 +19,10 @@ import torch
 from manyhands.api import public
 from manyhands.api.bench_core import SameBatch
 from manyhands.api.bench_tile_setup import kernels_text
+from manyhands.api.evaluation import captured
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
 from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, Setting, TorchGroup, Way
-from manyhands.api.training import captured
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadValue, LabError

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from manyhands.api.evaluation import captured
 from manyhands.api.pipelining import pipeline_plan
 from manyhands.api.recovering import Replanner, chosen_backups
 from manyhands.api.session import Session, measure
-from manyhands.api.training import captured
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.data.rewinding import Rewindable

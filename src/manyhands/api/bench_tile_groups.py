@@ -22,7 +22,8 @@ from manyhands.facts.profile import Profile
 from manyhands.planner.tiles import Groups, TilePrices, with_groups
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.schedule.actions import Action, Reduce, Send
-from manyhands.schedule.policy import FixedOrder, Policy, Schedule
+from manyhands.schedule.policies import FixedOrder, Policy
+from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
 

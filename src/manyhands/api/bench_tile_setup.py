@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from manyhands.api.evaluation import captured
 from manyhands.api.session import Session, open_session
-from manyhands.api.training import captured
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles, Plan, Stage

@@ -33,7 +33,7 @@ from manyhands.runtime.watch import SILENCE_SECONDS
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.api.training import OnPlanned, OnStep, TrainResult
+    from manyhands.api.job import OnPlanned, OnStep, TrainResult
     from manyhands.data.sets import DataSets
     from manyhands.runtime.coordinator import Coordinator
 
@@ -181,7 +181,7 @@ def wish_for(
             raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
         return _resumed(Path(resume), said)
     if out:
-        _check_out(Path(out))
+        check_out(Path(out))
     wish = Wish(**said)
     _check_share(wish, joining=bool(listen))
     return wish
@@ -247,12 +247,12 @@ def _check_share(wish: Wish, *, joining: bool) -> None:
         )
 
 
-def _check_out(folder: Path) -> None:
+def check_out(folder: Path, command: str = "train") -> None:
     """A run is never written over another."""
     if any((folder / name).exists() for name in ("events.jsonl", "config.yaml", "checkpoints")):
         raise BadFile(
             f"{folder}: holds a run already.",
-            hint=f"Go on with it: manyhands train --resume {folder}\nOr give another folder: --out {folder}-2",
+            hint=f"Go on with it: manyhands {command} --resume {folder}\nOr give another folder: --out {folder}-2",
         )
     nearest = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
     if not nearest.is_dir():
@@ -464,7 +464,7 @@ def train_job(
         raise UnknownName(error.message, hint=f"{error.hint} Or write module:factory.".strip())
     data = load_data(wish)
     model = build_model(wish.model, data)
-    _check_classes(model, wish, data)
+    check_classes(model, wish.model, wish.data, data)
     from manyhands.api.training import train
 
     return train(
@@ -496,7 +496,7 @@ def _full(text: str) -> str:
     return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 
 
-def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
+def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -> None:
     """A network with fewer outputs than the data has classes fails later, far from here, with less to say."""
     import torch
 
@@ -513,7 +513,7 @@ def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
         shape = "x".join(map(str, data.input_shape))
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadValue(
-            f"{wish.model} does not take inputs of shape {shape}, as {wish.data} gives them: {reason.rstrip('.')}.",
+            f"{name} does not take inputs of shape {shape}, as {data_name} gives them: {reason.rstrip('.')}.",
             hint="Give data that fits with --data; pictures are resized by --input, like --input 3x64x64.",
         ) from error
     finally:
@@ -525,12 +525,12 @@ def _check_classes(model: nn.Module, wish: Wish, data: DataSets) -> None:
         if not isinstance(output, torch.Tensor) or output.dim() != 4 or output.shape[1] != channels:
             gives = f"an output of shape {tuple(output.shape[1:])}" if isinstance(output, torch.Tensor) else "no tensor"
             raise BadValue(
-                f"{wish.model} gives {gives}; {wish.data} has boxes of {data.num_classes} classes, for which a "
+                f"{name} gives {gives}; {data_name} has boxes of {data.num_classes} classes, for which a "
                 f"detector gives maps of {channels} channels.",
                 hint="Give a detector, such as --model yolov2, or a folder with one sub-folder of pictures per class.",
             )
     elif isinstance(output, torch.Tensor) and output.dim() == 2 and output.shape[1] < data.num_classes:
         raise BadValue(
-            f"{wish.model} has {output.shape[1]} outputs; {wish.data} has {data.num_classes} classes.",
+            f"{name} has {output.shape[1]} outputs; {data_name} has {data.num_classes} classes.",
             hint="Build it with more: a factory may take num_classes.",
         )

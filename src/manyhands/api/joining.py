@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
 
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MOST_SLOWDOWN = 1000
 EVERY_ADDRESS = {"0.0.0.0": ("192.0.2.1", socket.AF_INET), "::": ("2001:db8::1", socket.AF_INET6)}
 """Where one listens on all of a machine's addresses -> somebody far away, kept for examples (RFC 5737, RFC 3849)."""
 
@@ -43,6 +44,15 @@ def check_joining(token: str, name: str) -> None:
         )
     if name and not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
+
+
+def check_slowdown(slowdown: float) -> float:
+    """How many times slower a device computes, if it can."""
+    if not 1 <= slowdown <= MOST_SLOWDOWN:
+        raise BadValue(
+            f"A slowdown of {slowdown:g}; it must be 1 to {MOST_SLOWDOWN}.", hint="8: everything takes 8 times as long."
+        )
+    return slowdown
 
 
 def reachable(host: str) -> str:

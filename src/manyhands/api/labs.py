@@ -16,9 +16,10 @@ import msgspec
 from manyhands.api.session import Say, Session
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
-from manyhands.facts.lab import LabCluster, Played, parse_trace, play, scale_text, scaled, with_slots
+from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import load_cluster
+from manyhands.files.traces import read_link_trace
 from manyhands.lab.lab import DESK, Lab, missing
 from manyhands.lab.spaces import entered
 from manyhands.profiler.this_machine import identify, this_machine
@@ -32,7 +33,7 @@ SILENCE_SECONDS = 5.0
 
 
 def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, traces: tuple[str, ...] = ()) -> LabCluster:
-    """What was typed: a preset or file, and traces as FILE or DEVICE=FILE."""
+    """What was typed: a preset or file, and traces as FILE, DEVICE=FILE or DEVICE=UP_FILE,DOWN_FILE."""
     cluster = load_cluster(source)
     if all(device.kind == "local" for device in cluster.devices):
         raise BadValue(
@@ -44,10 +45,14 @@ def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, trac
     for text in traces:
         device, _, file = text.rpartition("=")
         device = device or ("edge" if "edge" in cluster.names else limited[0] if limited else cluster.names[0])
-        if not Path(file).is_file():
-            raise BadValue(f"--trace {text}: there is no file {file}.", hint="Write FILE, or DEVICE=FILE.")
-        parse_trace(Path(file).read_text(errors="replace"), file)
-        found[device] = str(Path(file).absolute())
+        files = [file] if "," not in file or Path(file).is_file() else file.split(",")
+        for one in files:
+            if not Path(one).is_file():
+                raise BadValue(
+                    f"--trace {text}: there is no file {one}.", hint="Write FILE, DEVICE=FILE or DEVICE=UP,DOWN."
+                )
+        found[device] = ",".join(str(Path(one).absolute()) for one in files)
+        read_link_trace(found[device])
     return Cluster.lab(cluster, scale=scale, slots=slots, traces=found)
 
 

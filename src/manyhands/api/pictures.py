@@ -14,7 +14,7 @@ from manyhands.runtime.record import one_step
 from manyhands.schedule.policy import Schedule
 
 if TYPE_CHECKING:
-    from manyhands.api.training import Planned, TrainResult
+    from manyhands.api.job import Planned, TrainResult
 
 
 def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainResult, epoch_steps: int) -> None:

@@ -71,12 +71,13 @@ def open_session(
     threads: int = 0,
     pin: Sequence[int] = (),
     silence_seconds: float = SILENCE_SECONDS,
+    slowdowns: Mapping[str, float] | None = None,
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
     worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
-    that says nothing for so long is lost.
+    that says nothing for so long is lost. `slowdowns`: local device -> how many times slower it computes than it could.
     """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
@@ -99,8 +100,9 @@ def open_session(
     if all(device.kind == "local" for device in cluster.devices):
         threads = threads or max(1, usable_cores() // len(cluster.devices))
         with Coordinator.local_cluster(
-            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds
-        ) as coordinator:
+            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
+            slowdowns=slowdowns,
+        ) as coordinator:  # fmt: skip
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
@@ -228,10 +230,9 @@ def _measured(
     known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
     if not crowded:
         return known
-    known = _alike(session.cluster, known)
+    known = _alike(session, known)
     if batch_size > shares[-1]:
-        for compute in {device.compute.partition(":")[0] for device in session.cluster.devices}:
-            names = [d.name for d in session.cluster.devices if d.compute.partition(":")[0] == compute]
+        for names in _equal(session):
             alone = measure_on(
                 session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels,
                 optimizer=optimizer,
@@ -249,16 +250,24 @@ def _joined(shares: DeviceProfile, alone: DeviceProfile) -> DeviceProfile:
     return msgspec.structs.replace(shares, layers=layers, peak_bytes=shares.peak_bytes | alone.peak_bytes)
 
 
-def _alike(cluster: Cluster, known: _Known) -> _Known:
+def _equal(session: Session) -> list[list[str]]:
+    """Workers on one machine by what they compute with, and how much slower than they could."""
+    groups: dict[tuple[str, float], list[str]] = {}
+    for device in session.cluster.devices:
+        slowdown = session.coordinator.members[device.name].facts.slowdown
+        groups.setdefault((device.compute.partition(":")[0], slowdown), []).append(device.name)
+    return list(groups.values())
+
+
+def _alike(session: Session, known: _Known) -> _Known:
     """Workers on equal hardware get equal numbers, the medians: a difference between them is noise."""
     found: _Known = {}
-    for compute in {device.compute.partition(":")[0] for device in cluster.devices}:
-        names = [device.name for device in cluster.devices if device.compute.partition(":")[0] == compute]
+    for names in _equal(session):
         profiles = [known[name][0] for name in names]
         rate = statistics.median(known[name][1] for name in names)
         common = msgspec.structs.replace(profiles[0], layers=_median(profiles))
         found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
-    return {name: found[name] for name in cluster.names}
+    return {name: found[name] for name in session.cluster.names}
 
 
 def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
@@ -281,6 +290,8 @@ def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | Non
     facts = session.coordinator.members[name].facts
     base = profile_path(graph.network, identify(session.threads or None))
     kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
+    if facts.slowdown != 1:
+        kind += f"_slow{facts.slowdown:g}"
     stepping = hashlib.sha256(repr(optimizer).encode()).hexdigest()[:8] if optimizer is not None else "still"
     return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}_{stepping}.json")
 

@@ -145,6 +145,35 @@ def recovery(
     _print("bench recovery", figures, quick, json)
 
 
+@app.command("split")
+def split(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in a minute, a small network; the figures do not count.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; hours.")
+    ] = False,
+    traces: Annotated[
+        Path, typer.Option("--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.")
+    ] = Path("../shared/data/traces"),
+    pictures: Annotated[
+        Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")
+    ] = Path("../shared/data/cifar10_jpeg.npz"),
+    out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),
+    json: Json = False,
+) -> None:
+    """Split training over recorded links: seconds of 100 batches beside rivals, accuracy, bytes, memory, energy.
+
+    Figures go to standard output, settings to standard error. About twelve minutes on two cores.
+    """
+    from manyhands.api.bench_split import bench_split
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
+    _print("bench split", figures, quick, json)
+
+
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
 

@@ -37,7 +37,9 @@ Scale = Annotated[
 Slots = Annotated[int, typer.Option("--slots", min=1, max=16, help="Workers on each device.")]
 Traces = Annotated[
     list[str] | None,
-    typer.Option("--trace", help="FILE or DEVICE=FILE of 'seconds Mbit/s' lines that the device's port follows."),
+    typer.Option(
+        "--trace", help="FILE, DEVICE=FILE or DEVICE=UP,DOWN of 'seconds Mbit/s' lines that the device's port follows."
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from manyhands import __version__
-from manyhands.cli import bench, devices, lab, models, plan, profile, simulate, train, worker
+from manyhands.cli import bench, devices, lab, models, plan, profile, simulate, split, train, worker
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
@@ -47,6 +47,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.command("worker")(worker.worker)
+app.add_typer(split.app, name="split")
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 

@@ -57,10 +57,10 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
                  format_bytes(own.bytes_sent), format_bytes(own.bytes_received)]
             )  # fmt: skip
     hidden = len(rows) - MOST_ROWS
-    title = (
-        f"{network.name} ({network.input_text}) on {cluster.name}: batch {plan.batch_size} in {plan.micro_batches} "
-        f"micro-batch(es), order {plan.order}"
-    )
+    parts = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch(es)"
+    if plan.steps_per_round > 1:
+        parts = f"rounds of {plan.steps_per_round} batches of {plan.step_size}"
+    title = f"{network.name} ({network.input_text}) on {cluster.name}: {parts}, order {plan.order}"
     headings = ["stage", "layers", "device", "share", "busy", "peak memory", "sent", "received"]
     print_table(title, headings, rows[:MOST_ROWS], numbers=["busy", "peak memory", "sent", "received"])
     if hidden > 0:
@@ -71,8 +71,9 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     rate = result.samples_per_second
     energy = f", {result.joules_per_sample:.3g} J a sample" if result.joules_per_sample else ""  # where watts are known
     typer.echo(
-        f"Simulated: {format_seconds(result.seconds)} a step, {f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} "
-        f"samples/s, {format_bytes(result.total_bytes)} between devices{energy}."
+        f"Simulated: {format_seconds(result.seconds / plan.steps_per_round)} a step, "
+        f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} samples/s, "
+        f"{format_bytes(result.total_bytes / plan.steps_per_round)} between devices{energy}."
     )
 
 

@@ -11,7 +11,7 @@ import typer
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
-    from manyhands.api.training import Planned, TrainResult
+    from manyhands.api.job import Planned, TrainResult
 
 PLAIN_LINES = 10
 """How often progress is said where there is no terminal."""

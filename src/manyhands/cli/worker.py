@@ -24,6 +24,12 @@ def worker(
         float,
         typer.Option("--wait", help="Seconds to keep trying to reach the coordinator, also when it was lost."),
     ] = 60.0,
+    slowdown: Annotated[
+        float, typer.Option("--slowdown", help="Compute so many times slower: this device stands for a slower one.")
+    ] = 1.0,
+    silo: Annotated[
+        str, typer.Option("--silo", help="FILE.npz of samples that only this device has: id, and inputs or target.")
+    ] = "",
     patience: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
@@ -37,11 +43,12 @@ def worker(
     is_typed = not parent
     if parent:
         die_with_parent(parent)
-    from manyhands.api.joining import check_joining, parse_address, parse_compute
+    from manyhands.api.joining import check_joining, check_slowdown, parse_address, parse_compute
 
     host, port = parse_address(join)
     compute = parse_compute(compute)
     check_joining(token, name)
+    check_slowdown(slowdown)
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     from manyhands.runtime.serving import load_everything, serve
@@ -57,6 +64,6 @@ def worker(
         name, parent = divide_into(name or socket.gethostname(), slots)
 
     serve(
-        Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent),
+        Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo),
         say=typer.echo if is_typed else None,
     )

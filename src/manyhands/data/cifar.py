@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,47 +79,6 @@ class JpegData(Dataset[tuple[Tensor, Tensor]]):
         array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
         value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
         return (value / 255 - PIXEL_MEAN) / PIXEL_STANDARD_DEVIATION, torch.tensor(self.labels[place])
-
-
-def only(sets: DataSets, classes: Sequence[int]) -> DataSets:
-    """The samples of some classes, numbered anew in the order given: some to learn first, others to transfer to."""
-    strange = [number for number in classes if not 0 <= number < sets.num_classes]
-    if strange or len(set(classes)) < len(classes) or not classes:
-        raise BadData(f"Classes {list(classes)} of {sets.name}: each must be from 0 to {sets.num_classes - 1}, once.")
-    number = {label: place for place, label in enumerate(classes)}
-    test = _Only(sets.test, number) if sets.test is not None else None
-    return DataSets(
-        name=sets.name,
-        train=_Only(sets.train, number),
-        test=test if test is not None and len(test) else None,
-        num_classes=len(classes),
-        input_shape=sets.input_shape,
-        classes=tuple(sets.classes[label] for label in classes),
-        kind=sets.kind,
-        model_options=sets.model_options,
-    )
-
-
-class _Only(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, samples: Dataset[Any], number: dict[int, int]) -> None:
-        self._samples = samples
-        self._chosen = [(place, number[label]) for place, label in enumerate(_labels(samples)) if label in number]
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        place, label = self._chosen[index]
-        return self._samples[place][0], torch.tensor(label)
-
-
-def _labels(samples: Any) -> list[int]:
-    """Without decoding a picture where the data set holds them."""
-    if isinstance(samples, Subset):
-        of_all = _labels(samples.dataset)
-        return [of_all[index] for index in samples.indices]
-    held = samples.targets.tolist() if hasattr(samples, "targets") else getattr(samples, "labels", None)
-    return [int(label) for label in held] if held is not None else [int(samples[i][1]) for i in range(len(samples))]
 
 
 # Binary files

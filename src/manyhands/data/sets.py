@@ -6,6 +6,7 @@ files, pictures with boxes (Pascal VOC); else it is one with a sub-folder of pic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ _ABSENT = {
     "3dchair": "the folder rendered_chairs",
 }
 _OR_ELSE = "A folder of pictures or a .npz file may be given too."
+_CHOSEN = re.compile(r"(.+):(\d[\d,-]*)")
+"""A data set and some of its classes: digits:0-4."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,17 @@ class DataSets:
 def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
     """A data set by its name, a folder in one of the layouts above, or a .npz file.
 
+    digits:0-4, or PATH:0,2,5-7, has these classes only, numbered anew in that order.
+
     `input_shape` is what the model takes for one sample, without the batch: pictures are resized to it. A name goes
     before a folder of that name; ./digits is the folder.
     """
     name = str(name_or_path)
+    chosen = _CHOSEN.fullmatch(name)
+    if chosen is not None and not Path(name).exists():
+        from manyhands.data.classes import only, parse_classes
+
+        return only(load(chosen.group(1), input_shape=input_shape), parse_classes(chosen.group(2)))
     if name in (*NAMES, *STAND_INS):
         return _named(name, input_shape)
     path = Path(name_or_path).expanduser()

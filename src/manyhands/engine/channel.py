@@ -14,6 +14,7 @@ import select
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from manyhands.engine.door import Door, knock
 from manyhands.engine.security import Purpose, Security
@@ -122,8 +123,9 @@ class Listener:
     def __init__(self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._largest_bytes = largest_bytes
         self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self._door = Door(host, port, security, Purpose.CONTROL, self._admit)
-        self.address = self._door.address
+        self.door = Door(host, port, security, Purpose.CONTROL, self._admit)
+        """Others may be received at it too, for another purpose."""
+        self.address = self.door.address
 
     def _admit(self, wire: Wire) -> None:
         self._ready.put(Channel(wire, largest_bytes=self._largest_bytes))
@@ -131,12 +133,12 @@ class Listener:
     @property
     def dropped(self) -> int:
         """How many were turned away."""
-        return self._door.dropped
+        return self.door.dropped
 
     @property
     def reasons(self) -> list[str]:
         """Why the last ones were."""
-        return list(self._door.reasons)
+        return list(self.door.reasons)
 
     def accept(self, limit_seconds: float) -> Channel | None:
         """The next who passed; None where nobody came."""
@@ -146,14 +148,23 @@ class Listener:
             return None
 
     def close(self) -> None:
-        self._door.close()
+        self.door.close()
         while (channel := self.accept(0.0)) is not None:
             channel.close()
 
 
 def connect(
-    host: str, port: int, security: Security, limit_seconds: float, *, largest_bytes: int = LARGEST_CONTROL_BYTES
+    host: str,
+    port: int,
+    security: Security,
+    limit_seconds: float,
+    *,
+    largest_bytes: int = LARGEST_CONTROL_BYTES,
+    once: bool = False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Channel:
-    """Join a listener, which may not be there yet: tried until the limit. Refused where it will not have us."""
-    wire = knock(host, port, security, Purpose.CONTROL, time.monotonic() + limit_seconds)
+    """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it will not
+    have us."""
+    deadline = time.monotonic() + limit_seconds
+    wire = knock(host, port, security, Purpose.CONTROL, deadline, is_cancelled, once=once)
     return Channel(wire, largest_bytes=largest_bytes)

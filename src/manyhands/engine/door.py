@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import select
 import socket
 import threading
@@ -23,16 +24,21 @@ _MOST_HANDSHAKES = 64
 _RETRY_SECONDS = 0.05
 _LISTEN_POLL_MILLISECONDS = 500
 """On Linux closing wakes the thread at once; elsewhere it looks up this often."""
+_CONNECT_POLL_MILLISECONDS = 100
 
 
 class Door:
-    """A listening address. `on_guest` is called, in the guest's thread, with every wire that passed the handshake."""
+    """A listening address. `on_guest` is called, in the guest's thread, with every wire that passed the handshake.
+
+    One address may serve several purposes: see `receive`.
+    """
 
     def __init__(
         self, host: str, port: int, security: Security, purpose: Purpose, on_guest: Callable[[Wire], None]
     ) -> None:
         prepare(security)
-        self._security, self._purpose, self._on_guest = security, purpose, on_guest
+        self._security = security
+        self._receivers = {purpose: on_guest}
         self._socket = listen(host, port)
         found = self._socket.getsockname()
         self.address: tuple[str, int] = (str(found[0]), int(found[1]))
@@ -67,10 +73,17 @@ class Door:
             else:
                 thread.start()
 
+    def receive(self, purpose: Purpose, on_guest: Callable[[Wire], None] | None) -> None:
+        """From now on guests of this purpose are let in at this address too; None: no longer."""
+        receivers = {known: one for known, one in self._receivers.items() if known != purpose}
+        self._receivers = receivers if on_guest is None else {**receivers, purpose: on_guest}
+
     def _ask(self, connected: socket.socket, origin: str) -> None:
+        receivers = self._receivers
         try:
-            wire = admit(connected, self._security, self._purpose, time.monotonic() + self._security.handshake_seconds)
-            self._on_guest(wire)
+            deadline = time.monotonic() + self._security.handshake_seconds
+            wire, purpose = admit(connected, self._security, receivers, deadline)
+            receivers[purpose](wire)
         except TimeoutError:
             self._drop(connected, origin, f"no handshake within {self._security.handshake_seconds:g} s")
         except (Broken, ManyhandsError, OSError) as error:
@@ -135,21 +148,28 @@ def knock(
     purpose: Purpose,
     deadline: float,
     is_cancelled: Callable[[], bool] = lambda: False,
+    *,
+    once: bool = False,
 ) -> Wire:
-    """Connect and shake hands. Nobody there yet: tried until the deadline, then TimedOut says what stood in the way."""
+    """Connect and shake hands. Nobody there yet: tried until the deadline, then TimedOut says what stood in the way.
+
+    `once`: one who is not there, or does not answer, is not tried again.
+    """
     where = f"{host}:{port}"
     start = time.monotonic()
     reason = ""
     while True:
         left = deadline - time.monotonic()
-        if left <= 0 or is_cancelled():
+        if left <= 0 or is_cancelled() or (once and reason):
+            spent = min(time.monotonic(), deadline) - start
             raise TimedOut(
-                f"Nobody answered at {where} within {round(deadline - start, 1):g} s ({reason or 'no time to try'}).",
+                f"Nobody answered at {where} within {round(spent, 1):g} s ({reason or 'no time to try'}).",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None
         try:
-            connected = socket.create_connection((host, port), timeout=min(left, security.handshake_seconds))
+            limit = time.monotonic() + min(left, security.handshake_seconds)
+            connected = _connected(host, port, limit, is_cancelled)
             if connected.getsockname() == connected.getpeername():
                 raise Broken("connected to itself")  # a free port on this machine can do that
             limit = min(deadline, time.monotonic() + security.handshake_seconds)
@@ -165,3 +185,31 @@ def knock(
         if connected is not None:
             connected.close()
         time.sleep(max(0.0, min(_RETRY_SECONDS, deadline - time.monotonic())))
+
+
+def _connected(host: str, port: int, deadline: float, is_cancelled: Callable[[], bool]) -> socket.socket:
+    """As `socket.create_connection`, but whoever no longer wants it need not wait for it."""
+    failure: OSError = TimeoutError()
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connecting = socket.socket(family, kind, protocol)
+        try:
+            connecting.setblocking(False)
+            code = connecting.connect_ex(address)
+            poll = select.poll()
+            poll.register(connecting, select.POLLOUT)
+            while code == errno.EINPROGRESS:
+                left = deadline - time.monotonic()
+                if left <= 0 or is_cancelled():
+                    raise TimeoutError
+                if poll.poll(min(left * 1000, _CONNECT_POLL_MILLISECONDS)):
+                    code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            return connecting
+        except OSError as error:
+            connecting.close()
+            failure = error
+        except BaseException:
+            connecting.close()
+            raise
+    raise failure

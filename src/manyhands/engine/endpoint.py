@@ -7,12 +7,36 @@ faults come at an exact moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.security import Security
+
+
+class Address(NamedTuple):
+    """Where one device's endpoint is, as another is to meet it."""
+
+    host: str
+    port: int
+    is_dialled: bool | None = None
+    """Whether the reader connects to it, or waits for it to connect. None: of two names the smaller one connects."""
+    security: Security | None = None
+    """What it asks of those who connect; None: the same as the reader does."""
+
+    @classmethod
+    def of(cls, given: Address | tuple[str, int]) -> Address:
+        return given if isinstance(given, Address) else cls(*given)
+
+    def is_dialled_by(self, reader: str, name: str) -> bool:
+        """Whether `reader` connects to `name`, whose address this is."""
+        return reader < name if self.is_dialled is None else self.is_dialled
+
+
+Peers = Mapping[str, Address | tuple[str, int]]
+"""Names and where they are."""
 
 
 class Endpoint(Protocol):

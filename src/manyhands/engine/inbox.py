@@ -12,6 +12,7 @@ from collections.abc import Callable
 from manyhands.engine.frames import PRELUDE, BadFrame, Header, decode, header_bytes, is_control
 from manyhands.engine.mailbox import Mailbox
 from manyhands.engine.shared_memory import EmptyingRing
+from manyhands.engine.timing import SMALLEST_TIMED_BYTES
 from manyhands.engine.wire import MOST_BUFFERS, Wire
 
 _BUFFER_BYTES = 32 * 1024
@@ -36,6 +37,8 @@ class Inbox:
         """Of the frame whose payload is coming; None where it is thrown away."""
         self._views: list[memoryview] = []
         self._left = 0
+        self._came = 0
+        """Bytes of this connection so far: from when which of them came, its rate is known."""
 
     def read(self, most_bytes: int) -> int:
         """Take in what has come, up to about `most_bytes`; how much it was. Broken and BadFrame end the connection."""
@@ -47,6 +50,9 @@ class Inbox:
                 self._parse()
             if count < asked and not (self._is_encrypted and self._wire.has_unread):
                 break
+        header = self._header
+        if header is not None and self._left and header.bytes >= SMALLEST_TIMED_BYTES:
+            self._mailbox.progressed(header, self._came)
         return total
 
     def _read_ahead(self) -> tuple[int, int]:
@@ -58,6 +64,7 @@ class Inbox:
         room = self._buffer[self._end :]
         count = self._wire.read([room])
         self._end += count
+        self._came += count
         return len(room), count
 
     def _read_payload(self) -> tuple[int, int]:
@@ -69,6 +76,7 @@ class Inbox:
                 asked = min(self._left, _BUFFER_BYTES)
                 count = self._wire.read([self._buffer[:asked]])
                 self._left -= count
+                self._came += count
                 return asked, count
             views = self._views
             if len(views) < MOST_BUFFERS:
@@ -78,6 +86,7 @@ class Inbox:
                 targets = views[:MOST_BUFFERS]
                 asked = sum(map(len, targets))
             count = self._wire.read(targets)
+        self._came += count
         fallen = min(count, self._left)
         self._advance(fallen)
         self._end = count - fallen
@@ -128,7 +137,7 @@ class Inbox:
                 self._begin(header)
                 continue
             self._start = whole
-            self._mailbox.deliver(self._peer, header, buffer[end:whole])
+            self._mailbox.deliver(self._peer, header, buffer[end:whole], self._came)
 
     def _take(self, header: Header) -> None:
         """A payload that lies in the ring, all of it."""
@@ -177,5 +186,5 @@ class Inbox:
 
     def _finish(self) -> None:
         if self._header is not None:
-            self._mailbox.wrote(self._header)
+            self._mailbox.wrote(self._header, self._came)
         self._header, self._views = None, []

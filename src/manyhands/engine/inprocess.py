@@ -23,15 +23,18 @@ from functools import partial
 import torch
 
 from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
+from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes, byte_count
 from manyhands.engine.security import Purpose, Security, difference, preamble
 from manyhands.engine.tcp import SILENCE_SECONDS
+from manyhands.engine.transport import ControlListener
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 
 _FIRST_PORT = 40001
 _EVERY_ADDRESS = ("0.0.0.0", "::")
+_LOOK_SECONDS = 0.1
 
 
 class Switchboard:
@@ -150,17 +153,27 @@ class InProcessTransport:
             self.change.notify_all()
             return found
 
-    def reach(self, name: str, host: str, port: int, security: Security, limit_seconds: float) -> InProcessChannel:
+    def reach(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        security: Security,
+        limit_seconds: float,
+        *,
+        once: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> InProcessChannel:
         deadline = time.monotonic() + limit_seconds
         with self.change:
             while (listener := self.listeners.get(port)) is None or self.is_frozen(name, listener.name):
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or once or is_cancelled():
                     raise TimedOut(
                         f"Nobody answered at {host}:{port} within {limit_seconds:g} s.",
                         hint="Is it running, is this its address, and does a firewall let it through?",
                     )
-                self.change.wait(left)
+                self.change.wait(min(left, _LOOK_SECONDS))
             compare(f"{host}:{port}", listener.security, security, Purpose.CONTROL)
             shown = "127.0.0.1" if host in _EVERY_ADDRESS else host
             near, far = InProcessChannel(self, name, shown), InProcessChannel(self, listener.name, shown)
@@ -170,9 +183,12 @@ class InProcessTransport:
             self.change.notify_all()
             return near
 
-    def endpoint(self, name: str, security: Security, *, host: str) -> MeetingEndpoint:
+    def endpoint(
+        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+    ) -> MeetingEndpoint:
         with self.change:
-            found = MeetingEndpoint(self, name, (host, self.new_port()), security)
+            address = listener.address if listener is not None else (host, self.new_port())
+            found = MeetingEndpoint(self, name, address, security)
             self.endpoints[found.address[1]] = found
             self.change.notify_all()
             return found
@@ -300,6 +316,9 @@ class InProcessListener:
     def __init__(self, transport: InProcessTransport, name: str, address: tuple[str, int], security: Security) -> None:
         self.transport, self.name, self.address, self.security = transport, name, address, security
         self.ready: deque[InProcessChannel] = deque()
+        self.dropped = 0
+        """Whoever does not fit is told before he comes."""
+        self.reasons: list[str] = []
 
     def accept(self, limit_seconds: float) -> InProcessChannel | None:
         with self.transport.change:
@@ -331,9 +350,9 @@ class MeetingEndpoint:
         self._lost: set[str] = set()
         self._gone: WorkerLost | None = None
 
-    def connect(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+    def connect(self, peers: Peers, limit_seconds: float) -> None:
         deadline = time.monotonic() + limit_seconds
-        wanted = {peer: peers[peer] for peer in sorted(peers) if peer != self.name}
+        wanted = {peer: Address.of(peers[peer]) for peer in sorted(peers) if peer != self.name}
         with self.transport.change:
             self._named.update(wanted)
             self.transport.change.notify_all()
@@ -346,19 +365,19 @@ class MeetingEndpoint:
                     )
                 self.transport.change.wait(left)
 
-    def _meet(self, peer: str, address: tuple[str, int]) -> bool:
-        """Whether there is a connection; of two the one with the smaller name makes it, once both want it."""
+    def _meet(self, peer: str, address: Address) -> bool:
+        """Whether there is a connection; one of the two makes it, once both want it."""
         if self._gone is not None:
             raise self._gone
-        if self.is_connected(peer) or peer < self.name:
+        if self.is_connected(peer) or not address.is_dialled_by(self.name, peer):
             return self.is_connected(peer)
-        other = self.transport.endpoints.get(address[1])
+        other = self.transport.endpoints.get(address.port)
         if other is None or self.transport.is_frozen(self.name, other.name):
             return False
-        where = f"{address[0]}:{address[1]}"
+        where = f"{address.host}:{address.port}"
         if other.name != peer:
             raise Refused(f"{where} is {other.name}, not {peer}.", hint="Its address has changed: let it join again.")
-        compare(where, other.security, self.security, Purpose.DATA)
+        compare(where, other.security, address.security or self.security, Purpose.DATA)
         if self.name not in other._named or other.is_connected(self.name):
             return False
         link = _Link()

@@ -17,13 +17,14 @@ import numpy
 import torch
 
 from manyhands.engine.frames import Header
+from manyhands.engine.timing import SMALLEST_TIMED_BYTES, Seen, Timed, Timing
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
 
 Key = tuple[str, int, str]
 """Source, step, topic."""
 WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
-"""How many steps before its time a message is taken in: senders run ahead no further than their input is fed."""
+"""How many rounds before its time a message is taken in: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
 _NAP_SECONDS = 0.01
 """How long a thread sleeps while another does the engine's work: that one may have left just before."""
@@ -64,7 +65,7 @@ class Helper(Protocol):
 class _Message:
     """One message under way or waiting."""
 
-    __slots__ = ("at_hand", "begun", "complete", "early", "size", "views")
+    __slots__ = ("at_hand", "begun", "came", "complete", "early", "seen", "size", "views")
 
     def __init__(self, size: int, views: list[memoryview]) -> None:
         self.size = size
@@ -74,6 +75,10 @@ class _Message:
         self.at_hand = 0
         self.begun = False
         self.complete = False
+        self.seen: Seen | None = None
+        """When its beginning was."""
+        self.came = 0
+        """Over its connection, as last said."""
 
 
 class Mailbox:
@@ -82,7 +87,7 @@ class Mailbox:
     def __init__(self, name: str, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
         self.name, self.limit_seconds = name, limit_seconds
         self.generation = -1
-        self.step = 0
+        self.step, self.stride = 0, 1
         self.expected: dict[tuple[str, str], int] = {}
         self._standing: set[tuple[str, str]] = set()
         """What may come at any step; it is not counted with what a plan says."""
@@ -91,6 +96,7 @@ class Mailbox:
         self.refused = 0
         self.writing = threading.Lock()
         """Held by an engine while it writes into a destination, and by whoever takes destinations away from it."""
+        self._timing = Timing()
         self._messages: dict[Key, _Message] = {}
         self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
@@ -104,13 +110,17 @@ class Mailbox:
 
     # What may come
 
-    def open(self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0) -> None:
-        """Start a generation: (source, topic) -> bytes of each message of a step. All of an older one is forgotten.
+    def open(
+        self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0, stride: int = 1
+    ) -> None:
+        """Start a generation: (source, topic) -> bytes of each message of a round. All of an older one is forgotten.
+
+        `stride`: from a round's first step, by which its messages are known, to the next one's.
 
         Not who is lost, though: a peer that died between two generations is dead in the next one. See `join`.
         """
         with self.writing, self._lock:
-            self.generation, self.step = generation, first_step
+            self.generation, self.step, self.stride = generation, first_step, stride
             self.expected = dict(expected)
             self._standing.clear()
             self._messages.clear()
@@ -128,6 +138,7 @@ class Mailbox:
         """The peer is connected (again): it is no longer lost."""
         with self._lock:
             self._lost.pop(peer, None)
+            self._timing.forget(peer)
 
     def begin_step(self, step: int) -> None:
         """Messages of earlier steps are no longer taken, but for those that may come at any step."""
@@ -171,7 +182,7 @@ class Mailbox:
             problem = "is not in the plan"
         elif size != header.bytes:
             problem = f"has {header.bytes} bytes; the plan says {size}"
-        elif not self.step <= header.step < self.step + STEPS_AHEAD and (peer, header.topic) not in self._standing:
+        elif not self._is_due(header.step) and (peer, header.topic) not in self._standing:
             problem = f"comes at step {self.step}"
         elif (message is not None and message.complete) or (peer, header.step, header.topic) in self._received:
             problem = "has come already"
@@ -181,12 +192,25 @@ class Mailbox:
             return ""
         return f"'{header.topic:.200}' of step {header.step} {problem}"
 
+    def _is_due(self, step: int) -> bool:
+        return self.step <= step < self.step + STEPS_AHEAD * self.stride
+
     def wants(self, header: Header) -> bool:
         """Whether the views of an accepted frame may still be written to. Asked with `writing` held."""
         return header.generation == self.generation and (header.origin, header.step, header.topic) in self._messages
 
-    def wrote(self, header: Header) -> None:
-        """The payload of an accepted frame is in place."""
+    def progressed(self, header: Header, came: int) -> None:
+        """Of an accepted frame all was read that is there. `came`: bytes of its connection so far."""
+        with self._lock:
+            message = self._messages.get((header.origin, header.step, header.topic))
+            if message is None or header.generation != self.generation:
+                return
+            if message.seen is None:
+                message.seen = (time.monotonic(), came)
+            message.came = came
+
+    def wrote(self, header: Header, came: int = 0) -> None:
+        """The payload of an accepted frame is in place. `came`: bytes of its connection so far; 0: not counted."""
         with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
@@ -196,8 +220,22 @@ class Mailbox:
                 self.received_bytes[header.origin] += header.length
             if message.at_hand == message.size:
                 message.complete = True
+                if came and message.seen is not None:
+                    self._time((header.origin, header.topic), message, came)
                 self._news += 1
                 self._wake()
+
+    def _time(self, kind: tuple[str, str], message: _Message, came: int) -> None:
+        if message.seen is not None and message.size >= SMALLEST_TIMED_BYTES and kind not in self._standing:
+            self._timing.add(kind[0], message.seen, came)
+
+    def take_timed(self) -> list[Timed]:
+        """How fast messages came since this was last asked; of one that takes long, what has come of it so far."""
+        with self._lock:
+            for (source, _, topic), message in self._messages.items():
+                if message.seen and not message.complete and self._timing.is_due(source, message.seen):
+                    self._time((source, topic), message, message.came)
+            return self._timing.take()
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
         """Whoever waits for this peer fails at once with `error`."""
@@ -211,13 +249,13 @@ class Mailbox:
             self._interruption = self._interruption or error
             self._tell()
 
-    def deliver(self, peer: str, header: Header, payload: memoryview) -> None:
+    def deliver(self, peer: str, header: Header, payload: memoryview, came: int = 0) -> None:
         """A frame that is here as a whole: most are small, and this way they pass quickly."""
         with self._lock:
             views = self.accept(peer, header)
             if views is not None:
                 _copy(payload, views)
-                self.wrote(header)
+                self.wrote(header, came)
 
     def _tell(self) -> None:
         self._news += 1
@@ -302,6 +340,11 @@ class Mailbox:
         with self._lock:
             self._wait(lambda: self._news > seen, None)
             return self._news
+
+    def nudge(self) -> None:
+        """Whoever waits for news has some."""
+        with self._lock:
+            self._tell()
 
     def check(self) -> None:
         """Raise if this device was interrupted: asked between actions, so that computing stops too."""

@@ -1,4 +1,5 @@
-"""How devices find each other: of two names the smaller one connects, the larger one is connected to.
+"""How devices find each other: of two names the smaller one connects, the larger one is connected to, unless their
+addresses say otherwise: one that was invited never connects, it is connected to.
 
 Inside the handshake the guest says who he is and whom he looks for. A guest nobody has named yet waits: the others may
 have learnt of him a moment earlier. He is refused when his time is up.
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from manyhands.engine.door import Door, knock
+from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.security import Purpose, Security
 from manyhands.engine.wire import Broken, Wire, read_exactly, write_all
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
@@ -40,7 +42,9 @@ class Meeting:
         port: int,
         install: Callable[[str, Wire], None],
         is_connected: Callable[[str], bool],
+        door: Door | None = None,
     ) -> None:
+        """`door`: one that is somebody else's, in place of one at `host` and `port`."""
         self.name, self._security = name, security
         self._install, self._is_connected = install, is_connected
         self._named: set[str] = set()
@@ -48,8 +52,11 @@ class Meeting:
         self._looking: set[Wire] = set()
         self._change = threading.Condition()
         self._is_closing = False
-        self._door = Door(host, port, security, Purpose.DATA, self._hear)
+        self._owns_door = door is None
+        self._door = door or Door(host, port, security, Purpose.DATA, self._hear)
         self.address = self._door.address
+        if door is not None:
+            door.receive(Purpose.DATA, self._hear)
 
     # Those who come
 
@@ -108,7 +115,7 @@ class Meeting:
 
     # Those we look for
 
-    def gather(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+    def gather(self, peers: Peers, limit_seconds: float) -> None:
         """See `TcpEndpoint.connect`."""
         deadline = time.monotonic() + limit_seconds
         with self._change:
@@ -120,10 +127,15 @@ class Meeting:
                 self._welcome(name, wire)
             except Broken:
                 wire.close()  # he gave up; he knocks again, or is missed below
-        outward = [name for name in sorted(peers) if name > self.name and not self._is_connected(name)]
+        addresses = {name: Address.of(peers[name]) for name in sorted(peers)}
+        outward = [
+            name
+            for name, address in addresses.items()
+            if address.is_dialled_by(self.name, name) and not self._is_connected(name)
+        ]
         if outward:
             with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(outward)), f"connect {self.name}") as pool:
-                attempts = [pool.submit(self._reach, name, peers[name], deadline) for name in outward]
+                attempts = [pool.submit(self._reach, name, addresses[name], deadline) for name in outward]
             errors = [error for attempt in attempts if (error := attempt.exception()) is not None]
             self._raise_worst(errors)
         with self._change:
@@ -143,13 +155,15 @@ class Meeting:
                 if isinstance(error, kind):
                     raise error
 
-    def _reach(self, peer: str, address: tuple[str, int], deadline: float) -> None:
+    def _reach(self, peer: str, address: Address, deadline: float) -> None:
         """Connect to one peer. One that does not know us yet, or has not noticed that we were gone, is asked again."""
-        where = f"{peer} at {address[0]}:{address[1]}"
+        host, port = address.host, address.port
+        security = address.security or self._security
+        where = f"{peer} at {host}:{port}"
         refusal: Refused | None = None
         while not self._is_connected(peer):
             try:
-                wire = knock(*address, self._security, Purpose.DATA, deadline, lambda: self._is_closing)
+                wire = knock(host, port, security, Purpose.DATA, deadline, lambda: self._is_closing)
             except TimedOut as error:
                 raise refusal or error from None
             with self._change:
@@ -179,7 +193,7 @@ class Meeting:
                     refusal = Refused(f"{where} is connected to a {self.name} already.", hint=hint)
                 else:
                     raise Refused(
-                        f"{address[0]}:{address[1]} is {answer.get('name', 'somebody else')}, not {peer}.",
+                        f"{host}:{port} is {answer.get('name', 'somebody else')}, not {peer}.",
                         hint="Its address has changed: let it join again.",
                     )
             finally:
@@ -199,7 +213,10 @@ class Meeting:
             self._change.notify_all()
         for wire in wires:
             wire.close()
-        self._door.close()
+        if self._owns_door:
+            self._door.close()
+        else:
+            self._door.receive(Purpose.DATA, None)
 
 
 def _write_hello(wire: Wire, fields: Mapping[str, str], deadline: float) -> None:

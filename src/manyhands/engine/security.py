@@ -27,6 +27,7 @@ import socket
 import ssl
 import struct
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from manyhands.engine.wire import Broken, EncryptedWire, Wire, read_exactly, write_all
@@ -36,6 +37,8 @@ MAGIC = b"manyhand"
 PROTOCOL = 1
 PREAMBLE = struct.Struct("<8sHBB")
 HANDSHAKE_LIMIT_SECONDS = 5.0
+OTHER_KIND = "Both must be encrypted, or both plain (only on one machine)."
+"""The hint that says that the other kind of connection may do."""
 _NONCE_BYTES = 32
 _TOKEN_BYTES = 20
 _WELCOME, _WRONG_TOKEN = b"+", b"-"
@@ -155,7 +158,7 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
     if bool(encrypted) != security.encrypted:
         kind = {False: "plain", True: "encrypted"}
         message = f"is {kind[bool(encrypted)]}, this side {kind[security.encrypted]}"
-        return message, "Both must be encrypted, or both plain (only on one machine)."
+        return message, OTHER_KIND
     if other_purpose != purpose:
         names = {int(known): known.name.lower() for known in Purpose}
         message = f"is for {names.get(other_purpose, other_purpose)}, not for {purpose.name.lower()}"
@@ -193,15 +196,19 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
             problem = f"{where} is not to be trusted: it does not know the token itself"
         raise Refused(
             f"{problem}.",
-            hint="Copy the token the coordinator printed when it started.",
+            hint="Copy the token that it printed when it started.",
         )
     return wire
 
 
-def admit(connected: socket.socket, security: Security, purpose: Purpose, deadline: float) -> Wire:
-    """The server's side; Refused, Broken or TimeoutError are one guest's matter."""
+def admit(
+    connected: socket.socket, security: Security, purposes: Collection[Purpose], deadline: float
+) -> tuple[Wire, Purpose]:
+    """The server's side, and which of these purposes the guest has; Refused, Broken or TimeoutError are his matter."""
     wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
+    asked = PREAMBLE.unpack(theirs)[-1]
+    purpose = Purpose(asked) if asked in purposes else next(iter(purposes))
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):
         raise Refused(f"A guest {problem}.", hint=hint)
@@ -221,6 +228,6 @@ def admit(connected: socket.socket, security: Security, purpose: Purpose, deadli
     proof = read_exactly(wire, hashlib.sha256().digest_size, deadline)
     if not hmac.compare_digest(proof, _proof(security, b"client", transcript, certificate)):
         write_all(wire, _WRONG_TOKEN, deadline)
-        raise Refused("A guest has another token.", hint="Copy the token the coordinator printed when it started.")
+        raise Refused("A guest has another token.", hint="Copy the token that was printed here at the start.")
     write_all(wire, _WELCOME + _proof(security, b"server", transcript, certificate), deadline)
-    return wire
+    return wire, purpose

@@ -9,6 +9,11 @@ device share, and leaves when the last of its bytes would have been through both
 
 Times are those of an ideal link, not of whoever calls: who comes late catches up, by `GRACE_SECONDS` at most. So from
 any moment on, no more leaves than the rate allows, and `burst_bytes`.
+
+A rate may change at any moment (`cancel`): what would have been through by then leaves, the rest is booked anew. So
+along a rate that changes all the time, as much passes as its integral says.
+
+The first segment of a frame is a packet: whoever receives it sees when it began, and can tell the rate from the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from manyhands.facts.cluster import Link
 
 GRACE_SECONDS = 0.05
 """How much lateness is made up for. More was not ours: the receiver did not read, or the machine slept."""
+STOPPED_BYTES_PER_SECOND = 1.0
+"""What is left of a link through which nothing passes: a byte that comes now and then says that its sender lives."""
 _SEGMENT_SECONDS = 0.005
 _PACKET_BYTES = 1500
 _LONGEST_SEGMENT_SECONDS = 0.05
@@ -52,10 +59,14 @@ class Shaper:
         self.room = 0
         """Bytes that may leave when they are due."""
         self._due = self._begun = self._free_at = now
+        self._is_first = True
+        self._credit = 0.0
+        """The part of a byte that was through when a rate changed."""
 
     def begin(self, ready_at: float) -> None:
         """A frame follows, of a message that was there from `ready_at` on."""
         self._free_at = max(self._free_at, ready_at)
+        self._is_first = True
 
     def let_pass(self, count: int) -> None:
         """A frame follows that need not wait and delays nobody."""
@@ -69,18 +80,29 @@ class Shaper:
 
     def _book(self, left_bytes: int, now: float) -> None:
         link_rate, port_rate = self.link.bytes_per_second, self._port.bytes_per_second
-        self.room = int(min(left_bytes, segment_bytes(min(link_rate, port_rate))))
+        most_bytes = segment_bytes(min(link_rate, port_rate))
+        self.room = int(min(left_bytes, most_bytes, _PACKET_BYTES if self._is_first else most_bytes))
+        self._is_first = False
         self._begun = max(self._free_at, now - GRACE_SECONDS)
-        self._port.free_at = max(self._port.free_at, self._begun) + self.room / port_rate
-        self._due = self._free_at = max(self._port.free_at, self._begun + self.room / link_rate)
+        left = self.room - self._credit
+        self._credit = 0.0
+        self._port.free_at = max(self._port.free_at, self._begun) + left / port_rate
+        self._due = self._free_at = max(self._port.free_at, self._begun + left / link_rate)
 
     def spend(self, count: int) -> None:
         """So many bytes of `room` have left."""
         self.room -= count
 
     def cancel(self, now: float) -> None:
-        """A rate is about to change: what was booked and is not due yet is booked anew, from when it began."""
-        if self.room and self._due > now:
-            self._port.free_at -= self.room / self._port.bytes_per_second
-            self._free_at = self._begun
-            self.room = 0
+        """A rate is about to change: of what was booked and is not due yet, the part that is through by now may leave,
+        and the rest is booked anew."""
+        if not self.room or self._due <= now:
+            return
+        rate = min(self.link.bytes_per_second, self._port.bytes_per_second)
+        left = min(float(self.room), (self._due - now) * rate)
+        self._port.free_at -= left / self._port.bytes_per_second
+        through = self.room - left
+        self.room = int(through)
+        self._credit = through - self.room
+        self._due = now
+        self._free_at = max(now, self._begun)

@@ -24,6 +24,8 @@ from functools import partial
 
 import torch
 
+from manyhands.engine.door import Door
+from manyhands.engine.endpoint import Peers
 from manyhands.engine.frames import ANSWER, CHUNK_BYTES, LONGEST_TOPIC, OFFER, BadFrame, Header, control
 from manyhands.engine.inbox import Inbox
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
@@ -111,7 +113,9 @@ class TcpEndpoint:
         limit_seconds: float = WAIT_LIMIT_SECONDS,
         silence_seconds: float | None = None,
         sharing: SharingSetting | None = None,
+        door: Door | None = None,
     ) -> None:
+        """`door`: where peers come in, in place of one of its own at `host` and `port`."""
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
@@ -142,7 +146,7 @@ class TcpEndpoint:
         self._wheel = Wheel(f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2)
         self.mailbox.helper = self._wheel
         try:
-            self._meeting = Meeting(name, security, host, port, self._install, self.is_connected)
+            self._meeting = Meeting(name, security, host, port, self._install, self.is_connected, door)
         except BaseException:
             self._wheel.close()
             raise
@@ -151,10 +155,11 @@ class TcpEndpoint:
 
     # What executors call
 
-    def connect(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+    def connect(self, peers: Peers, limit_seconds: float) -> None:
         """Have a connection to every one of these; to be called on all of them, in any order.
 
-        Of two devices the one with the smaller name connects and the other waits for it. Live connections are kept.
+        Of two devices the one with the smaller name connects and the other waits for it, unless their addresses say
+        who does. Live connections are kept.
         Refused where one will not have us, TimedOut names those that are missing.
         """
         self._meeting.gather({peer: peers[peer] for peer in peers if peer != self.name}, limit_seconds)

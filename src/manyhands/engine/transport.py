@@ -12,14 +12,16 @@ The first word is always who asks: TCP has no use for it, a transport that plays
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from manyhands.engine.channel import SEND_LIMIT_SECONDS, Channel, Listener, connect
-from manyhands.engine.endpoint import Endpoint
-from manyhands.engine.security import Security
+from manyhands.engine.endpoint import Endpoint, Peers
+from manyhands.engine.security import OTHER_KIND, Security, is_loopback
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.facts.cluster import Link
+from manyhands.facts.errors import Refused
 
 
 class ControlChannel(Protocol):
@@ -43,9 +45,17 @@ class ControlChannel(Protocol):
 
 
 class ControlListener(Protocol):
-    """Where workers join."""
+    """Where workers join, or where a worker waits to be invited."""
 
     address: tuple[str, int]
+
+    @property
+    def dropped(self) -> int:
+        """How many were turned away."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the last ones were."""
 
     def accept(self, limit_seconds: float) -> ControlChannel | None: ...
 
@@ -59,7 +69,7 @@ class ConnectedEndpoint(Endpoint, Protocol):
     silence_seconds: float
     """A peer of which no byte has come for so long is lost."""
 
-    def connect(self, peers: Mapping[str, tuple[str, int]], limit_seconds: float) -> None:
+    def connect(self, peers: Peers, limit_seconds: float) -> None:
         """Have a connection to every one of these; to be called on all of them, in any order."""
 
     def is_connected(self, peer: str) -> bool: ...
@@ -77,11 +87,24 @@ class Transport(Protocol):
     def listen(self, name: str, host: str, port: int, security: Security) -> ControlListener:
         """A place to join; port 0 takes any that is free. AddressTaken where it cannot be."""
 
-    def reach(self, name: str, host: str, port: int, security: Security, limit_seconds: float) -> ControlChannel:
-        """Join a listener, which may not be there yet: tried until the limit. Refused where it will not have us."""
+    def reach(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        security: Security,
+        limit_seconds: float,
+        *,
+        once: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> ControlChannel:
+        """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it will not
+        have us."""
 
-    def endpoint(self, name: str, security: Security, *, host: str) -> ConnectedEndpoint:
-        """A device's place in the exchange of data."""
+    def endpoint(
+        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+    ) -> ConnectedEndpoint:
+        """A device's place in the exchange of data, at a free port of `host`, or at the listener's own address."""
 
 
 class TcpTransport:
@@ -90,8 +113,56 @@ class TcpTransport:
     def listen(self, name: str, host: str, port: int, security: Security) -> Listener:
         return Listener(host, port, security)
 
-    def reach(self, name: str, host: str, port: int, security: Security, limit_seconds: float) -> Channel:
-        return connect(host, port, security, limit_seconds)
+    def reach(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        security: Security,
+        limit_seconds: float,
+        *,
+        once: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Channel:
+        return connect(host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
 
-    def endpoint(self, name: str, security: Security, *, host: str) -> TcpEndpoint:
-        return TcpEndpoint(name, security, host=host)
+    def endpoint(
+        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+    ) -> TcpEndpoint:
+        return TcpEndpoint(name, security, host=host, door=listener.door if isinstance(listener, Listener) else None)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A connection between coordinator and worker, whoever made it."""
+
+    channel: ControlChannel
+    security: Security
+    listener: ControlListener | None = None
+    """Where the coordinator came in and data comes in too; None: the worker went to the coordinator."""
+
+
+def reach_either(
+    transport: Transport,
+    name: str,
+    address: tuple[str, int],
+    token: str,
+    limit_seconds: float,
+    *,
+    encrypted: bool | None = None,
+    patience: float = 1.0,
+    once: bool = False,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Reached:
+    """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has."""
+    host, port = address
+    kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) else [True]
+    for kind in kinds:
+        security = Security(token, encrypted=kind, patience=patience)
+        try:
+            channel = transport.reach(name, host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
+            return Reached(channel, security)
+        except Refused as error:
+            if error.hint != OTHER_KIND or kind is kinds[-1]:
+                raise
+    raise AssertionError("one of the kinds was the last")

@@ -10,11 +10,12 @@ step                  the optimiser, once all gradients are added up
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from manyhands.data.silo import Silo
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, empty
 from manyhands.executor.codec import Coding, NoRange
@@ -27,7 +28,7 @@ from manyhands.executor.reducer import Reducer, dense_gradient
 from manyhands.executor.runner import Runner, SegmentRunner
 from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
-from manyhands.facts.errors import NotFinite
+from manyhands.facts.errors import BadData, NotFinite
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
@@ -36,6 +37,7 @@ from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import (
     Action,
     Backward,
+    Discard,
     Forward,
     Loss,
     Message,
@@ -48,18 +50,23 @@ from manyhands.schedule.actions import (
 )
 from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
 from manyhands.schedule.geometry import StageGeometry
-from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
+from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
+from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
+from manyhands.schedule.replay import MiniBatches
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.schedule.work import entering_input
 
 
 @dataclass
 class RoundResult:
-    """What one round gave on this device: its part of the loss, where it computes one."""
+    """What one round gave on this device: its part of the losses, where it computes them."""
 
     step: int
-    loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """One, or with order replay one for each step of the round."""
+    staleness: list[int] = field(default_factory=list)
+    """Updates between the forward pass of each step and its own, where this device runs ahead; -1: discarded."""
     seconds: float = 0.0
 
 
@@ -83,6 +90,11 @@ class Setting:
     memory_step: int = -1
     """The step in which tensor bytes are counted; it takes a little longer."""
     with_targets: bool = True
+    slowdown: float = 1.0
+    """Computing takes so many times as long as it must: this device stands for a slower one."""
+    silo: Silo | None = None
+    held: frozenset[str] = frozenset()
+    """What is taken from it: the coordinator sends rows' numbers."""
 
 
 class Executor:
@@ -106,19 +118,31 @@ class Executor:
         runs_here(self.plan, self.network)
         self.actions = tuple(schedule.every_action(self.device))
         self.recorder = Recorder(DeviceLog(self.device), setting.trace_steps)
-        self.feed = feed_parts(graph, schedule.lowering, self.device, targets=setting.with_targets)
+        self.feed = feed_parts(graph, schedule.lowering, self.device, targets=setting.with_targets, held=setting.held)
         self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
         self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
         self._handed_over = schedule.lowering.handed_over(self.device)
         self._handed_back = schedule.lowering.handed_back(self.device) if self.plan.is_training else []
         self._fed: dict[int, Fed] = {}
         self._contexts: dict[tuple[int, int], Context] = {}
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.monotonic
+        """What is computed: on a crowded machine, waiting for a core is not slowed."""
+        self._gets_gradients = any(isinstance(a, Receive) and a.message.kind == "gradient" for a in self.actions)
         self._coding = Coding(self.plan, self.network, self.actions)
         self._topics: dict[int, str] = {}
         """Of messages, by their identity: the schedule keeps them."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
+        self.last_step: int | None = None
+        """Where the round under way ends, if that is earlier than it would."""
+        self.on_update: Callable[[int], None] = lambda step: None
+        """Told of each step that this device is done with, where a round has several."""
+        self._stepped: int | None = None
+        """The micro-batch of the last step; -1: of the whole round."""
+        self._updates = 0
+        self._begun: dict[int, int] = {}
+        """Micro-batch that runs ahead -> updates before its forward pass."""
         self.settled_step: int | None = None
         """How many steps the weights and buffers have been through; None in the middle of one."""
         self._landed: tuple[int, int] | None = None
@@ -156,32 +180,43 @@ class Executor:
     def close(self) -> None:
         self._reducer.close()
 
+    def end_at(self, step: int) -> None:
+        """No steps beyond this one are fed: a round under way has fewer. From any thread."""
+        self.last_step = step
+        self.endpoint.mailbox.nudge()
+
     # One round
 
-    def round(self, step: int) -> RoundResult:
-        """One mini-batch."""
+    def round(self, step: int, count: int | None = None) -> RoundResult:
+        """One mini-batch, or with order replay as many as a round has; `count`: fewer, at the end."""
+        steps = self.plan.steps_per_round if count is None else count
         if step != self.setting.memory_step:
-            return self._round(step)
+            return self._round(step, steps)
         held = HeldBytes(self.weights, self.stepper, self.runners)
         with held.counting():
-            result = self._round(step)
+            result = self._round(step, steps)
         self.recorder.log.peak_bytes, self.recorder.log.peak_parts = held.most_bytes, held.parts
         return result
 
-    def _round(self, step: int) -> RoundResult:
+    def _round(self, step: int, steps: int) -> RoundResult:
         """Ask the policy, act, until it says done."""
         start = time.monotonic()
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
-        self.step, self.result, self._has_stepped = step, RoundResult(step), False
+        self.step, self.result, self._stepped = step, RoundResult(step), None
         self.settled_step = step
         self._landed = self._turning = None
-        state, policy = DeviceState(), self.schedule.policy_of(self.device)
+        self._updates, self._begun = 0, {}
+        state, policy = DeviceState(), self.schedule.policy_of(self.device, steps)
+        if self.plan.order == "replay" and self.feed:
+            state.fed = set()
         while (action := self._next(policy, state)) is not None:
-            began = time.monotonic()
+            began, started = time.monotonic(), self._clock()
             self._act(action)
             if self.torch_device.type == "cuda" and step in self.setting.trace_steps:
                 torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
+            if isinstance(action, (Forward, Backward, Step, Send)):
+                self._take_longer(started)
             self.recorder.took(action, began, time.monotonic())
         for runner in self.runners.values():
             for micro_batch in range(self.plan.micro_batches):
@@ -189,10 +224,18 @@ class Executor:
         self._fed.clear()
         self._coding.forget()
         self.recorder.end()
-        self.recorder.log.samples += self._samples_in(self.work.stage) * self.plan.micro_batches
+        if isinstance(policy, MiniBatches):
+            steps = policy.count
+        passes = steps * self.plan.micro_batches // self.plan.steps_per_round
+        self.recorder.log.samples += self._samples_in(self.work.stage) * passes
         self.result.seconds = time.monotonic() - start
-        self.settled_step = step + 1
+        self.settled_step = step + steps
         return self.result
+
+    def _take_longer(self, started: float) -> None:
+        """Where this device stands for a slower one: than it has computed since then, by its clock."""
+        if self.setting.slowdown > 1.0:
+            time.sleep((self.setting.slowdown - 1.0) * (self._clock() - started))
 
     def _samples_in(self, stage: int) -> int:
         first, last = self.samples.get(stage, (0, 0))
@@ -202,8 +245,10 @@ class Executor:
         seen = 0
         while True:
             self.endpoint.mailbox.check()
-            if not self.schedule.is_fixed:
+            if not isinstance(policy, FixedOrder):
                 seen = self._look(state)
+            if isinstance(policy, MiniBatches) and self.last_step is not None:
+                policy.end_at(self.last_step - self.step)
             answer = policy.next(state)
             if answer == DONE:
                 return None
@@ -216,6 +261,11 @@ class Executor:
         """Tell an event-driven policy what has arrived; returns the count of news before looking."""
         box = self.endpoint.mailbox
         seen = box.news
+        if state.fed is not None:
+            while len(state.fed) < self.plan.micro_batches and box.has_arrived(
+                COORDINATOR, self.step, feed_topic(len(state.fed))
+            ):
+                state.fed.add(len(state.fed))
         for action in self.actions:
             if isinstance(action, Receive):
                 key = (action.source, action.message)
@@ -243,18 +293,32 @@ class Executor:
                 self._statistics(action)
         elif isinstance(action, Step):
             self._step(action)
+        elif isinstance(action, Discard):
+            self._discard(action)
 
     def _step(self, action: Step) -> None:
         """The optimiser, for all stages of this device at the first of their steps: all gradients are on their way."""
-        if self._has_stepped:
+        if self._stepped == action.micro_batch:
             return
-        self._has_stepped = True
+        self._stepped = action.micro_batch
+        if action.micro_batch in self._begun:
+            self.result.staleness.append(self._updates - self._begun.pop(action.micro_batch))
+        self._updates += 1
         self._reducer.wait()
         assert self.stepper is not None
         for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
             self.weights.tensors[name].grad = None
         self.stepper.step()
         self.stepper.zero()
+        if action.micro_batch >= 0:
+            self.on_update(self.step + action.micro_batch)
+
+    def _discard(self, action: Discard) -> None:
+        """What came back was too late, or nothing comes back."""
+        if self._gets_gradients and action.stage == self.work.stage:
+            self.result.staleness.append(-1)
+        self._landed = (action.stage, action.micro_batch)
+        self.on_update(self.step + action.micro_batch)
 
     def _reduced(self, reduce: Reduce, start: float, end: float) -> None:
         self.recorder.span(reduce, str(reduce), start, end)
@@ -273,9 +337,10 @@ class Executor:
         """Inputs and targets that the coordinator hands to this device."""
         if not self.feed:
             return
-        tensors = [empty(part.box, part.dtype) for part in self.feed]
+        tensors = [part.room() for part in self.feed]
         self.endpoint.mailbox.receive(COORDINATOR, self.step, feed_topic(micro_batch), tensors)
-        for part, tensor in zip(self.feed, tensors):
+        for part, sent in zip(self.feed, tensors):
+            tensor = part.cut_from(self._silo.take(part.name, sent)) if part.is_held else sent
             here = tensor.to(self.torch_device, non_blocking=True)
             if part.is_target:
                 fed.targets[part.name] = here
@@ -288,12 +353,19 @@ class Executor:
                     for box in layout.boxes(self.device) if layout is not None else ():
                         runner.put_value(micro_batch, part.name, box, here[box.slices()])
 
+    @property
+    def _silo(self) -> Silo:
+        if self.setting.silo is None:
+            raise BadData(f"{self.device} was to have {', '.join(sorted(self.setting.held))}; it has no silo.")
+        return self.setting.silo
+
     def _context(self, stage: int, micro_batch: int) -> Context:
+        step = self._step_of(micro_batch)
         known = self._contexts.get((stage, micro_batch))
-        if known is None or known.step != self.step:
+        if known is None or known.step != step:
             first, last = self.samples[stage]
-            place = micro_batch * self.plan.micro_batch_size + first
-            known = Context(self.plan.is_training, self.setting.seed, self.step, place, last - first)
+            place = first if self.plan.order == "replay" else micro_batch * self.plan.micro_batch_size + first
+            known = Context(self.plan.is_training, self.setting.seed, step, place, last - first)
             self._contexts[stage, micro_batch] = known
         return known
 
@@ -326,7 +398,12 @@ class Executor:
         self._pass_begins(stage, micro_batch)
         self._prepared(micro_batch)
         self.settled_step = None
-        runner.forward(action, self._context(stage, micro_batch))
+        context = self._context(stage, micro_batch)
+        if action.part in ("ahead", "again"):
+            context = replace(context, records=action.part == "again", moves_buffers=action.part == "ahead")
+        if self.plan.order == "replay" and action.part != "again" and not runner.geometry.is_last:
+            self._begun[micro_batch] = self._updates
+        runner.forward(action, context)
         if action.last != runner.geometry.last or action.part == "interior":
             return
         self._hand_over(stage, micro_batch)
@@ -348,8 +425,15 @@ class Executor:
         number = float(value)
         if number != number or number in (float("inf"), float("-inf")):
             raise self._not_finite(action, number)
-        self.result.loss = number + (self.result.loss or 0.0)
+        self._add_loss(number)
         runner.take_gradients(action.micro_batch, gradients)
+
+    def _add_loss(self, number: float) -> None:
+        losses = self.result.losses
+        if self.plan.order == "replay" or not losses:
+            losses.append(number)
+        else:
+            losses[0] += number
 
     def _backward(self, action: Backward) -> None:
         stage, micro_batch = action.stage, action.micro_batch
@@ -366,9 +450,13 @@ class Executor:
         tensor = self._first_not_finite(action.micro_batch)
         where = "the loss itself: every layer's output is finite" if tensor is None else self._place_of(tensor)
         return NotFinite(
-            f"The loss is {number} at step {self.step}, on {self.device}; it began in {where}.",
+            f"The loss is {number} at step {self._step_of(action.micro_batch)}, on {self.device}; it began in {where}.",
             hint="Lower the learning rate, or look at the data of that step. The last checkpoint is from before it.",
         )
+
+    def _step_of(self, micro_batch: int) -> int:
+        """The optimiser's step that a micro-batch belongs to."""
+        return self.step + micro_batch if self.plan.order == "replay" else self.step
 
     def _place_of(self, tensor: str) -> str:
         if tensor in self.network.producer:
@@ -482,6 +570,7 @@ class Executor:
             for part in message.parts
         ]
         self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), tensors)
+        started = self._clock()
         for part, tensor in zip(message.parts, tensors):
             here = self._coding.unpacked(message, part, tensor, self.torch_device)
             if message.kind == "gradient":
@@ -489,6 +578,7 @@ class Executor:
             self._incoming(message, part, here)
         if message.kind == "gradient":
             self._coding.came_back(action.source, message)
+        self._take_longer(started)
 
     @torch.no_grad()
     def _incoming(self, message: Message, part: Part, here: torch.Tensor) -> None:

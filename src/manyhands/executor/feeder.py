@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from manyhands.data.silo import Kept
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, place_of
 from manyhands.executor.loss import target_names
 from manyhands.executor.messages import FeedPart, feed_parts
 from manyhands.facts.boxes import Box
-from manyhands.facts.errors import BadData
+from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_inputs, bind_tree
@@ -21,29 +22,63 @@ from manyhands.schedule.policy import Schedule
 
 
 class Feeder:
-    """Cuts batches into the boxes that devices are fed with."""
+    """Cuts batches into the boxes that devices are fed with.
 
-    def __init__(self, graph: Graph, schedule: Schedule, endpoint: Endpoint, *, with_targets: bool = True) -> None:
+    What a device has in its silo (`held`) is not here: in its place a batch has the samples' numbers, in the order that
+    was agreed, and the device is sent the numbers of its rows.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        endpoint: Endpoint,
+        *,
+        with_targets: bool = True,
+        held: Mapping[str, Kept] | None = None,
+    ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
-        self.plan = schedule.plan
+        self.plan, self.held = schedule.plan, dict(held or {})
+        self._away = frozenset(name for one in self.held.values() for name in one.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts
             for device in self.plan.devices
-            if (parts := feed_parts(graph, schedule.lowering, device, targets=with_targets))
+            if (parts := feed_parts(graph, schedule.lowering, device, targets=with_targets, held=self.held_by(device)))
         }
         self._specs = {spec.name: spec for spec in graph.inputs}
         self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
+        self._check_silos()
 
-    def send(self, step: int, inputs: Any, targets: Any = None) -> None:
-        """One batch, to everybody who needs some of it; does not wait."""
+    def held_by(self, device: str) -> frozenset[str]:
+        """What a device takes from its silo."""
+        return self.held[device].names if device in self.held else frozenset()
+
+    def _check_silos(self) -> None:
+        """What is in a silo is read there, a row for each sample."""
+        for device, parts in self.parts.items():
+            for part in parts:
+                if part.name not in self._away:
+                    continue
+                if not part.is_held:
+                    holders = ", ".join(name for name, one in self.held.items() if part.name in one.names)
+                    raise BadPlan(
+                        f"{device} reads '{part.name}', which only {holders} has.",
+                        hint="Give the layers that read it to the device that has it.",
+                    )
+                spec = (self._target_specs if part.is_target else self._specs)[part.name]
+                if spec.batch_axis != 0 or spec.rows_per_sample != 1:
+                    raise BadPlan(f"'{part.name}' is in a silo; its first axis must be the samples'.")
+
+    def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:
+        """One batch, to everybody who needs some of it; does not wait. `place`: which of a round's (order replay)."""
         values = self._checked(self._bound("inputs", self._bind_inputs, inputs), self._specs)
         wanted = {}
         if self.with_targets:
             wanted = self._checked(self._bound("targets", self._bind_targets, targets), self._target_specs)
-        for micro_batch in range(self.plan.micro_batches):
+        for number in range(self.plan.micro_batches // self.plan.steps_per_round):
             for device, parts in self.parts.items():
-                tensors = [self._cut(part, values, wanted, micro_batch) for part in parts]
-                self.endpoint.send(device, step, feed_topic(micro_batch), tensors)
+                tensors = [self._cut(device, part, values, wanted, number) for part in parts]
+                self.endpoint.send(device, step, feed_topic(place + number), tensors)
 
     def _bound(self, what: str, bind: Callable[[Any], dict[str, Any]], given: Any) -> dict[str, Any]:
         """The tensors of a batch by name, if it is built as the example was that the network was captured with."""
@@ -69,7 +104,7 @@ class Feeder:
         result = {}
         for name, tensor in found.items():
             spec = specs[name]
-            shape = spec.shape_for(self.plan.batch_size)
+            shape = (self.plan.step_size,) if name in self._away else spec.shape_for(self.plan.step_size)
             if not isinstance(tensor, torch.Tensor):
                 raise BadData(f"A batch's '{name}' is a {type(tensor).__name__}; it must be a tensor of {shape}.")
             if tuple(tensor.shape) != shape:
@@ -77,13 +112,21 @@ class Feeder:
                     f"A batch's '{name}' has shape {tuple(tensor.shape)}; the network was captured with {shape}.",
                     hint="Every sample of a data set must have the same shape.",
                 )
-            result[name] = tensor.to(dtype_of(spec.dtype))
+            result[name] = tensor if name in self._away else tensor.to(dtype_of(spec.dtype))
         return result
 
     def _cut(
-        self, part: FeedPart, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], micro_batch: int
+        self,
+        device: str,
+        part: FeedPart,
+        values: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
+        micro_batch: int,
     ) -> torch.Tensor:
         tensor = (targets if part.is_target else values)[part.name]
+        if part.is_held:
+            first, last = (micro_batch * self.plan.micro_batch_size + place for place in part.box.intervals[0])
+            return self.held[device].rows[tensor[first:last]].contiguous()
         spec = (self._target_specs if part.is_target else self._specs)[part.name]
         hull = Box.whole(tensor.shape)
         box = part.box

@@ -65,7 +65,7 @@ class ShareLoss:
         given = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
         value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
         if self.is_mean:
-            value = value * (samples / self.plan.batch_size)
+            value = value * (samples / self.plan.step_size)
         if self.plan.is_training:
             torch.autograd.backward([value])
         return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+
+from manyhands.executor.boxes import dtype_of, empty
 from manyhands.executor.loss import target_names
 from manyhands.facts.boxes import Box
-from manyhands.facts.errors import BadPlan
+from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.facts.plan import ByChannels, BySamples, Plan, Stage
 from manyhands.facts.plan_check import op_range
@@ -19,6 +22,8 @@ from manyhands.schedule.work import Lowering
 
 COORDINATOR = "coordinator"
 """The name under which whoever started the run feeds inputs and gathers results."""
+ROW_BYTES = 8
+"""Of a sample's number."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,38 @@ class FeedPart:
     stage: int = AT_HOME
     """The stage that reads it."""
     is_target: bool = False
+    is_held: bool = False
+    """The device has it in its silo: the rows' numbers travel."""
 
     @property
     def bytes(self) -> int:
+        return len(range(*self.box.intervals[0])) * ROW_BYTES if self.is_held else self._volume_bytes
+
+    @property
+    def _volume_bytes(self) -> int:
         return self.box.volume * DTYPE_BYTES[self.dtype]
 
+    def room(self) -> torch.Tensor:
+        """Memory for what travels."""
+        return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_held else empty(self.box, self.dtype)
 
-def feed_parts(graph: Graph, lowering: Lowering, device: str, *, targets: bool) -> tuple[FeedPart, ...]:
-    """What a device is fed, in the order it travels."""
+    def cut_from(self, rows: torch.Tensor) -> torch.Tensor:
+        """This box of the samples that a silo gave."""
+        shape = tuple(b - a for a, b in self.box.intervals)
+        own = rows[(slice(None), *self.box.slices()[1:])] if rows.dim() == len(shape) else rows
+        if tuple(own.shape) != shape or (rows.is_floating_point() and not dtype_of(self.dtype).is_floating_point):
+            raise BadData(
+                f"The silo's '{self.name}' gives {str(rows.dtype).removeprefix('torch.')}{list(rows.shape)}; the "
+                f"network was captured with {self.dtype}{list(shape)}.",
+                hint="All parts of a job must be of the same samples: look at the file given with --silo.",
+            )
+        return own.to(dtype_of(self.dtype))
+
+
+def feed_parts(
+    graph: Graph, lowering: Lowering, device: str, *, targets: bool, held: Collection[str] = ()
+) -> tuple[FeedPart, ...]:
+    """What a device is fed, in the order it travels; `held`: what it has in its silo."""
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
     found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
@@ -47,7 +76,7 @@ def feed_parts(graph: Graph, lowering: Lowering, device: str, *, targets: bool) 
         specs = {spec.name: spec for spec in graph.loss.inputs}
         rows = samples_of(last, device)
         found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
-    return tuple(found)
+    return tuple(replace(part, is_held=True) if part.name in held else part for part in found)
 
 
 def _target(spec: TensorSpec, rows: tuple[int, int], samples: int) -> FeedPart:

@@ -52,7 +52,7 @@ class Segments:
 
     def _forward(self, flight: Flight, start: int, piece: Piece, context: Context) -> None:
         norm = self.norms.get(start) if context.training else None
-        if not context.training:
+        if not context.training or not context.records:
             with torch.no_grad():
                 left = piece({name: flight.values[name].detach() for name in piece.inputs}, context)
         elif norm is not None:

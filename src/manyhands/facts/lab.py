@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -198,52 +197,3 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         for b in slot_names(one.receiver, slots)
     ]
     return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside))
-
-
-class Trace(msgspec.Struct, frozen=True):
-    """Rates over time, as recorded: each holds from its moment to the next. After the last it begins again."""
-
-    seconds: tuple[float, ...]
-    bytes_per_second: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.seconds or len(self.seconds) != len(self.bytes_per_second):
-            raise BadValue("A trace has one rate for each moment, and at least one.")
-        if any(not a < b for a, b in zip(self.seconds, self.seconds[1:])):
-            raise BadValue("A trace's moments must follow each other.")
-        if any(not 0 <= rate < math.inf for rate in self.bytes_per_second):
-            raise BadValue("A trace's rates must be >= 0.")
-
-    @property
-    def length_seconds(self) -> float:
-        """With the last rate as long as the ones before it, on average."""
-        first, last, count = self.seconds[0], self.seconds[-1], len(self.seconds)
-        return (last - first) * count / (count - 1) if count > 1 else 1.0
-
-    def at(self, seconds: float) -> tuple[float, float]:
-        """The rate at a moment after its beginning, and how long it holds from then on."""
-        place = seconds % self.length_seconds + self.seconds[0]
-        index = max(0, bisect_right(self.seconds, place) - 1)
-        end = self.seconds[index + 1] if index + 1 < len(self.seconds) else self.seconds[0] + self.length_seconds
-        return self.bytes_per_second[index], max(end - place, 1e-6)
-
-
-def parse_trace(text: str, where: str) -> Trace:
-    """Lines of `seconds megabits_per_second`; '#' begins a comment."""
-    moments, rates = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            moment, rate = (float(word) for word in words)
-        except ValueError:
-            raise BadValue(
-                f"{where}:{number}: '{line:.60}' is not a moment and a rate.", hint="Write: 12.0 31.5 (s, Mbit/s)"
-            ) from None
-        moments.append(moment)
-        rates.append(rate * 1e6 / 8)
-    try:
-        return Trace(tuple(moments), tuple(rates))
-    except BadValue as error:
-        raise BadValue(f"{where}: {error.message}") from error

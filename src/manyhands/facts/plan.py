@@ -26,9 +26,10 @@ from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadPlan
 
 LayerName = int | str
-Order = Literal["sequential", "gpipe", "1f1b", "eager", "stream"]
+Order = Literal["sequential", "gpipe", "1f1b", "eager", "replay", "stream"]
 WarmUp = Literal["2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1"]
 BatchNorm = Literal["synchronised", "local"]
+ReplayMode = Literal["grouped", "window"]
 EVERYWHERE = "everywhere"
 
 
@@ -90,6 +91,15 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the devices of this stage add up their weight gradients."""
 
 
+class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far stages run ahead of the last one's gradients, with order replay (SPLIT §4.1)."""
+
+    k: int | None = 5
+    """Updates that a gradient may be behind, at most; 0: plain back-propagation; None: no bound but the round."""
+    mode: ReplayMode = "grouped"
+    """grouped: K+1 mini-batches, and the next when all of them are done; window: never more than K+1 under way."""
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that decides who does what, when."""
 
@@ -107,6 +117,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers the optimiser keeps per parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
     bucket_bytes: int = 4_000_000
     """Weight gradients are reduced in buckets of about this size, while backward goes on."""
+    replay: Replay = Replay()
+
+    @property
+    def steps_per_round(self) -> int:
+        """With order replay every micro-batch is a mini-batch of its own: the optimiser steps after each."""
+        return self.micro_batches if self.order == "replay" else 1
+
+    @property
+    def step_size(self) -> int:
+        """Samples between two steps of the optimiser."""
+        return self.batch_size // self.steps_per_round
 
     @property
     def micro_batch_size(self) -> int:

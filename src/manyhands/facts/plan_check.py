@@ -46,6 +46,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_share(resolved, index, stage, network)
         _check_eager(resolved, index, stage, network)
     _check_tied_weights(stages, network)
+    _check_replay(resolved, network)
     _check_micro_batches(resolved, network)
     _check_loss(resolved, network)
     return resolved
@@ -261,6 +262,33 @@ def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None
         )
 
 
+def _check_replay(plan: Plan, network: Network) -> None:
+    """Every stage but the last runs ahead by itself: on one device, from the network's inputs alone."""
+    if plan.order != "replay":
+        return
+    if plan.replay.k is not None and not 0 <= plan.replay.k < 2**16:
+        raise BadPlan(f"replay.k is {plan.replay.k}; it must be between 0 and {2**16 - 1}, or null for no bound.")
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) > 1:
+            raise BadPlan(
+                f"order is replay, and stages[{index}] has {len(stage.devices)} devices; each has one.",
+                hint="Use order: 1f1b to share a stage.",
+            )
+        if index == len(plan.stages) - 1:
+            continue
+        first, last = op_range(stage, network)
+        foreign = next(
+            (name for op in network.ops[first:last] for name in op.inputs if network.producer.get(name, first) < first),
+            None,
+        )
+        if foreign is not None:
+            raise BadPlan(
+                f"order is replay, and stages[{index}] reads '{foreign}' of another stage; stages before the last read "
+                "the network's inputs only.",
+                hint="Use two stages, or one for each input and a last one that joins them.",
+            )
+
+
 def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
     """Each stage has its own copy of a weight: one that changes must be in one stage."""
     seen: dict[str, int] = {}
@@ -278,7 +306,7 @@ def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
 def _check_micro_batches(plan: Plan, network: Network) -> None:
     """A network in which samples meet (batch statistics apart) must see the whole batch at once."""
     mixing = next((op for op in network.ops if op.mixes_samples), None)
-    if mixing is not None and plan.micro_batches > 1:
+    if mixing is not None and plan.micro_batches > plan.steps_per_round:
         raise BadPlan(
             f"micro_batches is {plan.micro_batches}, but operator {mixing.name} ({mixing.target}, "
             f"{mixing.where or mixing.module}) mixes samples: it must see the whole batch.",
@@ -314,7 +342,7 @@ def _check_loss(plan: Plan, network: Network) -> None:
     last = plan.stages[-1]
     what = "The loss is neither a mean nor a sum over samples, so it needs all samples of the batch in one place"
     hint = "Use micro_batches: 1 and a single device for the last stage (--plan single)."
-    if plan.micro_batches > 1:
+    if plan.micro_batches > plan.steps_per_round:
         raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
     if len(last.devices) > 1 and isinstance(last.share, BySamples):
         field = f"stages[{len(plan.stages) - 1}]"

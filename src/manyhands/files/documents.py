@@ -33,7 +33,7 @@ def read_document(path: str | Path) -> object:
     """What a YAML or JSON file holds: plain dictionaries, lists, texts and numbers, never objects."""
     path = Path(path)
     is_json = _is_json(path)
-    text = _read_text(path)
+    text = read_text(path)
     try:
         if is_json:
             return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
@@ -150,7 +150,8 @@ def _is_json(path: Path) -> bool:
     return suffix in JSON_SUFFIXES
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """All of a file of text, which may be hostile: too large, no text, no file at all."""
     try:
         if path.is_dir():
             raise BadFile(f"{path}: is a folder, not a file.")

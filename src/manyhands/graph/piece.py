@@ -46,6 +46,10 @@ class Context:
     first_sample: int = 0
     samples: int = 0
     """How many samples are at hand; 0: as many as the inputs show (a piece without inputs cannot tell)."""
+    moves_buffers: bool = True
+    """Whether running statistics take part: not where a batch is run again."""
+    records: bool = True
+    """Whether autograd does: not where a batch will be run again."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,15 @@ class Piece:
         for name in (*self.inputs, *map(_weight_slot, self.weight_names)):
             self._slots.of(name)
         self._template: list[Any] | None = None
-        self._steps: dict[bool, tuple[Step, ...]] = {}
+        self._steps: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
-    def steps(self, training: bool) -> tuple[Step, ...]:
+    def steps(self, training: bool, moves_buffers: bool = True) -> tuple[Step, ...]:
         """The compiled calls for training or evaluation."""
-        if training not in self._steps:
-            self._steps[training] = tuple(_compile(self, training))
+        found = self._steps.get((training, moves_buffers))
+        if found is None:
+            found = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
             self._template = None
-        return self._steps[training]
+        return found
 
     def fresh_slots(self) -> list[Any]:
         """The list of values before a run: weights in place, the rest empty."""
@@ -136,7 +141,7 @@ class Piece:
     def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
         """Run the piece on the tensors that enter it; returns the tensors that leave it."""
         context = context or Context()
-        steps = self.steps(context.training)
+        steps = self.steps(context.training, context.moves_buffers)
         slots = self.fresh_slots()
         for place, name in enumerate(self.inputs):
             slots[place] = values[name]
@@ -169,7 +174,7 @@ def _weight_slot(name: str) -> str:
     return "weight " + name
 
 
-def _compile(piece: Piece, training: bool) -> Iterable[Step]:
+def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step]:
     last_reader: dict[str, int] = {}
     for index, node in enumerate(piece.nodes):
         for name in values_of(node):
@@ -177,7 +182,7 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
     kept = set(piece.outputs)
     made_by = {spec.name: node for node in piece.nodes for spec in node.outputs}
     for index, node in enumerate(piece.nodes):
-        if node.updates and not training:
+        if node.updates and not (training and moves_buffers):
             continue
         slots = piece._slots
         random = RANDOM_CALLS.get(node.target)
@@ -185,6 +190,8 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
         call: Call
         if node.target in _KEEPS_STATISTICS and not training and arguments[3] is not None:
             arguments = (*arguments[:5], False, *arguments[6:])
+        elif node.target in _KEEPS_STATISTICS and training and not moves_buffers:
+            arguments = (*arguments[:3], *_without_buffers(arguments), *arguments[5:])
         if random is not None and not random.draws(node, training):
             random = None
         if random is not None:
@@ -212,6 +219,11 @@ def _compile(piece: Piece, training: bool) -> Iterable[Step]:
 
 # Normalisations with running statistics as arguments 3 and 4, and whether to use the batch's own as argument 5.
 _KEEPS_STATISTICS = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
+
+
+def _without_buffers(arguments: tuple[Argument, ...]) -> tuple[Argument, Argument]:
+    """The running statistics, left out where the batch's own are used anyway."""
+    return (None, None) if arguments[5] is True else (arguments[3], arguments[4])
 
 
 def _never(*_: Any) -> Any:

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from manyhands.facts.errors import ManyhandsError
-from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played, Trace, parse_trace
+from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played
+from manyhands.facts.trace import LinkTrace
+from manyhands.files.traces import read_link_trace
 from manyhands.lab import record
 from manyhands.lab.spaces import Spaces, entered
 from manyhands.lab.switch import Switch
@@ -31,10 +32,11 @@ _AGAIN_SECONDS = 1.0
 class Follower:
     """A device's port along a trace, whose time goes as slowly as everything in the lab."""
 
-    def __init__(self, spaces: Spaces, played: Played, device: str, trace: Trace) -> None:
+    def __init__(self, spaces: Spaces, played: Played, device: str, trace: LinkTrace) -> None:
         self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
         own = played.network.device(device)
         self.up_part = 1.0
+        """Where one recording stands for both directions, up keeps its ratio to down."""
         if math.isfinite(own.up_bytes_per_second) and math.isfinite(own.down_bytes_per_second):
             self.up_part = own.up_bytes_per_second / own.down_bytes_per_second
         self.began = time.monotonic()
@@ -44,9 +46,14 @@ class Follower:
         """Set what holds now, if it is time."""
         if now < self.due:
             return
-        rate, lasts = self.trace.at((now - self.began) / self.scale)
+        moment = (now - self.began) / self.scale
+        rate, lasts = self.trace.down.at(moment)
         down = max(rate, SLOWEST_BYTES_PER_SECOND) / self.scale
-        self.spaces.set_rates(self.device, down * self.up_part, down)
+        up = down * self.up_part
+        if not self.trace.is_one_way:
+            rate, up_lasts = self.trace.up.at(moment)
+            up, lasts = max(rate, SLOWEST_BYTES_PER_SECOND) / self.scale, min(lasts, up_lasts)
+        self.spaces.set_rates(self.device, up, down)
         self.due = now + lasts * self.scale
 
 
@@ -58,7 +65,7 @@ class Keeper:
         self.ended = threading.Event()
         self.spaces = Spaces(name, self.known.played.network, uses_switch=self.known.uses_switch)
         self.followers = [
-            Follower(self.spaces, self.known.played, device, parse_trace(Path(file).read_text(), file))
+            Follower(self.spaces, self.known.played, device, read_link_trace(file))
             for device, file in self.known.played.traces
         ]
         self.is_ready = self.orphaned = False

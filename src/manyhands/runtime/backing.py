@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from manyhands.runtime.control import Held, Hold, Holds, Retain, Send, State, TensorEntry
-from manyhands.schedule.backup import holders
+from manyhands.schedule.backup import holders, is_due
 
 if TYPE_CHECKING:
     from manyhands.runtime.run import Run
@@ -29,7 +29,10 @@ class Backups:
         self._held: dict[int, set[str]] = defaultdict(set)
 
     def is_backup(self, step: int) -> bool:
-        return bool(self.every) and (step % self.every == 0 or step == self.run.first)
+        """Whether everybody keeps a copy after so many steps."""
+        if not self.every or step == self.run.first:
+            return bool(self.every)
+        return is_due(self.run.round_of(step - 1), step, self.every)
 
     def kept(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a copy of its own state."""
@@ -71,4 +74,5 @@ class Backups:
         if not self.every:
             return False
         safe = max(self.safe_step, self.run.first)
-        return fed // self.every - safe // self.every > MOST_BACKUPS_BEHIND
+        every = max(self.every, self.run.stride)
+        return fed // every - safe // every > MOST_BACKUPS_BEHIND

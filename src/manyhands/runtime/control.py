@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
@@ -34,7 +35,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -43,6 +44,14 @@ class TensorEntry(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class SiloFacts(msgspec.Struct, frozen=True):
+    """What a worker says of its own data."""
+
+    samples: int
+    arrays: tuple[TensorEntry, ...]
+    """The shape is that of one sample."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -55,6 +64,9 @@ class Facts(msgspec.Struct, frozen=True):
     torch: str
     compute: str = "cpu"
     pid: int = 0
+    slowdown: float = 1.0
+    """How many times slower than its machine it computes."""
+    silo: SiloFacts | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -81,6 +93,8 @@ class Job(msgspec.Struct, frozen=True):
     trace_last: int
     memory_step: int
     wait_limit_seconds: float
+    held: tuple[str, ...] = ()
+    """Inputs and targets that the device takes from its silo: it is sent the numbers of its rows."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -119,7 +133,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     generation: int
     job: Job | None
     """None: this worker only gives away what it has."""
-    peers: dict[str, tuple[str, int]]
+    peers: dict[str, Address]
     gives: dict[str, tuple[str, ...]] = {}
     """Peer -> the tensors it is sent when the run starts."""
     since: int = 0
@@ -140,11 +154,49 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """So many steps lie between two copies that are kept against losses; 0: none are."""
 
 
+class Arrival(msgspec.Struct, frozen=True):
+    """A message that came from another device: how long its bytes took, and how long ago the last one came."""
+
+    source: str
+    bytes: int
+    seconds: float
+    ago: float
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A round is done."""
+
     generation: int
     step: int
-    loss: float | None
+    """Its last step."""
     seconds: float
+    losses: tuple[float, ...] = ()
+    """This device's part of each step's, where it computes one."""
+    staleness: tuple[int, ...] = ()
+    """Updates between the forward pass of each step and its own, where a stage runs ahead (order replay)."""
+    arrivals: tuple[Arrival, ...] = ()
+    sent: dict[str, int] = {}
+    """Bytes sent to each device in this generation so far, without copies of state."""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """One step of a round with several is done here."""
+
+    generation: int
+    step: int
+
+
+class EndAt(msgspec.Struct, frozen=True, tag="end-at"):
+    """The generation ends before this step: no more is fed. The round under way is shorter."""
+
+    generation: int
+    step: int
+
+
+class Reshape(msgspec.Struct, frozen=True, tag="reshape"):
+    """From now on the links to these peers are imitated so."""
+
+    links: dict[str, Shape]
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
@@ -205,6 +257,17 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     scalars: dict[int, dict[str, Any]]
 
 
+class AskIds(msgspec.Struct, frozen=True, tag="ask-ids"):
+    generation: int
+
+
+class Ids(msgspec.Struct, frozen=True, tag="ids"):
+    """Digests of the ids of a worker's samples, in the order of its rows."""
+
+    generation: int
+    digests: bytes
+
+
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     pass
 
@@ -244,7 +307,9 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
     generation: int
     devices: tuple[str, ...]
-    peers: dict[str, tuple[str, int]]
+    peers: dict[str, Address]
+    sizes: dict[str, int] = {}
+    """Of two devices, the bytes that each sends to the other, once and in turn; empty: everything is measured."""
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
@@ -281,13 +346,15 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    pass
+    """Alive. A worker says what has come meanwhile."""
+
+    arrivals: tuple[Arrival, ...] = ()
 
 
 Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
     | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
-    | Holding | Leaving
+    | Holding | Leaving | Reshape | Stepped | EndAt | AskIds | Ids
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

@@ -3,6 +3,7 @@
 with Coordinator.local_cluster(cluster) as coordinator:        # workers are started here
 with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker --join HOST:7077 --token T
     coordinator.wait_for(3)
+    coordinator.invite("cloud.example.org", 7078, token)   # one that listens: see `inviting`
 """
 
 from __future__ import annotations
@@ -13,17 +14,27 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from manyhands.data.silo import Kept
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
+from manyhands.engine.endpoint import Address
 from manyhands.engine.security import Security, is_loopback, new_token
-from manyhands.engine.transport import ConnectedEndpoint, ControlChannel, ControlListener, TcpTransport, Transport
+from manyhands.engine.transport import (
+    ConnectedEndpoint,
+    ControlChannel,
+    ControlListener,
+    TcpTransport,
+    Transport,
+    reach_either,
+)
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
-from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import (
     PROTOCOL,
@@ -41,6 +52,7 @@ from manyhands.runtime.control import (
     decode,
     encode,
 )
+from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.watch import SILENCE_SECONDS, Watch
 
@@ -77,6 +89,12 @@ class Member:
     """It was asked to go, and waits until others have what it has."""
     graph_digest: str = ""
     """Of the graph that it was given last."""
+    invitation: Invitation | None = None
+    """Of one that was dialled; None: it came by itself."""
+
+    @property
+    def is_invited(self) -> bool:
+        return self.invitation is not None
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,8 @@ class Coordinator:
         """How many may be here at a time; None: any number."""
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
+        self.silos: dict[str, Kept] = {}
+        """Worker -> what it takes from its own data in the job under way (agreeing.py)."""
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
@@ -156,6 +176,7 @@ class Coordinator:
         self._watching = threading.Lock()
         self._guests: dict[ControlChannel, threading.Thread] = {}
         """Everybody who is connected, joined or not yet, and the thread that listens to him."""
+        self._inviting: list[Inviting] = []
         self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
         try:
             self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, self.security, host=host)
@@ -180,13 +201,25 @@ class Coordinator:
         logs: Path | None = None,
         limit_seconds: float = JOIN_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
+        slowdowns: Mapping[str, float] | None = None,
     ) -> Coordinator:
-        """A coordinator with one process on this machine for each device of the cluster, all joined."""
+        """A coordinator with one process on this machine for each device of the cluster, all joined.
+
+        `slowdowns`: device -> how many times longer than it must whatever it computes takes.
+        """
         coordinator = cls(logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds))
         try:
             coordinator.wanted = set(cluster.names)
+            slow = dict.fromkeys(cluster.names, 1.0) | dict(slowdowns or {})
+            for name in slow:
+                cluster.device(name)  # which says where there is none
             coordinator.start_workers(
-                [WorkerProcess((device.name,), device.compute) for device in cluster.devices], threads, limit_seconds
+                [
+                    WorkerProcess((device.name,), device.compute, slowdown=slow[device.name])
+                    for device in cluster.devices
+                ],
+                threads,
+                limit_seconds,
             )
         except BaseException:
             coordinator.close()
@@ -212,6 +245,8 @@ class Coordinator:
             return
         self._closing.set()
         try:
+            for one in self._inviting:
+                one.close()
             for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
                     member.channel.send(encode(Leave()), 1.0)
@@ -274,42 +309,93 @@ class Coordinator:
     def _accept(self) -> None:
         while not self._closing.is_set():
             channel = self.listener.accept(0.2)
-            if channel is None:
-                continue
-            thread = threading.Thread(target=self._greet, args=(channel,), name="coordinator guest", daemon=True)
-            with self._change:
-                self._guests[channel] = thread
-            thread.start()
+            if channel is not None:
+                self._receive(channel)
 
-    def _greet(self, channel: ControlChannel) -> None:
+    def invite(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        limit_seconds: float = INVITE_SECONDS,
+        once: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Dial a worker that listens (`serving.listen`) and take it in as a member like any other; returns its name.
+
+        TimedOut where nobody is there until the limit (`once`: at the first attempt), Refused where it will not come:
+        another token or version, it works for another coordinator, its name is taken. WorkerLost: it came and went.
+        """
+        reached = reach_either(
+            self.transport, COORDINATOR, (host, port), token, limit_seconds, patience=self.security.patience, once=once,
+            is_cancelled=lambda: is_cancelled() or self._closing.is_set(),
+        )  # fmt: skip
+        found: Future[Member] = Future()
+        self._receive(reached.channel, Invitation(host, port, reached.security), found)
+        try:
+            return found.result(_HELLO_SECONDS + 2 * _WELCOME_SECONDS).name
+        except TimeoutError as error:  # its thread waits for something else than the worker
+            reached.channel.close()
+            raise TimedOut(f"{host}:{port} was let in, and did not join.") from error
+
+    def keep_inviting(self, host: str, port: int, token: str) -> Inviting:
+        """From now on have this worker here, again and again whenever it is lost; until this coordinator ends."""
+        found = Inviting(self, host, port, token)
+        self._inviting.append(found)
+        return found
+
+    def _receive(
+        self, channel: ControlChannel, invitation: Invitation | None = None, found: Future[Member] | None = None
+    ) -> None:
+        """Have a thread listen to somebody who is connected."""
+        thread = threading.Thread(
+            target=self._greet, args=(channel, invitation, found or Future()), name="coordinator guest", daemon=True
+        )
+        with self._change:
+            is_late = self._closing.is_set()
+            if not is_late:
+                self._guests[channel] = thread
+                thread.start()
+        if is_late:
+            channel.close()
+            if found is not None:
+                found.set_exception(WorkerLost("The coordinator ends: nobody is taken in."))
+
+    def _greet(self, channel: ControlChannel, invitation: Invitation | None, found: Future[Member]) -> None:
         """One guest's thread: whatever he says or does harms nobody else."""
         try:
-            member = self._admit(channel)
-            if member is not None:
+            member = self._admit(channel, invitation)
+            if isinstance(member, Refusal):
+                found.set_exception(Refused(member.reason, hint=member.hint))
+            else:
+                found.set_result(member)
                 self._listen(member)
         except Exception as error:
             said = error.message if isinstance(error, ManyhandsError) else repr(error)
             self.on_event(f"a guest from {channel.peer_host} was turned away: {said:.300}")
+            if not found.done():
+                found.set_exception(error)
         finally:
             channel.close()
             with self._change:
                 self._guests.pop(channel, None)
 
-    def _admit(self, channel: ControlChannel) -> Member | None:
+    def _admit(self, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
         """A worker says who it is, and is taken in or told why not."""
         data = channel.receive(_HELLO_SECONDS)
         if data is None:
-            return None
+            return Refusal(f"{channel.peer_host} has not said who it is within {_HELLO_SECONDS:g} s.", "Start it anew.")
         try:
             hello = decode(data)
         except ManyhandsError as error:
-            self._refuse(channel, "somebody", Refusal(error.message, error.hint))
-            return None
+            return self._refuse(channel, "somebody", Refusal(error.message, error.hint))
+        if isinstance(hello, Refusal) and invitation is not None:
+            return hello
         if not isinstance(hello, Hello):
-            self._refuse(channel, "somebody", Refusal("A worker says first who it is.", "Start it anew."))
-            return None
+            return self._refuse(channel, "somebody", Refusal("A worker says first who it is.", "Start it anew."))
         with self._change:  # of two with one name the second is refused
-            found = self._judge(hello, channel)
+            found = self._judge(hello, channel, invitation)
             if isinstance(found, Member):
                 channel.send(encode(self._welcome(hello.name)), _WELCOME_SECONDS)
                 self.members[hello.name] = found
@@ -319,9 +405,9 @@ class Coordinator:
                 self.events.put((hello.name, Joined(found)))
                 self._change.notify_all()
         if isinstance(found, Refusal):
-            self._refuse(channel, hello.name, found)
-            return None
-        self.on_event(f"{hello.name} joined from {channel.peer_host}")
+            return self._refuse(channel, hello.name, found)
+        how = "joined from" if invitation is None else "was invited at"
+        self.on_event(f"{hello.name} {how} {channel.peer_host}")
         return found
 
     def _welcome(self, name: str) -> Welcome:
@@ -341,13 +427,14 @@ class Coordinator:
         up = own.up_bytes_per_second / slots
         return Welcome(name, silence_seconds, links, up if math.isfinite(up) else None, self.beat_seconds)
 
-    def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> None:
+    def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> Refusal:
         self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")
         channel.send(encode(refusal), _WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
             channel.receive(2.0)  # let it read before the connection goes
+        return refusal
 
-    def _judge(self, hello: Hello, channel: ControlChannel) -> Member | Refusal:
+    def _judge(self, hello: Hello, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
         if hello.protocol != PROTOCOL or hello.version != __version__:
             return Refusal(
                 f"{hello.name:.64} runs manyhands {hello.version:.20}; the coordinator runs {__version__}.",
@@ -359,7 +446,7 @@ class Coordinator:
                 f"A worker called {hello.name:.64} has joined already, from {known.channel.peer_host}.",
                 "Give each its own: manyhands worker --name NAME ...",
             )
-        if self.wanted is not None and hello.name not in self.wanted:
+        if self.wanted is not None and hello.name not in self.wanted and invitation is None:
             names = ", ".join(sorted(self.wanted))
             return Refusal(
                 f"This run has no device called {hello.name:.64}; it has {names:.400}.",
@@ -379,7 +466,11 @@ class Coordinator:
             device = _device(hello)
         except BadValue as error:
             return Refusal(error.message, error.hint)
-        return Member(hello.name, channel, (hello.host, hello.port), device, hello.facts)
+        if invitation is not None:  # what was dialled can be dialled again, whatever it is called at its own end
+            address = channel.peer_host, invitation.port
+        else:
+            address = hello.host, hello.port
+        return Member(hello.name, channel, address, device, hello.facts, invitation=invitation)
 
     def _listen(self, member: Member) -> None:
         """What one worker says goes into the queue; a broken connection too."""
@@ -396,7 +487,7 @@ class Coordinator:
                 message = decode(data)
                 if isinstance(message, Clock):
                     self._clocks[(member.name, message.ticket)] = message.seconds
-                elif not isinstance(message, Beat):
+                elif not isinstance(message, Beat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
                     self.events.put((member.name, message))
         except ManyhandsError as error:
@@ -490,10 +581,10 @@ class Coordinator:
                 raise WorkerLost(f"Worker {name} was lost before this began: {how}.", hint="Start it again.")
             found[name] = member
         here = [name for name, member in found.items() if is_loopback(member.address[0])]
-        if here and len(here) < len(found):
-            away = next(name for name in found if name not in here)
+        away = [name for name, member in found.items() if name not in here and not member.is_invited]
+        if here and away:
             raise BadValue(
-                f"{', '.join(here)} joined by a loopback address, which {away} on another machine cannot reach.",
+                f"{', '.join(here)} joined by a loopback address, which {away[0]} on another machine cannot reach.",
                 hint="Join by this machine's own address: manyhands worker --join ADDRESS:PORT ...",
             )
         return found
@@ -515,15 +606,24 @@ class Coordinator:
 
     def connect(self, names: Iterable[str], limit_seconds: float = 30.0) -> None:
         """Data connections to these workers."""
-        self.endpoint.connect({name: self.members[name].address for name in names}, limit_seconds)
+        self.endpoint.connect(self.addresses(names, COORDINATOR, with_coordinator=False), limit_seconds)
 
-    def addresses(self, names: Iterable[str], reader: str) -> dict[str, tuple[str, int]]:
-        """Where the data endpoints of these workers and of the coordinator are, as `reader` can reach them."""
-        found = {name: self.members[name].address for name in names}
+    def addresses(self, names: Iterable[str], reader: str, *, with_coordinator: bool = True) -> dict[str, Address]:
+        """Where the data endpoints of these workers and of the coordinator are, as `reader` can reach them, and which
+        of the two connects."""
+        own = self.members.get(reader)
+        asking = reader, own.invitation if own is not None else None
+        found = {
+            name: meeting_address(asking, (name, self.members[name].invitation), self.members[name].address)
+            for name in names
+        }
+        if not with_coordinator:
+            return found
         host, port = self.endpoint.address
-        if host in _EVERY_ADDRESS:  # the one under which this worker has found us
-            host = self.members[reader].channel.local_host
-        return {**found, COORDINATOR: (host, port)}
+        if own is not None and host in _EVERY_ADDRESS:  # the one under which this worker has found us
+            host = own.channel.local_host
+        found[COORDINATOR] = meeting_address(asking, (COORDINATOR, None), (host, port))
+        return found
 
     def set_clocks(self, names: Iterable[str]) -> None:
         """How far each worker's clock is from this one: the middle of the quickest of a few round trips."""

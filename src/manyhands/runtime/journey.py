@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
-from manyhands.runtime.control import Failed, Holding, Leave, Retain, Survey
+from manyhands.runtime.control import Arrival, Failed, Holding, Leave, Retain, Survey
 from manyhands.runtime.coordinator import Coordinator, Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
@@ -63,6 +63,22 @@ class Replan(Protocol):
     """Asked for a plan for those who are there."""
 
     def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change: ...
+
+
+class Pilot(Protocol):
+    """Steers a job while its workers stay: asked from the coordinator's loop, so it answers at once."""
+
+    def stop_at(self, step: int) -> int | None:
+        """The first step after this one at which another plan is wanted, whatever happens; None: none."""
+
+    def should_change(self, steps_done: int) -> bool:
+        """Whether the round under way is to be the last by this plan."""
+
+    def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
+        """What a device has got from others, and how long that took."""
+
+    def began(self, plan: Plan, steps_done: int) -> None:
+        """The first round by a plan is done."""
 
 
 class Tell(Protocol):
@@ -111,9 +127,10 @@ class Journey:
         on_step: OnStep | None = None,
         on_snapshot: OnSnapshot | None = None,
         tell: Tell | None = None,
+        pilot: Pilot | None = None,
     ) -> None:
         self.coordinator, self.order, self.batches = coordinator, order, batches
-        self.replan, self.endurance = replan, endurance
+        self.replan, self.endurance, self.pilot = replan, endurance, pilot
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
         self.tell: Tell = tell or (lambda event, /, **facts: None)
@@ -132,14 +149,17 @@ class Journey:
         """Before all of this job's: what workers have of earlier jobs is none of its state."""
         self._voyage: Voyage | None = None
         self._run: Run | None = None
+        self._begun: Run | None = None
+        """The last generation whose first round was done."""
 
     def run(self) -> Travelled:
         order = self.order
         self._known = set(self.coordinator.alive())
         while True:
+            leg = self._leg(order)
             run = self._run = Run(
-                self.coordinator, order, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, since=self._since,
+                self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
+                should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -150,13 +170,27 @@ class Journey:
             except ManyhandsError as error:
                 order = self._after_loss(run, order, error)
                 continue
-            if not run.is_paused:
+            finally:
+                self.outcome.bytes_between += run.outcome.bytes_between
+            if not run.is_paused and leg.last_step == order.last_step:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
                 return self.outcome
             order = self._after_pause(run, order)
 
+    def _leg(self, order: Order) -> Order:
+        """The order as far as its plan is wanted."""
+        first = order.start.steps_done if order.located is None else order.located.steps_done
+        stop = self.pilot.stop_at(first) if self.pilot is not None else None
+        if stop is None or not first < stop < order.last_step:
+            return order
+        return dataclasses.replace(order, last_step=stop, snapshots=tuple(s for s in order.snapshots if s <= stop))
+
     # While it runs
+
+    def _arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
+        if self.pilot is not None and arrivals:
+            self.pilot.arrived(device, arrivals)
 
     def _stepped(self, step: int, loss: float | None, seconds: float) -> None:
         if step < self._furthest:
@@ -167,6 +201,8 @@ class Journey:
             self.outcome.step_seconds.append(seconds)
             if loss is not None:
                 self.outcome.losses.append(loss)
+            if self._run is not None and self._run.outcome.staleness:
+                self.outcome.staleness.append(self._run.outcome.staleness[-1])
             self.on_step(step, loss, seconds)
         voyage, run = self._voyage, self._run
         if voyage is not None and run is not None and not voyage.is_told:
@@ -179,6 +215,9 @@ class Journey:
             self.outcome.recoveries.append(facts)
             self.outcome.began_at.append(run.first_round_began)
             self.tell("recovered", **facts)
+        if run is not None and self.pilot is not None and run is not self._begun:
+            self._begun = run
+            self.pilot.began(run.order.plan, step + 1)
         self._dismiss(everybody=True)
 
     def _saved(self, found: RunState) -> None:
@@ -201,7 +240,9 @@ class Journey:
         assert run is not None
         if any(member.is_leaving and member.name in run.names for member in self.coordinator.alive()):
             return len(self._available()) >= max(1, self.endurance.least)
-        return any(member not in self._known for member in self._available())
+        if any(member not in self._known for member in self._available()):
+            return True
+        return self.pilot is not None and self.pilot.should_change(max(self._furthest, run.steps_updated))
 
     def has_news(self) -> bool:
         """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""

@@ -6,17 +6,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from manyhands.facts.cluster import Link
 from manyhands.facts.errors import TimedOut, error_named
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.blame import culprit, is_witness, lost
-from manyhands.runtime.control import Failed, Measure, Measured, Probed, ProbeLinks, Ready, Start, Stop
+from manyhands.runtime.control import AskIds, Failed, Ids, Measure, Measured, Probed, ProbeLinks, Ready, Start, Stop
 from manyhands.runtime.coordinator import Coordinator, Lost
 
 LIMIT_SECONDS = 300.0
 PROBE_SECONDS = 60.0
+PAIR_SECONDS = 20.0
+"""A short look at a link that takes so long has seen that next to nothing passes."""
 
 
 def measure_on(
@@ -44,8 +47,8 @@ def measure_on(
 def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Probed]:
     """Device -> what exchanging data with all the others took it."""
     generation, devices = coordinator.new_generation(), tuple(coordinator.muster(names))
-    peers = {name: coordinator.members[name].address for name in devices}
     for name in devices:
+        peers = coordinator.addresses(devices, name, with_coordinator=False)
         coordinator.say(name, ProbeLinks(generation, devices, peers))
     _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
     for name in devices:
@@ -53,7 +56,30 @@ def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Pro
     return _answers(coordinator, generation, devices, Probed, "measure the links", PROBE_SECONDS)
 
 
-T = TypeVar("T", Measured, Probed, Ready)
+def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int]) -> dict[str, Link]:
+    """Sender -> its link to the other of two workers, from one transfer of so many bytes; `TimedOut` where they do not
+    arrive. Nothing else may run meanwhile."""
+    generation, devices = coordinator.new_generation(), tuple(coordinator.muster(pair))
+    for name in devices:
+        peers = coordinator.addresses(devices, name, with_coordinator=False)
+        coordinator.say(name, ProbeLinks(generation, devices, peers, dict(sizes)))
+    _answers(coordinator, generation, devices, Ready, "get ready to look at the link", PROBE_SECONDS)
+    for name in devices:
+        coordinator.say(name, Start(generation, 0, 0, ()))
+    found = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
+    return {name: link for name, one in found.items() for link in one.links.values()}
+
+
+def ask_ids(coordinator: Coordinator, names: Iterable[str]) -> dict[str, bytes]:
+    """Worker -> the digests of the ids of the samples it has itself, in the order of its rows."""
+    generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
+    for name in wanted:
+        coordinator.say(name, AskIds(generation))
+    found = _answers(coordinator, generation, wanted, Ids, "tell which samples it has", PROBE_SECONDS)
+    return {name: found[name].digests for name in wanted}
+
+
+T = TypeVar("T", Measured, Probed, Ready, Ids)
 
 
 def _answers(

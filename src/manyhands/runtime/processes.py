@@ -48,6 +48,10 @@ class WorkerProcess:
     """Words before the command, such as those that bring it into a lab."""
     device: str = ""
     """Its name where it has several workers."""
+    slowdown: float = 1.0
+    """How many times longer than it must whatever they compute takes: it stands for a slower device."""
+    silo: str = ""
+    """A file of samples that only they have."""
 
 
 @dataclass
@@ -73,8 +77,10 @@ class LocalWorkers:
                 *one.before, sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}",
                 "--name", name, "--slots", str(len(one.names)), "--compute", one.compute, "--threads", str(threads),
                 "--parent", str(os.getpid()), "--encrypted" if security.encrypted else "--plain",
-                "--patience", f"{security.patience:g}",
+                "--patience", f"{security.patience:g}", "--slowdown", repr(one.slowdown),
             ]  # fmt: skip
+            if one.silo:
+                words += ["--silo", one.silo]
             lasting = threading.current_thread() is threading.main_thread()
             environment = {
                 **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),

@@ -35,7 +35,7 @@ from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.runtime.order import RunState
 
-COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second")
+COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
 KEPT_CHECKPOINTS = 3
 PLOTS = "plots"
 """The sub-folder with the pictures."""
@@ -81,8 +81,10 @@ class RunRecord:
         write_document(self.folder / "profile.json", msgspec.to_builtins(profile.devices))
         write_document(self.folder / "plan.yaml", plan.to_dict())
 
-    def step(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
-        self._metrics.write(step=step, epoch=epoch, loss=loss, seconds=seconds,
+    def step(
+        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None = None
+    ) -> None:
+        self._metrics.write(step=step, epoch=epoch, loss=loss, seconds=seconds, staleness=staleness,
                             samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
 
     def losses(self) -> list[float]:

@@ -6,10 +6,11 @@ waits without watching: every event of every worker passes through `_follow`, an
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -30,8 +31,11 @@ from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.backing import Backups
 from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
+    Arrival,
+    Beat,
     Diagnosis,
     Done,
+    EndAt,
     Failed,
     Held,
     Holds,
@@ -42,6 +46,7 @@ from manyhands.runtime.control import (
     Said,
     Start,
     State,
+    Stepped,
     Stop,
     TensorEntry,
 )
@@ -53,6 +58,7 @@ from manyhands.runtime.state import Located
 from manyhands.schedule.policy import Schedule
 
 STEPS_FED_AHEAD = 3
+LEAST_FED_AHEAD = 3
 PREPARE_SECONDS = 120.0
 CONNECT_SECONDS = 30.0
 _STOP_SECONDS = 2.0
@@ -69,12 +75,17 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     """From one step's end to the next, as the slowest device reported them."""
+    staleness: list[int] = field(default_factory=list)
+    """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
+    bytes_between: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(from, to) -> bytes sent in the rounds that were done, copies of state apart."""
     logs: dict[str, DeviceLog] = field(default_factory=dict)
     state: RunState | None = None
 
 
 OnStep = Callable[[int, float | None, float], None]
 OnSnapshot = Callable[[RunState], None]
+OnArrivals = Callable[[str, tuple[Arrival, ...]], None]
 OnResult = Callable[[int, dict[str, torch.Tensor]], None]
 
 
@@ -91,15 +102,18 @@ class Run:
         on_result: OnResult | None = None,
         on_safe: Callable[[int], None] | None = None,
         should_pause: Callable[[], bool] | None = None,
+        on_arrivals: OnArrivals | None = None,
         since: int | None = None,
     ) -> None:
-        self.coordinator, self.order = coordinator, order
+        self.coordinator = coordinator
         self.on_safe = on_safe or (lambda step: None)
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
         self.on_result = on_result
+        self.on_arrivals = on_arrivals or (lambda name, arrivals: None)
         self.schedule = Schedule(order.plan, order.graph.network)
+        self.stride = order.plan.steps_per_round
         self.names = order.plan.devices
         self.weights = {name: self.schedule.lowering.work[name].weights() for name in self.names}
         located = order.located or Located.at_coordinator(order.start)
@@ -115,17 +129,26 @@ class Run:
         self.generation = coordinator.new_generation()
         self.since = self.generation if since is None else since
         """The generation its job began with."""
-        self.feeder = Feeder(order.graph, self.schedule, coordinator.endpoint, with_targets=order.plan.is_training)
+        is_training = order.plan.is_training
+        self.feeder = Feeder(
+            order.graph, self.schedule, coordinator.endpoint, with_targets=is_training,
+            held=coordinator.silos if is_training else None,
+        )  # fmt: skip
         self.outcome = Outcome()
         self.first = located.steps_done
+        self.last_step = order.last_step
+        self.order = self._aligned(order)
         self.is_paused = False
         self.first_round_began = 0.0
         """When the first device began the first round; 0: none has ended yet."""
         self._listed: dict[str, tuple[TensorEntry, ...]] = {}
         """What each device's state is made of."""
         self._done_step = dict.fromkeys(self.names, self.first - 1)
-        self._parts: dict[int, dict[str, float]] = defaultdict(dict)
-        self._reported: dict[int, int] = defaultdict(int)
+        self._updated = dict.fromkeys(self.names, self.first - 1)
+        """The last step that each is done with, in the middle of a round too."""
+        self._ends_early = False
+        self._told: dict[int, dict[str, Progress]] = defaultdict(dict)
+        """Of rounds that somebody has ended."""
         self._fed: dict[int, Any] = {}
         """Inputs of the steps under way."""
         self._ended_at = 0.0
@@ -135,6 +158,25 @@ class Run:
         self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
         self._gathering = Gathering(self)
         self.backups = Backups(self)
+
+    def _aligned(self, order: Order) -> Order:
+        """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
+        if self.stride == 1:
+            return order
+        ends = sorted({self.round_end(step - 1) for step in order.snapshots if step > self.first})
+        last = self.round_of(order.last_step - 1)
+        traced = min(self.first + self.stride, last)
+        spans = range(traced, min(traced + 2 * self.stride, order.last_step)) if order.trace_steps else range(0)
+        memory_step = traced if order.memory_step >= 0 else -1
+        return dataclasses.replace(order, snapshots=tuple(ends), trace_steps=spans, memory_step=memory_step)
+
+    def round_of(self, step: int) -> int:
+        """The first step of the round that a step is in."""
+        return self.first + (step - self.first) // self.stride * self.stride
+
+    def round_end(self, step: int) -> int:
+        """Steps done when that round is."""
+        return min(self.round_of(step) + self.stride, self.last_step)
 
     def _wanted(self, name: str) -> list[str]:
         """What a device starts with: its stages' weights, their part of the optimiser's state, its loss' constants."""
@@ -157,7 +199,7 @@ class Run:
             self._end(error)
 
     def _prepare(self) -> None:
-        self.coordinator.endpoint.mailbox.open(self.generation, self._expected(), self.first)
+        self.coordinator.endpoint.mailbox.open(self.generation, self._expected(), self.first, self.stride)
         document = to_document(self.order.graph)
         digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
         for name in self.everybody:
@@ -211,7 +253,7 @@ class Run:
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step,
-            wait_limit_seconds=order.wait_limit_seconds,
+            wait_limit_seconds=order.wait_limit_seconds, held=tuple(sorted(self.feeder.held_by(name))),
         )  # fmt: skip
 
     # Running
@@ -254,7 +296,7 @@ class Run:
         fed = self.first
 
         def may_feed() -> bool:
-            limit = min(self.order.last_step, self._steps_done() + STEPS_FED_AHEAD)
+            limit = min(self.order.last_step, self._may_be_fed())
             is_behind = self._gathering.is_behind(fed) or self.backups.is_behind(fed)
             return fed < limit and not is_behind and not self.is_paused
 
@@ -262,6 +304,8 @@ class Run:
             self.is_paused = self.is_paused or self.should_pause()
             if self.is_paused and done == fed:
                 return
+            if self.is_paused:
+                self._end_early(fed)
             while may_feed():
                 self._feed(fed, batches)
                 fed += 1
@@ -274,6 +318,26 @@ class Run:
                 for step in range(done, self._steps_done()):
                     self.on_result(step, self.feeder.gather(step))
                     self.coordinator.endpoint.mailbox.begin_step(step + 1)
+
+    def _may_be_fed(self) -> int:
+        """Steps. Where a round has several, as many as can be under way: a change of plans waits for what was fed."""
+        if self.stride == 1:
+            return self._steps_done() + STEPS_FED_AHEAD
+        bound = self.order.plan.replay.k
+        ahead = self.stride if bound is None else bound + 1
+        return self.steps_updated + max(ahead, LEAST_FED_AHEAD)
+
+    def _end_early(self, fed: int) -> None:
+        """A round under way that was not fed to its end has no more steps."""
+        if self.stride > 1 and not self._ends_early and fed < self.round_end(fed):
+            self._ends_early = True
+            for name in self.names:
+                self.coordinator.say(name, EndAt(self.generation, fed))
+
+    @property
+    def steps_updated(self) -> int:
+        """Steps that everybody is done with, those of the round under way too."""
+        return min(self._updated.values()) + 1
 
     def _steps_done(self) -> int:
         return min(self._done_step.values()) + 1
@@ -288,7 +352,8 @@ class Run:
                 hint='Train with plan="single" and one micro-batch.',
             )
         self._fed[step] = inputs
-        self.feeder.send(step, inputs, targets)
+        first = self.round_of(step)
+        self.feeder.send(first, inputs, targets, step - first)
 
     def _finish(self) -> None:
         def ended() -> bool:
@@ -300,6 +365,10 @@ class Run:
     def _hear(self, name: str, message: Said) -> None:
         if isinstance(message, Progress):
             self._progress(name, message)
+        elif isinstance(message, Stepped):
+            self._updated[name] = message.step
+        elif isinstance(message, Beat):
+            self.on_arrivals(name, message.arrivals)
         elif isinstance(message, State):
             self._offered(name, message)
         elif isinstance(message, Holds):
@@ -324,25 +393,31 @@ class Run:
         self.backups.kept(name, message, listed)
 
     def _progress(self, name: str, message: Progress) -> None:
-        if message.step == self.first:
+        if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
-        self._done_step[name] = message.step
-        self._reported[message.step] += 1
-        if message.loss is not None:
-            self._parts[message.step][name] = message.loss
-        if self._reported[message.step] < len(self.names):
+        self._done_step[name] = self._updated[name] = message.step
+        self.on_arrivals(name, message.arrivals)
+        self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})
+        told = self._told[message.step]
+        told[name] = message
+        if len(told) < len(self.names):
             return
-        del self._reported[message.step]
-        self._fed.pop(message.step, None)
-        parts = self._parts.pop(message.step, {})
-        loss = sum(parts[name] for name in self.names if name in parts) if parts else None
+        del self._told[message.step]
         now = time.monotonic()
-        seconds, self._ended_at = now - self._ended_at, now
-        self.outcome.step_seconds.append(seconds)
-        if loss is not None:
-            self.outcome.losses.append(loss)
-        self.on_step(message.step, loss, seconds)
+        first, end = self.round_of(message.step), message.step + 1
+        seconds, self._ended_at = (now - self._ended_at) / (end - first), now
+        for place, step in enumerate(range(first, end)):
+            self._fed.pop(step, None)
+            parts = [told[one].losses[place] for one in self.names if told[one].losses]
+            late = [told[one].staleness[place] for one in self.names if told[one].staleness]
+            loss = sum(parts) if parts else None
+            self.outcome.step_seconds.append(seconds)
+            if loss is not None:
+                self.outcome.losses.append(loss)
+            if late or self.order.plan.order == "replay":
+                self.outcome.staleness.append(max(late, default=0))
+            self.on_step(step, loss, seconds)
         self._gathering.ended(message.step)
 
     def _follow(

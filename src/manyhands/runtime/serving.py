@@ -1,20 +1,61 @@
-"""A worker's process: joins, works, hands over when it is asked to go, and waits for a coordinator that was lost."""
+"""A worker's process: joins, works, hands over when it is asked to go, and waits for a coordinator that was lost.
+
+Or it listens, and coordinators come to it, one at a time: see `inviting`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
-from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.engine.channel import SEND_LIMIT_SECONDS
+from manyhands.engine.security import Security, is_loopback, new_token
+from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
+from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.runtime.control import Beat, Refusal, encode
+from manyhands.runtime.worker import Joining, Worker, prepare_gpu
+
+LISTEN_PORT = 7078
+TAKEOVER_SECONDS = 3.0
+"""A coordinator that has said nothing for so long, though it beats every second, gives way to one that comes."""
+_ANSWER_SECONDS = 10.0
+"""Whoever comes takes the worker in by then, or is not waited for."""
+_REFUSE_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
 
 
 def load_everything() -> None:
     """What PyTorch's optimisers load at their first step, which takes two seconds: not while others wait for it."""
     importlib.import_module("torch._dynamo")
+
+
+@contextlib.contextmanager
+def _asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
+    """SIGTERM calls `leave`, which says whether anything is to be done first; if not, and the second time, the process
+    ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_asked = False
+
+    def obey(number: int, frame: object) -> None:
+        nonlocal is_asked
+        if is_asked or not leave():
+            os._exit(128 + number)
+        is_asked = True
+
+    before = signal.signal(signal.SIGTERM, obey)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def serve(joining: Joining, say: Callable[[str], None] | None = None) -> None:
@@ -25,38 +66,248 @@ def serve(joining: Joining, say: Callable[[str], None] | None = None) -> None:
     where = f"{joining.host}:{joining.port}"
     said = say or (lambda text: None)
     asked = False
-    current: list[Worker] = []
-
-    def leave(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked or not current:
-            os._exit(128 + number)
-        asked = True
-        threading.Thread(target=current[-1].ask_to_leave, name="leaving", daemon=True).start()
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+    current: Worker | None = None
     loss: WorkerLost | None = None
-    while True:
-        try:
-            worker = Worker(joining)
-        except TimedOut as error:
-            raise loss or error from None
-        current.append(worker)
-        again = " again" if loss is not None else ""
-        said(f"Joining {where}{again} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
-        try:
-            worker.run()
-        except WorkerLost as error:
-            if joining.parent or asked:  # who started it starts another
-                raise
-            current.clear()  # until then there is nothing to hand over
-            said(f"{error.message} Waiting {joining.limit_seconds:g} s for it to come back.")
-            loss = error
-            continue
-        said(
-            f"{worker.endpoint.name} has left, as it was asked to."
-            if asked
-            else f"The coordinator at {where} has ended the run; {worker.endpoint.name} has left."
-        )
-        return
+
+    def leave() -> bool:
+        nonlocal asked
+        if current is None:
+            return False
+        asked = True
+        threading.Thread(target=current.ask_to_leave, name="leaving", daemon=True).start()
+        return True
+
+    with _asked_to_leave_by_signal(leave):
+        while True:
+            try:
+                current = worker = Worker(joining)
+            except TimedOut as error:
+                raise loss or error from None
+            again = " again" if loss is not None else ""
+            said(f"Joining {where}{again} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
+            try:
+                worker.run()
+            except WorkerLost as error:
+                if joining.parent or asked:  # who started it starts another
+                    raise
+                current = None  # until then there is nothing to hand over
+                said(f"{error.message} Waiting {joining.limit_seconds:g} s for it to come back.")
+                loss = error
+                continue
+            said(
+                f"{worker.endpoint.name} has left, as it was asked to."
+                if asked
+                else f"The coordinator at {where} has ended the run; {worker.endpoint.name} has left."
+            )
+            return
+
+
+def listen(
+    joining: Joining,
+    say: Callable[[str], None] | None = None,
+    *,
+    once: bool = False,
+    on_listening: Callable[[tuple[str, int], str], None] | None = None,
+    stopping: threading.Event | None = None,
+    transport: Transport | None = None,
+) -> None:
+    """Listen at joining's host and port, and work for whichever coordinator comes with the token, one at a time.
+
+    When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new one, which
+    is said. Beyond this machine everything is encrypted. `on_listening` is told the address and the token when others
+    can come. Ends when `stopping` is set, by Ctrl-C, or by SIGTERM, which has the worker hand over first.
+    """
+    ending = stopping or threading.Event()
+
+    def leave() -> bool:
+        ending.set()
+        return True
+
+    if joining.compute != "cpu":
+        prepare_gpu(joining.compute)  # else every coordinator would be disappointed
+    with (
+        _asked_to_leave_by_signal(leave),
+        contextlib.closing(_Reception(joining, say, transport or TcpTransport(), ending)) as reception,
+    ):
+        reception.announce(on_listening)
+        while not ending.is_set() and not reception.is_orphaned:
+            reached = reception.next_guest(_LOOK_SECONDS)
+            if reached is None:
+                continue
+            loss = _work(reached, joining, reception)
+            if once and loss is not None and not ending.is_set():
+                raise loss
+            if once:
+                return
+
+
+def _work(reached: Reached, joining: Joining, reception: _Reception) -> ManyhandsError | None:
+    """Work for one coordinator until it is gone; returns why, where it did not end as it should."""
+    origin = reached.channel.peer_host
+    limit_seconds = min(joining.limit_seconds, _ANSWER_SECONDS * joining.patience)
+    invited = dataclasses.replace(joining, name=reception.name, host=origin, limit_seconds=limit_seconds)
+    try:
+        worker = reception.worker = Worker(invited, reception.transport, reached)
+        reception.say(f"Working for a coordinator from {origin}.")
+        worker.run()
+    except ManyhandsError as error:
+        reception.say(f"The coordinator from {origin} is gone: {error.message}")
+        return error
+    finally:
+        reception.leave()
+    reception.say(f"The coordinator from {origin} has ended its run.")
+    return None
+
+
+class _Reception:
+    """A listening port, and a thread at it: lets one coordinator in at a time and tells others why they must wait."""
+
+    def __init__(
+        self, joining: Joining, say: Callable[[str], None] | None, transport: Transport, ending: threading.Event
+    ) -> None:
+        self.transport, self._say = transport, say
+        self.worker: Worker | None = None
+        """At work; it is asked to leave when `ending` is set."""
+        self._ending = ending
+        self.name = joining.name or socket.gethostname()
+        self._parent = joining.parent
+        self._is_new_token = not joining.token
+        encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
+        self.security = Security(joining.token or new_token(), encrypted=encrypted, patience=joining.patience)
+        self.listener = transport.listen(self.name, joining.host, joining.port, self.security)
+        self._change = threading.Condition()
+        self._present: _Guest | None = None
+        """For whom this worker works."""
+        self._next: _Guest | None = None
+        """Who is next, as soon as the one who is present has been left."""
+        self._noted = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._receive, name="reception", daemon=True)
+        self._thread.start()
+
+    def announce(self, on_listening: Callable[[tuple[str, int], str], None] | None) -> None:
+        (host, port), token = self.listener.address, self.security.token
+        kind = "encrypted" if self.security.encrypted else "plain, for this machine only"
+        told = f" Token: {token}" if self._is_new_token else ""
+        self.say(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.{told}")
+        if on_listening is not None:
+            on_listening((host, port), token)
+
+    def say(self, text: str) -> None:
+        """Whoever started this may have stopped reading: it goes on without a word."""
+        if self._say is not None:
+            with contextlib.suppress(OSError):
+                self._say(text)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process is gone without which this one ends too."""
+        return bool(self._parent) and os.getppid() != self._parent
+
+    def next_guest(self, limit_seconds: float) -> Reached | None:
+        with self._change:
+            if not self._change.wait_for(lambda: self._next, limit_seconds):
+                return None
+            guest = self._present = self._next
+            self._next = None
+        assert guest is not None
+        guest.heard_at = time.monotonic()
+        return Reached(guest, self.security, self.listener)
+
+    def leave(self) -> None:
+        """The coordinator that was present has gone."""
+        self.worker = None
+        with self._change:
+            guest, self._present = self._present, None
+        if guest is not None:
+            guest.close()
+
+    def _receive(self) -> None:
+        asked: Worker | None = None
+        while not self._closing.is_set():
+            channel = self.listener.accept(_LOOK_SECONDS)
+            self._note_dropped()
+            if self._ending.is_set() and (worker := self.worker) is not None and worker is not asked:
+                asked = worker
+                worker.ask_to_leave()
+            if channel is not None:
+                with contextlib.suppress(ManyhandsError):
+                    self._judge(_Guest(channel))
+
+    def _judge(self, guest: _Guest) -> None:
+        """Whoever comes to a free worker has it. One who is present and silent makes way."""
+        with self._change:
+            present, older = self._present, self._next
+            if present is None:
+                is_free = older is None
+            else:
+                is_free = present.silent_seconds > TAKEOVER_SECONDS * self.security.patience
+            if is_free:
+                self._next = guest
+                self._change.notify_all()
+        if not is_free:
+            self.say(f"A coordinator from {guest.peer_host} was refused: another one is here.")
+            refusal = Refusal(
+                f"{self.name} is working for another coordinator.", "Wait until that one has ended, or start another."
+            )
+            with contextlib.closing(guest):
+                guest.send(encode(refusal), _REFUSE_SECONDS)
+            return
+        if older is not None:
+            older.close()
+        if present is not None:
+            self.say(f"The coordinator from {present.peer_host} has been silent; one from {guest.peer_host} has come.")
+            present.close()
+
+    def _note_dropped(self) -> None:
+        """Say who was turned away at the door."""
+        count, reasons = self.listener.dropped, self.listener.reasons
+        for reason in reasons[max(0, len(reasons) - (count - self._noted)) :] if count > self._noted else ():
+            self.say(f"Turned away: {reason}")
+        self._noted = count
+
+    def close(self) -> None:
+        """No thread and no descriptor is left."""
+        self._closing.set()
+        self._thread.join(2.0)
+        self.listener.close()
+        self.leave()
+        if self._next is not None:
+            self._next.close()
+
+
+class _Guest:
+    """A coordinator's channel that knows since when nothing has come; one in the middle of a long word is not silent.
+
+    See `transport.ControlChannel`.
+    """
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self.local_host, self.peer_host = channel.local_host, channel.peer_host
+        self.heard_at = time.monotonic()
+        self._unfinished = 0
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.heard_at
+
+    def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
+        self._channel.send(data, limit_seconds)
+
+    def receive(self, limit_seconds: float) -> bytes | None:
+        data = self._channel.receive(limit_seconds)
+        unfinished = self._channel.unfinished_bytes
+        is_speaking, self._unfinished = unfinished != self._unfinished, unfinished
+        if data is None and is_speaking:
+            data = encode(Beat())  # which is what it means
+        if data is not None:
+            self.heard_at = time.monotonic()
+        return data
+
+    @property
+    def unfinished_bytes(self) -> int:
+        return self._channel.unfinished_bytes
+
+    def close(self) -> None:
+        self._channel.close()

@@ -23,10 +23,12 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.engine.security import Security, is_loopback
-from manyhands.engine.transport import ControlChannel, TcpTransport, Transport
+from manyhands.data.silo import Silo
+from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
+from manyhands.engine.transport import Reached, TcpTransport, Transport, reach_either
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.log import DeviceLog
+from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import build, step_bytes_per_second
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
@@ -38,25 +40,30 @@ from manyhands.graph.document import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
+from manyhands.planner.split_profile import slowed
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second, identify
 from manyhands.profiler.whole import scaled_to_steps
-from manyhands.runtime import probing, state
+from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
     PROTOCOL,
+    Arrival,
     AskClock,
+    AskIds,
     Beat,
     Clock,
     Diagnosis,
     Done,
+    EndAt,
     Facts,
     Failed,
     Hello,
     Hold,
     Holding,
     Holds,
+    Ids,
     Job,
     Leave,
     Leaving,
@@ -68,11 +75,15 @@ from manyhands.runtime.control import (
     Progress,
     Ready,
     Refusal,
+    Reshape,
     Retain,
     Said,
     Send,
+    Shape,
+    SiloFacts,
     Start,
     State,
+    Stepped,
     Stop,
     Survey,
     TensorEntry,
@@ -83,6 +94,7 @@ from manyhands.runtime.control import (
 from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
+from manyhands.schedule.backup import is_due
 from manyhands.schedule.policy import Schedule
 
 GRACE_SECONDS = 10.0
@@ -109,6 +121,10 @@ class Joining:
     """How many times longer than usual to wait for anybody."""
     parent: int = 0
     """A process without which this one ends too; 0: none."""
+    slowdown: float = 1.0
+    """How many times longer than it takes here everything that is computed is made to take."""
+    silo: str = ""
+    """A file of samples that only this worker has."""
 
 
 @dataclass
@@ -133,20 +149,25 @@ class _Prepared:
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
-    def __init__(self, joining: Joining, transport: Transport | None = None) -> None:
+    def __init__(self, joining: Joining, transport: Transport | None = None, reached: Reached | None = None) -> None:
+        """`reached`: a coordinator that has come here (see `inviting`), in place of one to go to."""
         self.joining = joining
         self.owns_process = transport is None
         """Else other workers are in it too: it is never ended."""
         self.transport = transport or TcpTransport()
+        self.silo = Silo.read(joining.silo) if joining.silo else None
         sys.setswitchinterval(SWITCH_SECONDS)
         keep_memory()
         if joining.threads:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu":
-            _prepare_gpu(joining.compute)
+            prepare_gpu(joining.compute)
         name = joining.name or socket.gethostname()
-        self.channel, security = _reach(joining, name, self.transport)
-        self.endpoint = self.transport.endpoint(name, security, host=self.channel.local_host)
+        reached = reached or _reach(joining, name, self.transport)
+        self.channel = reached.channel
+        self.endpoint = self.transport.endpoint(
+            name, reached.security, host=self.channel.local_host, listener=reached.listener
+        )
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
         self.keeping = Keeping(self.endpoint)
@@ -163,6 +184,9 @@ class Worker:
         self.silence_seconds = 0.0
         """A coordinator that says nothing for so long is gone; it beats too."""
         self.beat_seconds = 0.0
+        self.links: dict[str, Link] = {}
+        """Peer -> the link to it that is imitated."""
+        self.up_bytes_per_second = math.inf
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -199,6 +223,7 @@ class Worker:
         facts = Facts(
             machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
             memory_bytes=_memory_bytes(self.joining.compute), compute=self.joining.compute, pid=os.getpid(),
+            slowdown=self.joining.slowdown, silo=_silo_facts(self.silo),
         )  # fmt: skip
         self._say(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts))
         data = self.channel.receive(self.joining.limit_seconds)
@@ -208,13 +233,26 @@ class Worker:
         if not isinstance(answer, Welcome):
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
         self.silence_seconds, self.beat_seconds = answer.silence_seconds, answer.beat_seconds
+        self.up_bytes_per_second = answer.up_bytes_per_second or math.inf
         if answer.links:
-            shapes = {
-                peer: Link(shape.bytes_per_second or math.inf, shape.delay_seconds)
-                for peer, shape in answer.links.items()
-            }
-            self.endpoint.shape(shapes, answer.up_bytes_per_second or math.inf)
+            self._shape(answer.links)
         self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
+
+    def _shape(self, links: Mapping[str, Shape]) -> None:
+        """From now on what leaves to these peers does so as over such links; to others as before."""
+        for peer, shape in links.items():
+            rate = math.inf if shape.bytes_per_second is None else shape.bytes_per_second
+            self.links[peer] = Link(max(rate, STOPPED_BYTES_PER_SECOND), shape.delay_seconds)
+        self.endpoint.shape(self.links, self.up_bytes_per_second)
+
+    def _arrivals(self) -> tuple[Arrival, ...]:
+        """How fast messages of other devices came, since this was last asked; from any thread."""
+        timed, now = self.endpoint.mailbox.take_timed(), time.monotonic()
+        return tuple(
+            Arrival(one.source, one.bytes, one.seconds, now - one.ended_at)
+            for one in timed
+            if one.source != COORDINATOR
+        )
 
     def _listen(self) -> None:
         """The control thread: passes commands on, stops at once what must stop, and beats."""
@@ -222,7 +260,7 @@ class Worker:
         try:
             while True:
                 data = self.channel.receive(self.beat_seconds)
-                self._say(Beat())
+                self._say(Beat(self._arrivals()))
                 self._tell_of_copies()  # here too: no round may be fed before they are known to have come
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
@@ -248,8 +286,14 @@ class Worker:
             self._send_state(message)
         elif isinstance(message, Hold):
             self._make_room(message)
+        elif isinstance(message, EndAt):
+            prepared = self.prepared
+            if prepared is not None and prepared.generation == message.generation and prepared.executor is not None:
+                prepared.executor.end_at(message.step)
         elif isinstance(message, Retain):
             self.keeping.retain(message.first, message.last)  # not what this generation gives: it is at `first`
+        elif isinstance(message, Reshape):
+            self._shape(message.links)
         else:
             if isinstance(message, (Stop, Leave)):
                 self.stopped = getattr(message, "generation", self.stopped)
@@ -274,6 +318,8 @@ class Worker:
                 self._measure(command)
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
+            elif isinstance(command, AskIds):
+                self._say(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
                 self.keeping.begin(command.since)
                 self._say(Holding(generation, *self.keeping.listing()))
@@ -352,14 +398,14 @@ class Worker:
         setting = Setting(
             seed=job.seed, kernels=job.kernels, torch_device=self.joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
-            with_targets=job.with_targets,
+            with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo, held=frozenset(job.held),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
         self.endpoint.mailbox.received_bytes.clear()
         executor = Executor(graph, schedule, self.endpoint, weights, stepper, setting)
         expected = executor.expected()
-        self.endpoint.mailbox.open(command.generation, expected, job.steps_done)
+        self.endpoint.mailbox.open(command.generation, expected, job.steps_done, plan.steps_per_round)
         for source, names in job.sources.items():
             if source != self.endpoint.name:
                 self.endpoint.mailbox.expect(source, STATE, state.byte_count(_listed(job, names)))
@@ -383,13 +429,26 @@ class Worker:
         if executor is None:
             return
         self._load_state(prepared, executor, command)
-        for step in range(command.first_step, command.last_step):
-            result = executor.round(step)
-            self._say(Progress(command.generation, step, result.loss, result.seconds))  # before there is a copy of it
-            every = command.backup_every
-            if step + 1 in command.snapshots or (every and (step + 1) % every == 0):
-                self._keep(prepared, step + 1, *_state_of(executor, copy=True))
+        stride = executor.plan.steps_per_round
+        if stride > 1:
+            executor.on_update = lambda step: self._say(Stepped(command.generation, step))
+        for step in range(command.first_step, command.last_step, stride):
+            done = min(step + stride, command.last_step)
+            if executor.last_step is not None and executor.last_step <= step:
+                return  # to be stopped
+            result = executor.round(step, done - step)
+            done = executor.settled_step or done
+            self._say(  # before there is a copy of it
+                Progress(
+                    command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
+                    self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes),
+                )
+            )  # fmt: skip
+            if done in command.snapshots or is_due(step, done, command.backup_every):
+                self._keep(prepared, done, *_state_of(executor, copy=True))
             self._tell_of_copies()
+        if executor.last_step is not None and executor.last_step < command.last_step:
+            return
         self._say(Done(command.generation, _apart(executor.log, prepared.state_bytes)))
         self.is_under_way = False
 
@@ -479,18 +538,25 @@ class Worker:
             profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
                                       torch_device=self.joining.compute)  # fmt: skip
         rate = step_bytes_per_second(graph, command.optimizer, self.joining.compute) or copy_bytes_per_second()
-        self._say(Measured(command.generation, profile, rate))
+        slowdown = self.joining.slowdown
+        self._say(Measured(command.generation, slowed(profile, slowdown), rate / slowdown))
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to those who take part; it begins when everybody is ready."""
         self._drop()
-        self.endpoint.mailbox.open(command.generation, probing.expected(command.devices, self.endpoint.name))
+        look = pair_probe.expected(command.devices, self.endpoint.name, command.sizes) if command.sizes else None
+        expected = look if look is not None else probing.expected(command.devices, self.endpoint.name)
+        self.endpoint.mailbox.open(command.generation, expected)
         self._connect(command)
         self.probing = command
         self._say(Ready(command.generation))
 
     def _probe(self, command: ProbeLinks) -> None:
         self.probing = None
+        if command.sizes:
+            links = pair_probe.run(self.endpoint, command.devices, command.sizes)
+            self._say(Probed(command.generation, 0.0, 0.0, 0.0, links))
+            return
         found = probing.run(self.endpoint, command.devices)
         self._say(Probed(command.generation, *found.of(len(command.devices)), found.links))
 
@@ -509,10 +575,13 @@ def _state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor
 
 def _apart(log: DeviceLog, state_bytes: Mapping[str, int]) -> DeviceLog:
     """A device's account with what was sent of its state apart from what the plan says."""
-    sent = {to: count - state_bytes.get(to, 0) for to, count in log.sent_bytes.items()}
-    return msgspec.structs.replace(
-        log, sent_bytes={to: n for to, n in sent.items() if n}, state_bytes=dict(state_bytes)
-    )
+    return msgspec.structs.replace(log, sent_bytes=_sent(log.sent_bytes, state_bytes), state_bytes=dict(state_bytes))
+
+
+def _sent(sent_bytes: Mapping[str, int], state_bytes: Mapping[str, int]) -> dict[str, int]:
+    """What was sent for the plan."""
+    found = {to: count - state_bytes.get(to, 0) for to, count in sent_bytes.items()}
+    return {to: count for to, count in found.items() if count}
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -523,24 +592,15 @@ class _Stopped(ManyhandsError):
     """The coordinator said stop: nothing to report."""
 
 
-def _reach(joining: Joining, name: str, transport: Transport) -> tuple[ControlChannel, Security]:
-    """The coordinator, over an encrypted connection; on this very machine over whichever kind it has."""
-    if joining.encrypted is not None:
-        kinds = [joining.encrypted]
-    else:
-        kinds = [False, True] if is_loopback(joining.host) else [True]
-    refusal: Refused | None = None
-    for encrypted in kinds:
-        security = Security(joining.token, encrypted=encrypted, patience=joining.patience)
-        try:
-            return transport.reach(name, joining.host, joining.port, security, joining.limit_seconds), security
-        except Refused as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+def _reach(joining: Joining, name: str, transport: Transport) -> Reached:
+    """The coordinator, which may not be there yet."""
+    return reach_either(
+        transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
+        encrypted=joining.encrypted, patience=joining.patience,
+    )  # fmt: skip
 
 
-def _prepare_gpu(compute: str) -> None:
+def prepare_gpu(compute: str) -> None:
     """Refuse one that is not there; compute as the others do: the same bits every time, no numbers cut short."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(compute.partition(":")[2] or 0) >= count:
@@ -564,6 +624,13 @@ def _graph(document: dict[str, Any], network: Network | None) -> Graph:
     graph = read_document(document)
     graph.__dict__["network"] = network
     return graph
+
+
+def _silo_facts(silo: Silo | None) -> SiloFacts | None:
+    if silo is None:
+        return None
+    listed = state.entries(silo.arrays)
+    return SiloFacts(len(silo), tuple(msgspec.structs.replace(one, shape=one.shape[1:]) for one in listed))
 
 
 def _memory_bytes(compute: str) -> int:

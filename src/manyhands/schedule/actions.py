@@ -4,12 +4,14 @@ forward s0 m3 0:12                                  operators 0..11 of stage 0 o
 loss s1 m3                                          the loss, and the gradients of what the network returns
 backward s0 m3 0:12
 forward s0 m3 4:5 interior                          what operator 4 makes without other tiles' data; 'rim': the rest
+forward s0 m3 0:12 ahead                            keeps what comes in only: it is run 'again' before its backward pass
 backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
 receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
 reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
-step s0                                             the optimiser's update
+step s0                                             the optimiser's update; 'step s0 m3': of that micro-batch alone
+discard s0 m3                                       nothing more is done with that micro-batch
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Kind = Literal[
 ReduceKey = tuple[int, str, int, int, int, bool]
 LONGEST_TOPIC = 1000
 KINDS: tuple[str, ...] = get_args(Kind)
-ForwardPart = Literal["", "interior", "rim"]
+ForwardPart = Literal["", "interior", "rim", "ahead", "again"]
 BackwardPart = Literal["", "inputs", "weights"]
 
 
@@ -75,7 +77,8 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     first: int
     last: int
     part: ForwardPart = ""
-    """Of one operator only what needs nothing from other tiles, or only the rest."""
+    """Of one operator only what needs nothing from other tiles, or only the rest. Of a whole stage: without what a
+    backward pass needs; or once more with it, on the weights of now (SPLIT Eq. 3): the same masks, no buffer moves."""
 
     def __str__(self) -> str:
         part = f" {self.part}" if self.part else ""
@@ -155,12 +158,24 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     """Wait for the gradients' reductions, then update the weights of a stage."""
 
     stage: int
+    micro_batch: int = -1
+    """-1: once per round."""
 
     def __str__(self) -> str:
-        return f"step s{self.stage}"
+        return f"step s{self.stage}" if self.micro_batch < 0 else f"step s{self.stage} m{self.micro_batch}"
 
 
-Action = Forward | Loss | Backward | Send | Receive | Reduce | Step
+class Discard(msgspec.Struct, frozen=True, tag="discard"):
+    """Forget a micro-batch: it came back too late, or nothing comes back at all."""
+
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"discard s{self.stage} m{self.micro_batch}"
+
+
+Action = Forward | Loss | Backward | Send | Receive | Reduce | Step | Discard
 
 
 def is_urgent(what: object) -> bool:
@@ -171,7 +186,7 @@ def is_urgent(what: object) -> bool:
     return isinstance(what, Reduce) and what.what == "statistics"
 
 
-_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim))?")
+_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim|ahead|again))?")
 _LOSS = re.compile(r"loss s(\d+) m(\d+)")
 _BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"
 _NAME = r"[^\[\]+=\s]+"
@@ -179,7 +194,8 @@ _PART = re.compile(f"(=?)({_NAME})({_BOX})")
 _PARTS = rf"=?{_NAME}{_BOX}(?:\+=?{_NAME}{_BOX})*"
 _TRANSFER = re.compile(rf"(send|receive) (\S+) s(\d+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
 _REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B")
-_STEP = re.compile(r"step s(\d+)")
+_STEP = re.compile(r"step s(\d+)(?: m(\d+))?")
+_DISCARD = re.compile(r"discard s(\d+) m(\d+)")
 
 
 def parse_action(text: str) -> Action:
@@ -206,7 +222,9 @@ def parse_action(text: str) -> Action:
             int(at) if at is not None else -1, bool(back),
         )  # fmt: skip
     if match := _STEP.fullmatch(text):
-        return Step(int(match.group(1)))
+        return Step(int(match.group(1)), int(match.group(2)) if match.group(2) is not None else -1)
+    if match := _DISCARD.fullmatch(text):
+        return Discard(int(match.group(1)), int(match.group(2)))
     raise BadSchedule(f"cannot read the action '{text:.120}'.", hint="Actions look like 'forward s0 m3 0:12'.")
 
 

@@ -41,6 +41,11 @@ def _next_device(plan: Plan, device: str) -> str | None:
     return None
 
 
+def is_due(before: int, after: int, every: int) -> bool:
+    """Whether a copy is taken after a round: one of its steps was the next of `every`; 0: never."""
+    return bool(every) and before // every != after // every
+
+
 def rounds_between(state_bytes: float, link_bytes_per_second: float, round_seconds: float) -> int:
     """How many rounds lie between two backups, so that copying and sending them is hardly felt."""
     seconds = state_bytes / COPY_BYTES_PER_SECOND / COPY_PART

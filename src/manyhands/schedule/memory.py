@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network, Op
 from manyhands.facts.plan import ByChannels, Plan
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Receive, Send, Step
+from manyhands.schedule.actions import Action, Backward, Discard, Forward, Message, Receive, Send, Step
 from manyhands.schedule.geometry import StageGeometry
 
 
@@ -30,6 +31,8 @@ class DeviceMemory:
         self.stages = {geometry.index: _StageBytes(plan, network, geometry, device) for geometry in geometries}
         self.static_bytes = sum(stage.static_bytes for stage in self.stages.values())
         self._received: dict[tuple[int, int], int] = defaultdict(int)
+        self._history: dict[tuple[int, int], float] = {}
+        """(stage, micro-batch) -> bytes that came in, and are kept to be run again."""
         self._errors: dict[tuple[str, int, int], int] = {}
         """(receiver, stage, micro-batch) -> bytes of the errors of what was packed for it."""
         self.held_bytes = 0.0
@@ -58,10 +61,16 @@ class DeviceMemory:
         elif isinstance(action, Forward) and action.part != "rim":
             stage = self.stages[action.stage]
             saved, workspace = stage.range(action.first, action.last)
-            if action.first == stage.first and stage is next(iter(self.stages.values())):
+            is_first = action.first == stage.first and action.part != "again"
+            if is_first and stage is next(iter(self.stages.values())):
                 self.micro_batches_held += 1
                 self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
-            if self.is_training:
+            if action.part == "ahead":
+                if is_first:
+                    self._history[action.stage, action.micro_batch] = stage.input_bytes
+                    self.held_bytes += stage.input_bytes
+                now = self.static_bytes + self.held_bytes + workspace
+            elif self.is_training:
                 self.held_bytes += saved
                 now = self.static_bytes + self.held_bytes + workspace
             else:
@@ -75,6 +84,8 @@ class DeviceMemory:
             self.held_bytes -= saved
             if action.first == stage.first:
                 self._release(action.stage, action.micro_batch)
+        elif isinstance(action, Discard):
+            self._release(action.stage, action.micro_batch)
         elif isinstance(action, Step):
             now += self.stages[action.stage].step_bytes
         if now > self.peak_bytes:
@@ -98,7 +109,7 @@ class DeviceMemory:
             self.held_bytes += size
 
     def _release(self, stage: int, micro_batch: int) -> None:
-        self.held_bytes -= self._received.pop((stage, micro_batch), 0)
+        self.held_bytes -= self._received.pop((stage, micro_batch), 0) + self._history.pop((stage, micro_batch), 0.0)
         if stage == next(iter(self.stages)):
             self.micro_batches_held -= 1
 
@@ -117,15 +128,23 @@ class _StageBytes:
         self._saved = list(accumulate(saved, initial=0.0))
         self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
         weights = [_trained_bytes(network, op, geometry, device) for op in geometry.ops]
-        is_added = plan.micro_batches > 1
+        is_added = plan.micro_batches > 1 and plan.order != "replay"
         self._backward = [work + own * is_added for work, own in zip(self._workspace, weights)]
         self.step_bytes = plan.optimizer_slots * max(weights, default=0)
+        read = {name for op in geometry.ops for name in op.inputs if name in network.inputs}
+        self.input_bytes = float(sum(_tensor_bytes(network, name, samples) for name in read))
+        """What comes in of a micro-batch."""
 
     def range(self, first: int, last: int, *, backward: bool = False) -> tuple[float, float]:
         """Bytes that operators [first, last) keep for backward, and the most that one of them works with."""
         low, high = first - self.first, last - self.first
         workspace = self._backward if backward else self._workspace
         return self._saved[high] - self._saved[low], max(workspace[low:high], default=0.0)
+
+
+def _tensor_bytes(network: Network, name: str, samples: int) -> int:
+    tensor = network.tensors[name]
+    return prod(tensor.shape_for(samples)) * DTYPE_BYTES[tensor.dtype]
 
 
 def _trained_bytes(network: Network, op: Op, geometry: StageGeometry, device: str) -> float:

@@ -6,99 +6,15 @@ executor ask the same policies; what they were answered is the log, and the log 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Iterator
 
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
-from manyhands.schedule.actions import Action, Message, Receive
+from manyhands.schedule.actions import Action
 from manyhands.schedule.orders import passes
+from manyhands.schedule.policies import EagerOrder, FixedOrder, Policy
+from manyhands.schedule.replay import PlainOrder, ReplayOrder, plain_list
 from manyhands.schedule.work import DeviceWork, Lowering
-
-WAIT: Literal["wait"] = "wait"
-DONE: Literal["done"] = "done"
-Answer = Action | Literal["wait", "done"]
-
-
-@dataclass
-class DeviceState:
-    """What a policy may look at: the messages that have arrived at this device, as (source, message)."""
-
-    arrived: set[tuple[str, Message]] = field(default_factory=set)
-
-
-class Policy(Protocol):
-    """Decides what one device does next. `wait`: nothing can be done until something arrives."""
-
-    def next(self, state: DeviceState) -> Answer: ...
-
-
-class FixedOrder:
-    """A list known in advance, whatever arrives."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions = tuple(actions)
-        self._place = 0
-
-    def next(self, state: DeviceState) -> Answer:
-        if self._place == len(self.actions):
-            return DONE
-        self._place += 1
-        return self.actions[self._place - 1]
-
-
-class EagerOrder:
-    """Backward as soon as its gradients have arrived, else forward if fewer than `ahead` micro-batches are held.
-
-    Unlike 1F1B it does not insist on turns: a late gradient does not stop the next forward pass.
-    """
-
-    def __init__(self, work: DeviceWork, micro_batches: int, ahead: int, lead: int) -> None:
-        self.work, self.micro_batches, self.ahead, self.lead = work, micro_batches, ahead, lead
-        self.announced = self.forwards = self.backwards = 0
-        self._pending: list[Action] = []
-        self._finished = False
-
-    def next(self, state: DeviceState) -> Answer:
-        if not self._pending:
-            self._choose(state)
-        if self._pending:
-            return self._pending.pop(0)
-        return DONE if self._finished else WAIT
-
-    def _choose(self, state: DeviceState) -> None:
-        if self._finished:
-            return
-        while self.announced < min(self.micro_batches, self.forwards + self.lead):
-            self._pending += self.work.inputs(self.announced)
-            self.announced += 1
-        if self._pending:  # inputs others wait for do not wait for what this device waits for
-            return
-        if self.backwards == self.micro_batches:
-            self._pending, self._finished = self.work.finish(), True
-            return
-        if self.backwards < self.forwards:
-            is_last = self.backwards == self.micro_batches - 1
-            actions = self.work.backward(self.backwards, is_last=is_last)
-            if _has_arrived(actions, state):
-                self.backwards += 1
-                self._pending = actions
-                return
-        if self.forwards < self.micro_batches and self.forwards - self.backwards < self.ahead:
-            actions = self.work.forward(self.forwards)
-            if _has_arrived(actions, state):
-                self.forwards += 1
-                self._pending = actions
-
-
-def _has_arrived(actions: list[Action], state: DeviceState) -> bool:
-    """Whether what must be received before the first computing is at hand."""
-    return all(
-        (action.source, action.message) in state.arrived
-        for action in actions
-        if isinstance(action, Receive) and action.message.kind in ("value", "gradient", "input")
-    )
 
 
 class Schedule:
@@ -107,7 +23,7 @@ class Schedule:
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan, self.network = plan, network
         self.lowering = Lowering(plan, network)
-        self.is_fixed = plan.order != "eager"
+        self.is_fixed = plan.order not in ("eager", "replay")
         self.actions: dict[str, tuple[Action, ...]] = {}
         if self.is_fixed:
             self.actions = {device: tuple(self._list(work)) for device, work in self.lowering.work.items()}
@@ -142,6 +58,9 @@ class Schedule:
             yield from self.actions[device]
             return
         work, count = self.lowering.work[device], self.plan.micro_batches
+        if self.plan.order == "replay":
+            yield from plain_list(work, count)
+            return
         for number in range(count):
             yield from work.inputs(number)
             if work.geometries:
@@ -149,14 +68,23 @@ class Schedule:
                 yield from work.backward(number, is_last=number == count - 1)
         yield from work.finish()
 
-    def policy_of(self, device: str) -> Policy:
-        """A fresh policy for one device."""
+    def policy_of(self, device: str, count: int | None = None) -> Policy:
+        """A fresh policy for one device. `count`: of a last round that has fewer mini-batches (order replay)."""
         if self.is_fixed:
             return FixedOrder(self.actions[device])
         work = self.lowering.work[device]
+        if self.plan.order == "replay":
+            mini_batches = self.plan.micro_batches if count is None else count
+            if not work.geometries or work.geometries[-1].is_last:
+                return PlainOrder(work, mini_batches)
+            return ReplayOrder(work, mini_batches, self.plan.replay, self._ahead(work))
         if not work.geometries:
             return FixedOrder(self._list(work))
         return EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
+
+    def _ahead(self, work: DeviceWork) -> int | None:
+        """How many mini-batches a plan lets a stage run ahead, where it says so; those beyond K are discarded."""
+        return self.plan.warm_up[work.stage] if isinstance(self.plan.warm_up, tuple) else None
 
     def policies(self) -> dict[str, Policy]:
         """A fresh policy for every device."""

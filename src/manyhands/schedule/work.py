@@ -83,12 +83,29 @@ class DeviceWork:
     def finish(self) -> list[Action]:
         return list(self.end)
 
+    def again(self, micro_batch: int) -> list[Action]:
+        """Its forward pass once more, for its own backward pass: nothing is sent."""
+        passes = [action for action in self.forward(micro_batch) if isinstance(action, Forward)]
+        return [msgspec.structs.replace(action, part="again") for action in passes]
+
+    def ahead(self, micro_batch: int) -> list[Action]:
+        """Its forward pass without what a backward pass needs."""
+        return [
+            msgspec.structs.replace(action, part="ahead") if isinstance(action, Forward) else action
+            for action in self.forward(micro_batch)
+        ]
+
+    def steps(self, micro_batch: int) -> list[Action]:
+        """The optimiser's update after a micro-batch that is a mini-batch of its own."""
+        return [_numbered(action, micro_batch) for action in self.end]
+
 
 def _numbered(action: Action, micro_batch: int) -> Action:
     if isinstance(action, (Send, Receive)):
         message = msgspec.structs.replace(action.message, micro_batch=micro_batch)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
-    if isinstance(action, (Forward, Loss, Backward)) or (isinstance(action, Reduce) and action.what == "statistics"):
+    is_sum = isinstance(action, Reduce) and action.what == "statistics"
+    if is_sum or isinstance(action, (Forward, Loss, Backward, Step)):
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
 

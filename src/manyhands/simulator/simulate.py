@@ -27,6 +27,7 @@ from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import (
     Action,
     Backward,
+    Discard,
     Forward,
     Loss,
     Message,
@@ -38,7 +39,8 @@ from manyhands.schedule.actions import (
     is_urgent,
 )
 from manyhands.schedule.memory import DeviceMemory
-from manyhands.schedule.policy import DONE, WAIT, DeviceState, Policy, Schedule
+from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
+from manyhands.schedule.policy import Schedule
 from manyhands.schedule.work import DeviceWork
 from manyhands.simulator.links import Network, Transfer
 from manyhands.simulator.result import DeviceResult, Simulation, Span
@@ -194,7 +196,7 @@ class _Run:
             seconds = self.costs.copy_seconds(device.name, action)
         elif isinstance(action, (Forward, Backward)):
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
-        elif isinstance(action, Loss):  # small beside the network: a profile does not know it
+        elif isinstance(action, (Loss, Discard)):  # small beside the network: a profile does not know it
             seconds = 0.0
         else:
             geometry = device.work.geometry(action.stage)

@@ -1,0 +1,217 @@
+"""What running ahead and packing do to accuracy on real pictures: three seeds, and the studies of SPLIT Fig. 4 and 6-8.
+
+Trainings are rehearsed in one process (executor/rehearsal.py), which computes what edge and server would and is checked
+against them; a gradient is as late as K allows, always. All see the same batches of the same pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from manyhands.api.bench_split_site import MODE, K
+from manyhands.api.calibrating import CalibrationSet
+from manyhands.data.order import BatchOrder
+from manyhands.data.sets import load
+from manyhands.executor.rehearsal import Rehearsal, weight_change_rates
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Codec, Replay, ReplayMode
+from manyhands.graph.capture import capture
+from manyhands.graph.graph import Graph
+from manyhands.models.registry import build
+from manyhands.observe.split_plots import Study, draw_lines, draw_studies
+from manyhands.planner.split_profile import candidate_cuts
+from manyhands.profiler.bench_capture import Figures, Progress
+
+BATCH = 32
+WIDTH = 16
+SCORED_BATCH = 500
+CHANGES_OF = (1, 2, 3, 5, 8, 12)
+MODES: dict[str, ReplayMode] = {"window": "window", "grouped": "grouped"}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is trained."""
+
+    samples: int
+    """Pictures to train on."""
+    scored: int
+    """Pictures to score on."""
+    steps: int
+    """Of a training that counts."""
+    seeds: int
+    study_steps: int
+    """Of a training of the studies; 0: no studies."""
+    ks: Sequence[int] = (1, 3, 5, 8, 12)
+    bits: Sequence[int] = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a training is cut, how late, how packed."""
+
+    k: int = 0
+    bits: int = 32
+    feeds_back: bool = True
+    cut: int | None = None
+    """None: in the middle."""
+
+
+WAYS = {
+    "normal": Way(cut=0),
+    "pipeline": Way(K),
+    "8bit": Way(K, 8),
+    "8bit_no_feedback": Way(K, 8, feeds_back=False),
+}
+
+
+@dataclass
+class Trainings:
+    """Pictures in memory, and trainings on them. Every seed has its own weights and its own order of pictures."""
+
+    name: str
+    train: CalibrationSet
+    test: CalibrationSet
+    graphs: dict[int, Graph]
+    cuts: tuple[int, ...]
+    norms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: Path, extent: Extent) -> Trainings:
+        sets = load(path)
+        graphs = {seed: _graph(seed, sets.num_classes, sets.input_shape) for seed in range(extent.seeds)}
+        train = CalibrationSet.of(graphs[0], sets.train, extent.samples)
+        test = CalibrationSet.of(graphs[0], sets.train if sets.test is None else sets.test, extent.scored)
+        return cls(sets.name, train, test, graphs, candidate_cuts(graphs[0].network))
+
+    def optimizer(self, steps: int) -> Optimizer:
+        return Optimizer("SGD", lr=0.05, momentum=0.9, schedule=("CosineAnnealingLR", {"T_max": steps}))
+
+    def score(self, way: Way, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
+        """Accuracy on pictures that were held out."""
+        cut = self.cuts[len(self.cuts) // 2] if way.cut is None else way.cut
+        order = BatchOrder(self.train.count, BATCH, shuffle=True, seed=seed)
+        rehearsal = Rehearsal(
+            self.graphs[seed], self.optimizer(steps), cut, codec=Codec(way.bits, way.feeds_back),
+            replay=Replay(way.k, MODES[MODE]), seed=seed,
+        )  # fmt: skip
+        if keeps_norms:
+            self.norms = [rehearsal.norm()]
+        for step in range(steps):
+            loss = rehearsal.train(*self.train.batch(order.indices(step)))
+            if not math.isfinite(loss):
+                return 0.0
+            if keeps_norms:
+                self.norms.append(rehearsal.norm())
+        rehearsal.drain()
+        return rehearsal.score(self.test.batches(SCORED_BATCH)).accuracy or 0.0
+
+
+def _graph(seed: int, classes: int, shape: tuple[int, ...]) -> Graph:
+    torch.manual_seed(seed)
+    module = build("tiny", num_classes=classes, channels=shape[0], width=WIDTH)
+    return capture(module, torch.zeros(BATCH, *shape), loss=cross_entropy, target=torch.zeros(BATCH, dtype=torch.long))
+
+
+def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+    """Normal training beside pipelines, packed and not; and the studies as pictures."""
+    try:
+        trainings = Trainings.of(path, extent)
+    except ManyhandsError as error:
+        return {"accuracy_skipped": error.message}
+    with _threads():
+        scores: dict[str, list[float]] = {name: [] for name in WAYS}
+        for seed in range(extent.seeds):
+            for name, way in WAYS.items():
+                say(f"accuracy, {name}, seed {seed + 1} of {extent.seeds}")
+                scores[name].append(trainings.score(way, seed, extent.steps, keeps_norms=name == "normal" and not seed))
+        figures = _accuracy_figures(scores, trainings, extent)
+        if out is not None:
+            _draw_changes(trainings.norms, out)
+            if extent.study_steps:
+                figures |= _studies(trainings, extent, out, say)
+    return figures
+
+
+def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: Extent) -> Figures:
+    mean = {name: statistics.mean(own) for name, own in scores.items()}
+    return {
+        **{f"accuracy_{name}": value for name, value in mean.items()},
+        "accuracy_drop_pipeline": mean["normal"] - mean["pipeline"],
+        "accuracy_drop_8bit": mean["normal"] - mean["8bit"],
+        "accuracy_drop_8bit_no_feedback": mean["normal"] - mean["8bit_no_feedback"],
+        "accuracy_setting": f"tiny of width {WIDTH} on {trainings.name} (CIFAR-10, JPEG copy), {trainings.train.count} "
+        f"pictures to train on, {trainings.test.count} to score, {extent.steps} steps of {BATCH}, SGD lr=0.05 momentum "
+        f"0.9, cosine; {MODE}, K={K}, cut before layer {trainings.cuts[len(trainings.cuts) // 2]} of "
+        f"{len(trainings.graphs[0].network.layers)}; {extent.seeds} seeds, each with weights and an order of its own; "
+        "rehearsed in one process as edge and server compute it, gradients always as late as K allows",
+        "accuracy_each": "; ".join(
+            f"{name} {', '.join(f'{one:.4f}' for one in own)}" for name, own in scores.items()
+        ),
+    }  # fmt: skip
+
+
+def _draw_changes(norms: Sequence[float], out: Path) -> None:
+    """Eq. 6: how far weights move in K steps, early and late in training."""
+    third = max(1, len(norms) // 3)
+    parts = {"first third": norms[:third], "second third": norms[third : 2 * third], "last third": norms[2 * third :]}
+    lines = {
+        name: [(float(k), statistics.fmean(weight_change_rates([*own], k))) for k in CHANGES_OF if len(own) > k]
+        for name, own in parts.items()
+    }
+    draw_lines(
+        {name: line for name, line in lines.items() if line}, out / "eq_6.png", across="K", up="change of ‖w‖₁, %",
+        title="Eq. 6: how far weights move in K steps, mean over normal training",
+    )  # fmt: skip
+
+
+def _studies(trainings: Trainings, extent: Extent, out: Path, say: Progress) -> Figures:
+    """Fig. 6-8: accuracy against K, the cut, and bits."""
+    steps, seeds = extent.study_steps, extent.seeds if extent.study_steps >= extent.steps else 1
+    figures: Figures = {}
+
+    def score(name: str, way: Way) -> float:
+        say(f"study, {name}")
+        found = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
+        figures[f"study_{name}"] = found
+        return found
+
+    normal = score("normal", WAYS["normal"])
+    by_k = [score(f"k_{k}", Way(k)) for k in extent.ks]
+    cuts = trainings.cuts
+    by_cut = [score(f"cut_{cut}", Way(K, cut=cut)) for cut in cuts]
+    fed = [score(f"bits_{bits}", Way(K, bits)) for bits in extent.bits]
+    not_fed = [score(f"bits_{bits}_no_feedback", Way(K, bits, feeds_back=False)) for bits in extent.bits]
+    draw_studies(
+        [
+            Study("K", [str(k) for k in extent.ks], {"32 bits": by_k}),
+            Study("cut before layer", [str(cut) for cut in cuts], {f"K={K}, 32 bits": by_cut}),
+            Study(
+                "bits of a feature", [str(bits) for bits in extent.bits],
+                {f"K={K}, error feedback": fed, f"K={K}, none": not_fed},
+            ),
+        ],
+        normal, out / "fig_6_7_8.png",
+        f"Fig. 6-8: tiny on CIFAR-10 (JPEG copy), {steps} steps of {BATCH}, {seeds} seed(s), {MODE}",
+    )  # fmt: skip
+    return figures
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[None]:
+    """One: operators are too small to be shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

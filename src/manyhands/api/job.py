@@ -1,0 +1,386 @@
+"""One job of training with its workers at hand: follow it to the end, keep its folder, say what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.utils.data import Dataset
+
+from manyhands.api.asked import Lasting, Options, check_same, resumed_from
+from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
+from manyhands.api.evaluation import captured as captured
+from manyhands.api.public import simulate
+from manyhands.api.recovering import Replanner, chosen_backups, happened
+from manyhands.api.session import Say, Session
+from manyhands.api.tile_report import Traffic, planned_traffic
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.rewinding import Rewindable
+from manyhands.executor import checkpoint
+from manyhands.executor.log import DeviceLog
+from manyhands.executor.messages import plan_bytes, runs_here
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, WorkerLost
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Kernel, Profile
+from manyhands.files.documents import write_document
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+from manyhands.runtime.journey import Endurance, Journey, Pilot, Replan, Travelled
+from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
+from manyhands.schedule.checker import check
+from manyhands.schedule.policy import Schedule
+from manyhands.simulator.result import Simulation
+
+REJOIN_SECONDS = 60.0
+"""How long a job with too few workers waits for others to join, or to join again."""
+WARM_UP_STEPS = 2
+TRACED_STEPS = 3
+
+OnStep = Callable[[int, float, float], None]
+"""Step, loss, seconds."""
+OnPlanned = Callable[["Planned"], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is about to run, and what the simulator expects of it."""
+
+    plan: Plan
+    network: Network
+    cluster: Cluster
+    profile: Profile
+    prediction: Simulation
+    steps: int
+    folder: Path
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+    """What else `auto` looked at -> predicted seconds of a step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted, of one step of the optimiser."""
+        return self.prediction.seconds / self.plan.steps_per_round
+
+
+@dataclass
+class TrainResult:
+    """What training gave. The module holds the trained weights."""
+
+    losses: list[float]
+    """One per step."""
+    plan: Plan
+    folder: Path
+    throughput: float
+    """Samples per second, without the first steps."""
+    predicted_seconds: float
+    """Of one step, simulated before the run."""
+    measured_seconds: float
+    """Of one step, median without the first ones."""
+    logs: dict[str, DeviceLog]
+    planned_bytes: dict[tuple[str, str], int]
+    """(from, to) -> bytes the plan says travel in a round: a step, but for order replay."""
+    traffic: Traffic
+    """What the plan says travels in a step, and what for."""
+    checkpoint: Path
+    steps: int
+    scale: float | None = None
+    """How many times slower than in life everything went; None: this was life, not a lab."""
+    stands_in: bool = False
+    """A lab was asked for; plain processes stood in, whose links were shaped and whose speed was this machine's."""
+    test: EvaluateResult | None = None
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Each time workers were lost, joined or left: how it went on, from which step, after how many seconds."""
+    staleness: list[int] = field(default_factory=list)
+    """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
+    bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(from, to) -> bytes that were sent in all rounds, without copies of state."""
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """Device -> its tensor bytes when they were most, by part, counted in one step."""
+        found = {name: self.logs[name] for name in self.plan.devices if name in self.logs}
+        return {name: log.peak_parts for name, log in found.items() if log.peak_bytes}
+
+    @property
+    def bytes_by_use(self) -> dict[str, int]:
+        """Bytes that the plan says travel in a step: input_output, boundary, weights (TILE Fig. 5.2c)."""
+        return self.traffic.by_use
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the held-out data, where some was given."""
+        return self.test.accuracy if self.test is not None else None
+
+
+class Guide(Replan, Protocol):
+    """Knows plans for whoever is there, and what is known of them."""
+
+    def kernels(self, plan: Plan) -> Mapping[str, Mapping[str, Kernel]]: ...
+
+    def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A job that is about to begin, or to go on: what it is of, and the folder it is written to."""
+
+    graph: Graph
+    record: RunRecord
+    start: RunState
+    folder: Path
+    last_step: int
+    is_resumed: bool
+
+
+@contextlib.contextmanager
+def opened(
+    options: Options,
+    *,
+    folder: str | Path | None,
+    resume: bool | str | Path,
+    granularity: str,
+    name: str,
+    say: Say | None,
+    command: str = "train",
+    by_name: bool = False,
+) -> Iterator[Opened]:
+    """Capture the model, make the folder. An error in the middle says where to go on from; `by_name`: in the words of
+    the command line."""
+    folder, resumed = resumed_from(folder, resume, say)
+    last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
+    graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
+    start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
+    if resumed is not None:
+        check_same(resumed, options, last_step)
+    is_new = folder is None or not Path(folder).exists()
+    where = Path(folder) if folder is not None else new_folder(command, graph.name)
+    record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
+    try:
+        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        yield Opened(graph, record, start, where, last_step, resumed is not None)
+    except BaseException as error:
+        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
+            record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+        if isinstance(error, ManyhandsError):
+            call = f"mh.{command}" if command == "train" else f"mh.{command}_train"
+            words = f"manyhands {command if command == 'train' else command + ' train'} --resume {where}"
+            _point_to_checkpoint(error, where, words if by_name else f"{call}(..., resume='{where}')")
+        raise
+    finally:
+        record.close()
+        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def _point_to_checkpoint(error: ManyhandsError, folder: Path, how: str) -> None:
+    """An error in the middle of a run says where to go on from."""
+    newest = None
+    with contextlib.suppress(BadFile):
+        newest = checkpoint.latest(folder)
+    if newest is not None:
+        again = f"Checkpoint: {newest}\nGo on with: {how}"
+        error.hint = f"{error.hint}\n{again}".strip()
+
+
+def cuts_statistics(plan: Plan, network: Network) -> bool:
+    """Whether batch norm sees less than a batch."""
+    return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
+
+
+def _was_finite(tensor: torch.Tensor) -> bool:
+    """A constant such as a mask may hold infinities from the beginning."""
+    return bool(torch.isfinite(tensor).all())
+
+
+@dataclass
+class Job:
+    """One call of `train`, or of its like."""
+
+    options: Options
+    graph: Graph
+    session: Session
+    record: RunRecord
+    start: RunState
+    last_step: int
+    folder: Path
+    say: Say | None
+    test: Dataset[Any] | None
+    limit_seconds: float
+
+    def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> Planned:
+        """What a resolved plan would do, once it is sure that all of it can be done."""
+        network = self.graph.network
+        runs_here(plan, network)
+        if self.test is not None:  # what would go wrong after training is found before it
+            runs_here(resolve(inference_plan(plan), network), network)
+            if not length(self.test):
+                raise BadData("The held-out data set is empty.", hint="Leave test out.")
+        if cuts_statistics(plan, network):
+            note = (
+                f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
+            )
+            self.record.event("note", text=note)
+            if self.say is not None:
+                self.say(note)
+        schedule = Schedule(plan, network)
+        if schedule.is_fixed:
+            check(schedule, cluster)
+        prediction = simulate(plan, network, cluster, profile)
+        steps = self.last_step - self.start.steps_done
+        return Planned(plan, network, cluster, profile, prediction, steps, self.folder)
+
+    def run(
+        self, planned: Planned, on_step: OnStep | None, strategy: str, lasting: Lasting
+    ) -> tuple[TrainResult, Planned]:
+        """Train to the end. The plan may be another one then: what is given back is the last."""
+        options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
+        every = self.checkpoint_every(planned)
+        first, last = self.start.steps_done, self.last_step
+        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
+        replanner = self.replanner(planned, strategy, lasting)
+        order = Order(
+            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
+            seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
+            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
+            backup_every=self.backup_every(planned, lasting),
+        )  # fmt: skip
+
+        def stepped(step: int, loss: float | None, seconds: float) -> None:
+            staleness = journey.outcome.staleness[-1] if journey.outcome.staleness else None
+            self.record.step(step, step // steps_per_epoch, loss, seconds, options.batch_size, staleness)
+            if on_step is not None:
+                on_step(step, loss if loss is not None else float("nan"), seconds)
+
+        if first == 0:
+            self._keep(self.start)
+        least, most = lasting.workers
+        endurance = Endurance(
+            lasting.replan, least, most, wait_seconds=REJOIN_SECONDS if self.session.others_may_join else 0.0
+        )
+        with Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches:
+            journey = Journey(
+                self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
+                on_snapshot=self._keep, tell=self.tell, pilot=self.pilot(),
+            )  # fmt: skip
+            outcome = journey.run()
+        assert outcome.state is not None
+        assert outcome.plan is not None
+        self.trained = outcome.state
+        Weights(self.trained.weights).load_into(options.model, self.graph)
+        if outcome.plan != planned.plan:
+            cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
+            prediction = simulate(outcome.plan, planned.network, cluster, profile)
+            planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
+        return self._result(planned, outcome), planned
+
+    # What other kinds of jobs do otherwise
+
+    def checkpoint_every(self, planned: Planned) -> int:
+        """Steps between two checkpoints."""
+        return self.options.checkpoint_steps(planned.step_seconds)
+
+    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+        """Steps between two copies that are kept against losses."""
+        return chosen_backups(
+            planned.plan, planned.network, planned.cluster, planned.prediction.seconds, lasting.backup_every
+        )
+
+    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+        """Who is asked for a plan when workers change."""
+        return Replanner(
+            self.session, self.graph, planned.cluster, planned.profile, strategy, self.options.optimizer,
+            planned.prediction.seconds, lasting.backup_every,
+        )  # fmt: skip
+
+    def pilot(self) -> Pilot | None:
+        """Who steers while they stay."""
+        return None
+
+    def tell(self, event: str, /, **facts: Any) -> None:
+        """What happened to the workers: into the folder, and to whoever looks on."""
+        self.record.event(event, **facts)
+        if event == "replanned":
+            write_document(self.folder / "plan.yaml", facts["plan"])
+        text = happened(event, facts)
+        if text and self.say is not None:
+            self.say(text)
+
+    def _keep(self, found: RunState) -> None:
+        options = self.options
+        self._check_finite(found)
+        self.checkpoint = self.record.checkpoint(
+            options.model, self.graph, found, options.optimizer, options.seed, options.facts
+        )
+
+    def _check_finite(self, found: RunState) -> None:
+        """What no step can go on from is no checkpoint."""
+        if not found.steps_done:
+            return
+        network = self.graph.network
+        for layer in network.layers:
+            for name in network.weights_of(layer.first, layer.last):
+                tensor = found.weights[name]
+                if (
+                    tensor.is_floating_point()
+                    and not bool(torch.isfinite(tensor).all())
+                    and _was_finite(self.graph.state[name])
+                ):
+                    raise NotFinite(
+                        f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
+                        hint="Lower the learning rate. The last checkpoint is from before it.",
+                    )
+
+    def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:
+        steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
+        seconds = statistics.median(steady)
+        schedule = Schedule(planned.plan, planned.network)
+        travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
+        traffic = planned_traffic(schedule, self.graph)
+        for text in traffic.differences(outcome.logs):
+            self.record.event("note", text=text)
+        self.record.devices(outcome.logs, travels, traffic.to_dict())
+        return TrainResult(
+            losses=self.record.losses(), plan=planned.plan, folder=self.folder,
+            throughput=self.options.batch_size * len(steady) / sum(steady),
+            predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
+            planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
+            scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
+            staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
+        )  # fmt: skip
+
+    def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
+        """After the last step: held-out data, pictures."""
+        if self.test is not None:
+            result.test = self.evaluated(planned, self.test, loss)
+            self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+        self.write_pictures(planned, result)
+        self.record.event("finished", steps=result.steps)
+
+    def evaluated(self, planned: Planned, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
+        """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""
+        trained = self.trained.weights
+        try:
+            return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
+        except WorkerLost as error:
+            names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
+            if not names:
+                raise
+            self.tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
+            stage = Stage((0, len(self.graph.network.layers)), (names[0],))
+            alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
+            return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
+
+    def write_pictures(self, planned: Planned, result: TrainResult) -> None:
+        from manyhands.api.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
+
+        write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)

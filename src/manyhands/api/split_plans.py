@@ -1,0 +1,149 @@
+"""A split as typed and as a plan: K by phase, where the network is cut, how many mini-batches make a round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.facts.errors import BadValue, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BatchNorm, Codec, Plan, Replay, ReplayMode, Stage
+from manyhands.planner.split import WIDTHS, Bound, Deployment, Side
+from manyhands.planner.split_profile import parse_phases
+
+Phases = tuple[tuple[int, Bound], ...]
+"""From this epoch on, this K."""
+MODES: tuple[ReplayMode, ...] = ("grouped", "window")
+ROUND_BATCHES, WINDOW_BATCHES, UNBOUNDED_BATCHES = 24, 64, 32
+"""Mini-batches of a round, about: in groups, in a window, and without a bound, where all of them are kept."""
+ROUND_SECONDS = 10.0
+"""A lost server costs no more than a round."""
+
+
+def phases_of(k: int | str | None) -> Phases:
+    """5, '5', '4@0,5@8' (4 from epoch 0, 5 from epoch 8), None or 'none' (no bound) -> K by epoch."""
+    if k is None or (isinstance(k, int) and not isinstance(k, bool) and k >= 0):
+        return ((0, k),)
+    if not isinstance(k, str):
+        raise BadValue(
+            f"k is {k!r:.40}; it must be 0 or more updates, None, or by epoch.", hint='Write 5, or "4@0,5@8".'
+        )
+    return parse_phases(k)
+
+
+def phases_text(phases: Phases) -> str:
+    """As it is typed."""
+    words = [("none" if k is None else str(k), epoch) for epoch, k in phases]
+    return words[0][0] if len(words) == 1 else ",".join(f"{word}@{epoch}" for word, epoch in words)
+
+
+def cut_of(cut: int | str, network: Network, candidates: Sequence[int], alone: int) -> int | None:
+    """The layer before which the network is cut: a number or a layer's name; 'auto': None; 'edge': not at all."""
+    text = str(cut)
+    if text == "auto":
+        return None
+    if text == "edge":
+        return alone
+    names = [layer.name for layer in network.layers]
+    if text in names:
+        found = names.index(text)
+    elif text.isdecimal():
+        found = int(text)
+    else:
+        raise unknown("layer to cut before", text, [*names, "auto", "edge"])
+    if found != alone and found not in candidates:
+        possible = ", ".join(f"{one} ({names[one]})" for one in candidates[:12])
+        raise BadValue(
+            f"{network.name} cannot be cut before layer {text}: what crosses there is data, or was not activated.",
+            hint=f"Possible: {possible or 'none'}{' ...' if len(candidates) > 12 else ''}; auto; edge (no cut).",
+        )
+    return found
+
+
+def bits_of(bits: int | str) -> tuple[int, ...]:
+    """Widths that features may be packed in; 'auto': any."""
+    if str(bits) == "auto":
+        return WIDTHS
+    if str(bits) not in map(str, WIDTHS):
+        raise BadValue(f"bits is {bits!r:.20}; it must be auto or one of {', '.join(map(str, WIDTHS))}.")
+    return (int(bits),)
+
+
+def mode_of(mode: str) -> ReplayMode:
+    for known in MODES:
+        if known == mode:
+            return known
+    raise unknown("mode", mode, MODES)
+
+
+def labels_of(labels: str) -> Literal["edge", "cloud"]:
+    if labels not in ("edge", "cloud"):
+        raise unknown("place of the labels", labels, ("edge", "cloud"))
+    return "cloud" if labels == "cloud" else "edge"
+
+
+def side_of(edge_side: str) -> Side:
+    if edge_side not in ("upstream", "downstream"):
+        raise unknown("side of the edge", edge_side, ("upstream", "downstream"))
+    return "downstream" if edge_side == "downstream" else "upstream"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Who is who in a split, and what does not change while it runs."""
+
+    network: str
+    layers: int
+    batch_size: int
+    """Samples of a mini-batch: of one step of the optimiser."""
+    edge: str = "edge"
+    server: str = "server"
+    edge_side: Side = "upstream"
+    mode: ReplayMode = "grouped"
+    error_feedback: bool = True
+    pack_gradients: bool = False
+    optimizer_slots: int = 1
+    batch_norm: BatchNorm = "synchronised"
+
+    @property
+    def alone(self) -> int:
+        """The cut that leaves everything to the edge."""
+        return self.layers if self.edge_side == "upstream" else 0
+
+    def is_alone(self, deployment: Deployment) -> bool:
+        return deployment.cut == self.alone
+
+    def round_batches(self, k: Bound, batch_seconds: float = 0.0) -> int:
+        """Mini-batches of a round: whole groups, and not for too long."""
+        group = 1 if k is None else k + 1
+        wanted = UNBOUNDED_BATCHES if k is None else WINDOW_BATCHES if self.mode == "window" else ROUND_BATCHES
+        if wanted * batch_seconds > ROUND_SECONDS:
+            wanted = math.ceil(ROUND_SECONDS / batch_seconds)
+        return math.ceil(wanted / group) * group
+
+    def plan(self, deployment: Deployment, batch_seconds: float = 0.0) -> Plan:
+        """Two stages, or one where everything is at the edge."""
+        k: Bound
+        if self.is_alone(deployment):
+            stages: tuple[Stage, ...] = (Stage((0, self.layers), (self.edge,)),)
+            k = 0
+        else:
+            codec = Codec(deployment.bits, self.error_feedback, self.pack_gradients)
+            before, after = (self.edge, self.server) if self.edge_side == "upstream" else (self.server, self.edge)
+            cut, k = deployment.cut, deployment.k
+            stages = (Stage((0, cut), (before,)), Stage((cut, self.layers), (after,), codec=codec))
+        batches = self.round_batches(k, batch_seconds)
+        return Plan(
+            self.network, batches * self.batch_size, stages, micro_batches=batches, order="replay",
+            replay=Replay(k, self.mode), optimizer_slots=self.optimizer_slots, batch_norm=self.batch_norm,
+        )  # fmt: skip
+
+    def deployment(self, plan: Plan) -> Deployment:
+        """What a plan of this split deploys."""
+        if len(plan.stages) == 1:
+            return Deployment(self.alone)
+        cut = plan.stages[1].layers[0]
+        assert isinstance(cut, int), "the plans made here name layers by their numbers"
+        return Deployment(cut, plan.replay.k, plan.stages[1].codec.bits)

@@ -1,0 +1,322 @@
+"""`manyhands split`: an edge and a cloud train one network together. `serve` is for the cloud, `train` for the edge."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from manyhands.cli.options import Json
+
+if TYPE_CHECKING:
+    from manyhands.api.job import Planned
+    from manyhands.api.split_job import SplitResult
+
+app = typer.Typer(
+    help="An edge, where the data is, and a cloud train one network over a changing link.", no_args_is_help=True,
+    rich_markup_mode=None,
+)  # fmt: skip
+PLAIN_LINES = 10
+MOST_ROWS = 20
+
+
+@app.command("serve")
+def serve(
+    host: Annotated[str, typer.Option("--host", help="The address to listen at; 127.0.0.1: this machine only.")] = (
+        "0.0.0.0"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free. Default: 7078.")] = 7078,
+    token: Annotated[
+        str,
+        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What edges must know. Default: a new one, printed."),
+    ] = "",
+    name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",
+    compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
+    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
+    slowdown: Annotated[
+        float, typer.Option("--slowdown", min=1.0, help="Take so many times as long as it must.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="End after one edge.")] = False,
+    silo: Annotated[
+        str, typer.Option("--silo", help="FILE.npz of samples that only the cloud has: id, and target or inputs.")
+    ] = "",
+) -> None:
+    """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
+    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable
+    from manyhands.facts.cluster import NAME_HINT
+    from manyhands.facts.errors import BadValue
+
+    compute = parse_compute(compute)
+    if not DEVICE_NAME.fullmatch(name):
+        raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
+    from manyhands.runtime.serving import listen, load_everything
+    from manyhands.runtime.worker import Joining
+
+    load_everything()
+    if silo:
+        from manyhands.data.silo import Silo
+
+        Silo.read(silo)  # what is wrong with it is said now, not to the first edge
+
+    def listening(address: tuple[str, int], secret: str) -> None:
+        shown = reachable(address[0])
+        shown = f"[{shown}]" if ":" in shown else shown
+        typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} --token {secret} ...")
+        sys.stdout.flush()
+
+    joining = Joining(host, port, token, name, compute, threads, slowdown=slowdown, silo=silo)
+    listen(joining, say=lambda text: typer.echo(text, err=True), once=once, on_listening=listening)
+
+
+@app.command("train")
+def train(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A name from `manyhands models`, or module:factory. Default: tiny."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", "-d", help="digits, a folder, file.npz, or a synthetic stand-in. Default: digits."),
+    ] = None,
+    cloud: Annotated[
+        str | None,
+        typer.Option("--cloud", help="HOST:PORT of `manyhands split serve`. Default: a process of this machine."),
+    ] = None,
+    token: Annotated[
+        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="The cloud's token, as it printed it.")
+    ] = "",
+    cut: Annotated[
+        str | None,
+        typer.Option("--cut", help="auto (default), the layer to cut before by number or name, or edge: nothing."),
+    ] = None,
+    bits: Annotated[
+        str | None, typer.Option("--bits", help="Of a packed feature: auto (default), 2, 4, 8, 16 or 32 (as it is).")
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "--k",
+            help="How many updates a gradient may be late: 5 (default); 0: exactly as one device; none: no bound; by "
+            "epoch: 4@0,5@8.",
+        ),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="grouped (default): K+1 batches, then the next; window: at most K+1 under way."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", help="FILE of `seconds mbit_per_second` that the link follows, or UP_FILE,DOWN_FILE."),
+    ] = None,
+    delay: Annotated[str | None, typer.Option("--delay", help="Of --trace: one way, like 25 ms.")] = None,
+    rival: Annotated[
+        str | None,
+        typer.Option("--rival", help="Decide as another would: edge-only, jointdnn, k0, uncompressed or unbounded."),
+    ] = None,
+    edge_slowdown: Annotated[
+        float | None, typer.Option("--edge-slowdown", help="The edge takes so many times as long, like 8 for a Pi.")
+    ] = None,
+    server_slowdown: Annotated[
+        float | None, typer.Option("--server-slowdown", help="The server of this machine, likewise.")
+    ] = None,
+    calibrate: Annotated[
+        float | None,
+        typer.Option("--calibrate", help="Find the fewest bits of each cut first, in so many seconds; it is kept."),
+    ] = None,
+    allowed_drop: Annotated[
+        float | None, typer.Option("--allowed-drop", help="Of --calibrate: the accuracy it may cost. Default: 0.01.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="Of the edge, like 512 MB. Default: no limit.")] = None,
+    labels: Annotated[
+        str | None, typer.Option("--labels", help="Where the labels are: edge (default) or cloud.")
+    ] = None,
+    edge_side: Annotated[
+        str | None,
+        typer.Option("--edge-side", help="upstream (default): inputs stay at the edge; downstream: outputs do."),
+    ] = None,
+    input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x32x32.")] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 4.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps, in place of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", help="Samples per step. Default: 32.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", "-o", help="Any of torch.optim. Default: SGD:lr=0.05,momentum=0.9."),
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="The learning rate, in place of the optimiser's.")] = None,
+    preset: Annotated[
+        bool | None, typer.Option("--preset", help="Train as the paper did, by model and data (SPLIT Table 2).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="For shuffling and dropout. Default: 0.")] = None,
+    granularity: Annotated[
+        str | None, typer.Option("--granularity", help="Where the network may be cut: blocks (default) or operators.")
+    ] = None,
+    resume: Annotated[str, typer.Option("--resume", help="Go on with the run in this folder.")] = "",
+    out: Annotated[str, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = "",
+    json: Json = False,
+) -> None:
+    """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
+    from manyhands.api import split_typed
+    from manyhands.cli.show import print_json
+
+    given = {
+        "model": model, "data": data, "cloud": cloud, "cut": cut, "bits": bits, "k": k, "mode": mode, "trace": trace,
+        "delay": delay, "rival": rival, "edge_slowdown": edge_slowdown, "server_slowdown": server_slowdown,
+        "memory": memory, "labels": labels, "edge_side": edge_side, "input": input, "epochs": epochs, "steps": steps,
+        "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
+        "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
+    }  # fmt: skip
+    wish = split_typed.split_wish(given, resume=resume, out=out)
+    with _Show(quiet=json) as show:
+        result = split_typed.split_job(
+            wish, token=token, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
+            on_planned=show.planned, on_step=show.step, say=show.say,
+        )  # fmt: skip
+    if json:
+        print_json(to_dict(result))
+    else:
+        show.finished(result)
+
+
+def to_dict(result: SplitResult) -> dict[str, Any]:
+    """What --json prints."""
+    from manyhands.api.split_job import change_facts
+
+    return {
+        "accuracy": result.accuracy,
+        "test_loss": result.test.loss if result.test is not None else None,
+        "losses": result.losses,
+        "staleness": result.staleness,
+        "cuts": [list(one) for one in result.cuts],
+        "changes": [change_facts(one) for one in result.changes],
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+        "bytes_moved": result.bytes_moved,
+        "seconds": sum(result.step_seconds),
+        "measured_seconds": result.measured_seconds,
+        "predicted_seconds": result.predicted_seconds,
+        "throughput": result.throughput,
+        "steps": result.steps,
+        "plan": result.plan.to_dict(),
+        "folder": str(result.folder),
+        "checkpoint": str(result.checkpoint),
+    }
+
+
+class _Show:
+    """What a person sees while it runs: what was decided, a bar, the outcome. Without a terminal, plain lines."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._live: Any = None
+        """A spinner until the first decision is made, then the bar."""
+        self._task: Any = None
+        self._steps = self._done = self._batch = 0
+        self._folder = Path()
+        self._planned: Planned | None = None
+
+    def __enter__(self) -> _Show:
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._live = Console(stderr=True).status("getting ready")
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop()
+        if kind is KeyboardInterrupt and self._done:
+            self.say(f"Go on with: manyhands split train --resume {self._folder}")
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def say(self, text: str) -> None:
+        """One line on standard error, above whatever moves there."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            typer.echo(text, err=True)
+
+    def planned(self, planned: Planned) -> None:
+        self._folder, self._planned = planned.folder, planned
+        if self.quiet:
+            return
+        from manyhands.cli.tables import print_plan
+
+        had_terminal = self._live is not None
+        self._stop()
+        print_plan(planned.plan, planned.network, planned.cluster, planned.prediction)
+        typer.echo(f"Run folder: {planned.folder}")
+        sys.stdout.flush()
+        self._steps, self._batch = planned.steps, planned.plan.step_size
+        if had_terminal:
+            self._start_bar()
+
+    def _start_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._live = Progress(*columns, console=Console(stderr=True))
+        self._task = self._live.add_task("training", total=self._steps, loss="-", rate="")
+        self._live.start()
+
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        self._done += 1
+        if self.quiet:
+            return
+        rate = f"{self._batch / seconds:,.0f} samples/s" if seconds else ""
+        if self._live is not None:
+            self._live.update(self._task, advance=1, loss=_number(loss), rate=rate)
+        elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
+            (self._done - 1) * PLAIN_LINES // self._steps
+        ):
+            self.say(f"step {self._done} of {self._steps}, loss {_number(loss)}, {rate}")
+
+    def finished(self, result: SplitResult) -> None:
+        """What was deployed when, what travelled, how it went."""
+        from collections import Counter
+
+        from manyhands.api.split_job import deployments
+        from manyhands.cli.show import print_table
+        from manyhands.facts.units import format_bytes, format_seconds
+
+        assert self._planned is not None
+        rows = [
+            [str(step), text, reason, format_seconds(seconds) if seconds else "", format_bytes(moved) if moved else ""]
+            for step, text, reason, seconds, moved in deployments(result, self._planned.network)
+        ]
+        headings = ["from step", "deployed", "because", "changing took", "moved"]
+        print_table("What ran where", headings, rows[:MOST_ROWS], numbers=["from step", "changing took", "moved"])
+        if len(rows) > MOST_ROWS:
+            typer.echo(f"... and {len(rows) - MOST_ROWS} more changes.")
+        first = len(result.losses) - result.steps
+        typer.echo(f"{result.steps} steps, loss {_number(result.losses[first])} -> {_number(result.losses[-1])}")
+        if result.test is not None and result.accuracy is not None:
+            typer.echo(f"Accuracy on {result.test.samples} held-out samples: {result.accuracy:.1%}")
+        elif result.test is not None and result.test.loss is not None:
+            typer.echo(f"Loss on {result.test.samples} held-out samples: {result.test.loss:.4f}")
+        late = Counter(result.staleness)
+        if late:
+            told = ", ".join(f"{count} by {updates}" for updates, count in sorted(late.items()))
+            typer.echo(f"Gradients late, in updates: {told}")
+        typer.echo(
+            f"Between edge and server: {format_bytes(result.bytes_up)} up, {format_bytes(result.bytes_down)} down"
+            + (f", {format_bytes(result.bytes_moved)} of it layers that changed sides" if result.bytes_moved else "")
+        )
+        typer.echo(
+            f"A step took {format_seconds(result.measured_seconds)} (median), predicted "
+            f"{format_seconds(result.predicted_seconds)}; {result.throughput:,.0f} samples/s"
+        )
+        typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name})")
+
+
+def _number(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3e}"

@@ -1,0 +1,175 @@
+"""A silo: what one device has of the samples, and nobody else sees. Samples are the same by their ids.
+
+    .npz    id (whole numbers or text, each once), and arrays named as the network's inputs, or target: a row for each
+
+Digests of the ids tell which samples all silos have. They hide an id only from whoever cannot guess it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from manyhands.facts.errors import BadData, BadFile
+from manyhands.facts.units import format_bytes
+
+IDS = "id"
+TARGET = "target"
+DIGEST_BYTES = 16
+MOST_SAMPLES = 2_000_000
+MOST_ARRAYS = 64
+LARGEST_SILO_BYTES = 32 * 10**9
+LONGEST_ID = 200
+_KINDS = "fiub"
+_HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)."
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a device has in its silo, as whoever feeds it knows it."""
+
+    names: frozenset[str]
+    rows: torch.Tensor
+    """Sample, in the order that was agreed -> its row in that silo."""
+
+
+class Silo:
+    """Arrays by name, with one row for each sample."""
+
+    def __init__(self, ids: numpy.ndarray, arrays: Mapping[str, torch.Tensor], where: str = "The silo") -> None:
+        self.ids, self.arrays, self.where = ids, dict(arrays), where
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Silo:
+        """A file, checked: numbers only, nothing is unpickled."""
+        path = Path(path)
+        found = _read(path)
+        ids = found.pop(IDS)
+        _check_ids(path, ids)
+        if not found:
+            raise BadData(f"{path}: holds ids and nothing else.", hint=_HOW)
+        for name, array in found.items():
+            if array.dtype.kind not in _KINDS:
+                raise BadData(f"{path}: {name} holds {array.dtype}; arrays of a silo are numbers.", hint=_HOW)
+            if array.ndim == 0 or len(array) != len(ids):
+                raise BadData(
+                    f"{path}: {name} has the shape {array.shape}; there are {len(ids)} ids, and a row for each.",
+                    hint=_HOW,
+                )
+        return cls(ids, {name: _tensor(path, name, array) for name, array in found.items()}, str(path))
+
+    def digests(self) -> bytes:
+        """Of the ids, one after another."""
+        return digests_of(self.ids.tolist())
+
+    def take(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of an array."""
+        if name not in self.arrays:
+            raise BadData(f"{self.where} has no {name}; it has {', '.join(self.arrays)}.")
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+            strange = int(rows.max()) if int(rows.max()) >= len(self) else int(rows.min())
+            raise BadData(f"{self.where} was asked for sample {strange}; it has {len(self)}, from 0.")
+        return self.arrays[name][rows]
+
+
+def digests_of(ids: Sequence[Any]) -> bytes:
+    """7 and '7' are one sample."""
+    return b"".join(hashlib.blake2b(str(one).encode(), digest_size=DIGEST_BYTES).digest() for one in ids)
+
+
+def agreed(told: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
+    """The samples that all have, in the first one's order: a fingerprint of them, and the row of each with everybody.
+
+    `told`: by whom -> the digests of its ids.
+    """
+    tables: dict[str, dict[bytes, int]] = {}
+    for name, digests in told.items():
+        if len(digests) % DIGEST_BYTES or len(digests) > MOST_SAMPLES * DIGEST_BYTES:
+            raise BadData(f"{name} tells {len(digests)} bytes of ids; each has {DIGEST_BYTES}, of {MOST_SAMPLES:,}.")
+        places = range(0, len(digests), DIGEST_BYTES)
+        tables[name] = {digests[place : place + DIGEST_BYTES]: row for row, place in enumerate(places)}
+        if len(tables[name]) < len(places):
+            raise BadData(f"{name} has {len(places) - len(tables[name])} of its ids twice.")
+    first, *others = tables.values()
+    common = [one for one in first if all(one in other for other in others)]
+    if not common:
+        counts = ", ".join(f"{name} {len(table):,}" for name, table in tables.items())
+        raise BadData(
+            f"There is no sample that all have; ids: {counts}.", hint="Ids are compared as text: 007 is not 7."
+        )
+    rows = {name: torch.tensor([table[one] for one in common]) for name, table in tables.items()}
+    return hashlib.blake2b(b"".join(common), digest_size=DIGEST_BYTES).hexdigest(), rows
+
+
+def write_silo(path: Path, ids: Sequence[int] | Sequence[str], arrays: Mapping[str, numpy.ndarray]) -> None:
+    """A file that `Silo.read` reads."""
+    everything: dict[str, Any] = {IDS: numpy.asarray(ids), **arrays}
+    with open(path, "xb") as file:
+        numpy.savez(file, **everything)
+
+
+def _read(path: Path) -> dict[str, numpy.ndarray]:
+    try:
+        if not path.is_file():
+            raise BadFile(f"{path}: there is no such file.", hint=_HOW)
+        if not zipfile.is_zipfile(path):
+            raise BadFile(f"{path}: is not a .npz file.", hint=_HOW)
+        with zipfile.ZipFile(path) as packed:
+            sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in packed.infolist()}
+        if IDS not in sizes:
+            raise BadData(f"{path}: has no {IDS}; it holds {', '.join(sorted(sizes)[:20]) or 'no arrays'}.", hint=_HOW)
+        total = sum(sizes.values())
+        if total > LARGEST_SILO_BYTES or len(sizes) > MOST_ARRAYS:
+            raise BadData(
+                f"{path}: {len(sizes)} arrays of {format_bytes(total)} unpacked; at most {MOST_ARRAYS} of "
+                f"{format_bytes(LARGEST_SILO_BYTES)} are read."
+            )
+        with numpy.load(path, allow_pickle=False) as opened:
+            arrays: dict[str, Any] = {key: opened[key] for key in sizes}
+    except MemoryError as error:
+        raise BadData(f"{path}: its arrays do not fit this machine's memory.") from error
+    except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise BadFile(f"{path}: cannot be read: {str(error)[:200]}.", hint=_HOW) from error
+    for key, array in arrays.items():
+        if not isinstance(array, numpy.ndarray):
+            raise BadFile(f"{path}: {key} is not an array.", hint=_HOW)
+    return arrays
+
+
+def _check_ids(path: Path, ids: numpy.ndarray) -> None:
+    if ids.ndim != 1 or not 0 < len(ids) <= MOST_SAMPLES:
+        raise BadData(f"{path}: {IDS} has the shape {ids.shape}; it must be one axis of 1 to {MOST_SAMPLES:,} ids.")
+    is_text = ids.dtype.kind == "U" and ids.dtype.itemsize <= 4 * LONGEST_ID
+    if ids.dtype.kind not in "iu" and not is_text:
+        raise BadData(
+            f"{path}: {IDS} holds {ids.dtype}; ids are whole numbers, or text of at most {LONGEST_ID} characters."
+        )
+    kinds, counts = numpy.unique(ids, return_counts=True)
+    if len(kinds) < len(ids):
+        twice = kinds[int(counts.argmax())]
+        raise BadData(f"{path}: the id {str(twice)[:60]} is there {counts.max()} times; each sample has its own.")
+
+
+def _tensor(path: Path, name: str, array: numpy.ndarray) -> torch.Tensor:
+    if array.dtype.kind == "f" and not numpy.isfinite(array).all():
+        raise BadData(
+            f"{path}: {name} has a NaN or infinite value.", hint="Leave such samples out, or use numpy.nan_to_num."
+        )
+    plain = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    if plain.dtype.kind == "u" and plain.dtype.itemsize > 1:
+        plain = plain.astype(numpy.int64)
+    try:
+        return torch.from_numpy(numpy.ascontiguousarray(plain))
+    except TypeError as error:
+        raise BadData(f"{path}: {name} holds {array.dtype}, which torch does not take.") from error

@@ -1,0 +1,78 @@
+"""What a network stands: how few bits its features may have, and how far a gradient may be behind (SPLIT §4).
+
+Found by short trainings (api/calibrating.py), kept by network, data and batch size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from manyhands.facts.errors import BadValue
+from manyhands.facts.plan import ReplayMode
+
+VERSION = 1
+WIDTHS = (2, 4, 8, 16)
+UNPACKED = 32
+Measure = Literal["accuracy", "loss"]
+
+
+class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One setting, and what its trainings gave: accuracy, or loss where targets are not classes."""
+
+    cut: int
+    k: int
+    bits: int
+    scores: tuple[float, ...]
+    """None of them: it broke off, its numbers were none."""
+    is_enough: bool
+    later: bool = False
+    """From the weights that the reference ended with."""
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a network stands. Plain data: it is stored and read again."""
+
+    network: str
+    fingerprint: str
+    data: str
+    batch_size: int
+    optimizer: str
+    allowed_drop: float
+    measure: Measure
+    reference: float
+    spread: float
+    """Half of what the reference differs by from seed to seed: as much more is forgiven."""
+    steps: int
+    """Of each training."""
+    repeats: int
+    bits: dict[str, int]
+    """Cut, as text -> fewest bits."""
+    k: int
+    later_k: int
+    mode: ReplayMode = "grouped"
+    tried: tuple[Tried, ...] = ()
+    norms: tuple[float, ...] = ()
+    """‖w‖₁ after each step of the reference, for Eq. 6: `weight_change_rates`."""
+    is_complete: bool = True
+    """Whether there was time for everything."""
+    seconds: float = 0.0
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if any(not cut.isdecimal() or width not in (*WIDTHS, UNPACKED) for cut, width in self.bits.items()):
+            raise BadValue(f"A calibration gives bits as {self.bits}.")
+        if min(self.k, self.later_k) < 0:
+            raise BadValue(f"A calibration gives K as {self.k} and {self.later_k}; they must be >= 0.")
+
+    @property
+    def least_bits(self) -> dict[int, int]:
+        """As `split_profile` takes it."""
+        return {int(cut): width for cut, width in self.bits.items()}
+
+    def phases(self, later_epoch: int) -> tuple[tuple[int, int], ...]:
+        """K by epoch: a larger one later, where the weights stand it by then."""
+        if later_epoch < 1 or self.later_k <= self.k:
+            return ((0, self.k),)
+        return ((0, self.k), (later_epoch, self.later_k))

@@ -1,0 +1,90 @@
+"""Pictures of the split paper's studies (SPLIT Fig. 4, 6-8, 16, 18), drawn from numbers of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.observe.figures import finish_axes, new_figure, write_figure
+
+_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#9D755D", "#72B7B2")
+Line = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run over a changing link; all moments are seconds after the link began to change."""
+
+    rates: Line
+    """From this moment on, Mbit/s."""
+    cuts: Sequence[tuple[float, int]]
+    """From this moment on, the layers before this one were at the edge."""
+    speeds: Line
+    """From this moment on, samples per second."""
+    end: float
+    layers: int
+
+
+def _held(line: Line, end: float) -> tuple[list[float], list[float]]:
+    """Moments and values of what holds until the next one."""
+    return [*(moment for moment, _ in line), end], [*(value for _, value in line), line[-1][1]]
+
+
+def draw_course(course: Course, path: Path, title: str) -> Path:
+    """Fig. 18: what the link gave above where the network was cut, and how fast that was."""
+    figure = new_figure(9, 6)
+    panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1.4))
+    lines = (
+        (course.rates, "Mbit/s", "the link", title),
+        ([(moment, float(cut)) for moment, cut in course.cuts], "layers at the edge", "cut", ""),
+        (course.speeds, "samples/s", "speed", ""),
+    )
+    for place, (axes, (line, up, label, words)) in enumerate(zip(panels, lines)):
+        moments, values = _held(line, course.end)
+        axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.6, label=label)
+        for moment, _ in course.cuts[1:]:
+            axes.axvline(moment, color="#888888", linewidth=0.8, linestyle=":")
+        axes.set_ylim(bottom=0)
+        finish_axes(axes, "seconds" if axes is panels[-1] else "", up, words)
+    panels[1].set_ylim(0, course.layers)
+    return write_figure(figure, path)
+
+
+def draw_lines(
+    lines: Mapping[str, Line], path: Path, *, across: str, up: str, title: str, is_logarithmic: bool = False
+) -> Path:
+    """One line for each name; logarithmic both ways or not at all."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    for place, (name, line) in enumerate(lines.items()):
+        axes.plot(*zip(*line), marker="o", markersize=4, color=_COLOURS[place % len(_COLOURS)], label=name)
+    if is_logarithmic:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    finish_axes(axes, across, up, title)
+    return write_figure(figure, path)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Accuracy against one thing: names of its places, and for each line its values at them."""
+
+    across: str
+    places: Sequence[str]
+    lines: Mapping[str, Sequence[float]]
+
+
+def draw_studies(studies: Sequence[Study], reference: float, path: Path, title: str) -> Path:
+    """Fig. 6-8 beside each other, on one scale, with plain training as a line."""
+    figure = new_figure(4.2 * len(studies), 4.2)
+    panels = figure.subplots(1, len(studies), sharey=True, squeeze=False)[0]
+    for axes, study in zip(panels, studies):
+        axes.axhline(reference, color="#888888", linestyle="--", linewidth=1, label="normal")
+        for place, (name, values) in enumerate(study.lines.items()):
+            colour = _COLOURS[place % len(_COLOURS)]
+            axes.plot(range(len(values)), values, marker="o", markersize=4, color=colour, label=name)
+        axes.set_xticks(range(len(study.places)), list(study.places))
+        finish_axes(axes, study.across, "accuracy on held-out images" if axes is panels[0] else "", "")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
+    return write_figure(figure, path)

@@ -1,0 +1,311 @@
+"""The shapes that an old plan can take for the devices there are now, and the plans made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import msgspec
+import numpy
+
+from manyhands.facts.boxes import cut_points
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan
+from manyhands.facts.network import Network
+from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Share, Single, Stage
+from manyhands.facts.plan_check import group_ops, layer_range, resolve
+from manyhands.planner.cutting import Crew, Crews, Cutting
+from manyhands.planner.simple import proportional
+from manyhands.planner.tile_plans import grids, tile_shares
+from manyhands.planner.tiles import TilePrices
+
+WORTH_MOVING = 1.05
+"""Cuts stay where they are unless moving them makes the round that much shorter."""
+WORTH_JOINING = 1.01
+"""A device that shortens the round by less is left out."""
+WORTH_REGROUPING = 1.1
+"""A device stays in its stage unless the round gets that much shorter with it in the next, or the one before."""
+WORTH_DISSOLVING = 1.2
+"""The same for the only device of a stage, which then is no more."""
+
+
+def homes_for(plan: Plan, stages: Sequence[Stage], network: Network, cluster: Cluster) -> dict[str, str]:
+    """An input whose home is lost moves to the first device of the first stage that reads it."""
+    found = {}
+    for name, home in plan.homes.items():
+        if home != EVERYWHERE and home not in cluster.names:
+            layer = network.layer_of_op[min(network.readers.get(name, (0,)))]
+            home = next(one.devices[0] for one in stages if layer_range(one)[0] <= layer < layer_range(one)[1])
+        found[name] = home
+    return found
+
+
+class Mending(Cutting):
+    """Which shapes a plan can take."""
+
+    # Shapes
+
+    def shapes(self) -> Iterator[list[Crews]]:
+        """What the stages may become, the nearest to the old plan first; of alternatives the fastest is taken."""
+        old = [self._crew(index) for index in range(len(self.plan.stages))]
+        left = tuple(crew for crew in old if crew.devices)
+        if not left:
+            return
+        if len(self.cluster.names) > 1:
+            refilled = self._refilled(old) if len(left) < len(old) else []
+            working = [name for stage in self.plan.stages for name in stage.devices]
+            is_shared = len(working) > len(set(working))  # by tiles, and its tail on one of them: as before
+            yield from filter(None, [refilled, [left]] if is_shared else [[left], refilled])
+            fair = tuple(self._fair(crew) for crew in left)
+            if fair != left:
+                yield [fair]
+            everybody = self._fair(replace(left[0], devices=tuple(dict.fromkeys(n for c in left for n in c.devices))))
+            if len(left) > 1 and len(everybody.devices) > 1:
+                yield [(everybody,)]
+        everywhere = (name for crew in left for name in crew.devices)
+        yield [(replace(left[0], devices=(max(everywhere, key=self.speeds.__getitem__),)),)]
+
+    def _crew(self, index: int) -> Crew:
+        stage = self.plan.stages[index]
+        devices = tuple(name for name in stage.devices if name in self.cluster.names)
+        return Crew(devices, stage, self.plan.warm_up_of(index))
+
+    def _fair(self, crew: Crew) -> Crew:
+        """The same devices by samples, as many as a micro-batch has samples for: the fastest."""
+        chosen = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)[: self.samples]
+        return replace(crew, devices=tuple(name for name in crew.devices if name in chosen), is_plain=True)
+
+    def _refilled(self, old: list[Crew]) -> list[Crews]:
+        """Stages that nobody is left of get one device of another: shared where the order lets it, else for good."""
+        found: list[list[Crew]] = [old]
+        while any(not crew.devices for crew in found[0]):
+            place = next(place for place, crew in enumerate(found[0]) if not crew.devices)
+            further = []
+            for crews in found:
+                if self.plan.may_repeat_devices:
+                    fastest = max((n for crew in crews for n in crew.devices), key=self.speeds.__getitem__)
+                    further.append([*crews[:place], replace(crews[place], devices=(fastest,)), *crews[place + 1 :]])
+                    continue
+                for giver, crew in enumerate(crews):
+                    if len(crew.devices) > 1:
+                        other = list(crews)
+                        other[place] = replace(crews[place], devices=crew.devices[-1:])
+                        other[giver] = replace(crew, devices=crew.devices[:-1])
+                        further.append(other)
+            if not further:
+                return []
+            found = further
+        return [tuple(crews) for crews in found]
+
+    def regrouped(self, crews: Crews, is_tight: bool) -> Crews:
+        """After a loss, with one device in the stage beside its own or a shared stage in two, where that is much
+        faster."""
+        if all(name in self.cluster.names for name in self.plan.devices):
+            return crews
+        least, best = self.cut(crews, is_tight)[0], crews
+        for other in self._shifted(crews):
+            worth = WORTH_DISSOLVING if len(other) < len(crews) else WORTH_REGROUPING
+            seconds = worth * self.cut(other, is_tight)[0]
+            if seconds < least:
+                least, best = seconds, other
+        return best
+
+    def _shifted(self, crews: Crews) -> Iterator[Crews]:
+        for place in range(len(crews) - 1):
+            for giver, taker in ((place, place + 1), (place + 1, place)):
+                name = crews[giver].devices[-1 if giver < taker else 0]
+                less = tuple(one for one in crews[giver].devices if one != name)
+                more = replace(crews[taker], devices=(*crews[taker].devices, name))
+                is_plain = {crews[giver].kind, more.kind} <= {"single", "samples"}
+                if is_plain and name not in crews[taker].devices and len(more.devices) <= self.samples:
+                    changed = {giver: replace(crews[giver], devices=less), taker: more}
+                    found = (changed.get(index, crew) for index, crew in enumerate(crews))
+                    yield tuple(crew for crew in found if crew.devices)
+        for place, crew in enumerate(crews):
+            for size in range(1, len(crew.devices) if crew.kind == "samples" else 0):
+                halves = replace(crew, devices=crew.devices[:size]), Crew(crew.devices[size:], None, crew.warm_up)
+                yield (*crews[:place], *halves, *crews[place + 1 :])
+
+    def grown(self, crews: Crews, is_tight: bool) -> Crews:
+        """With the devices that joined, or that the old plan had no use for: each where the round gets shortest."""
+        seconds = self.cut(crews, is_tight)[0]
+        if len(self.cluster.names) == 1:
+            return crews
+        useless: set[int] = set()
+        taken = {*self.plan.devices, *(name for crew in crews for name in crew.devices)}
+        joining = [name for name in self.cluster.names if name not in taken]
+        for name in sorted(joining, key=self.speeds.__getitem__, reverse=True):
+            kind = self.ground.kinds[self.ground.names.index(name)]
+            if kind in useless:
+                continue
+            tried = [(self.cut(other, is_tight)[0], other) for other in self._joined(crews, name)]
+            best = min(tried, key=lambda one: one[0])
+            if best[0] * WORTH_JOINING <= seconds and best[0] < inf:
+                seconds, crews = best
+            else:
+                useless.add(kind)
+        return crews
+
+    def _joined(self, crews: Crews, name: str) -> Iterator[Crews]:
+        """One more device: in each stage, or as a stage of its own at each place."""
+        for place, crew in enumerate(crews):
+            more = replace(crew, devices=(*crew.devices, name))
+            if more.kind != "samples" or len(more.devices) <= self.samples:
+                yield (*crews[:place], more, *crews[place + 1 :])
+        for place in range(len(crews) + 1):
+            warm_up = crews[min(place, len(crews) - 1)].warm_up
+            yield (*crews[:place], Crew((name,), None, warm_up), *crews[place:])
+
+    def ways_to_cut(self, crews: Crews, is_tight: bool) -> list[tuple[int, ...]]:
+        """The old cuts where they are about as good as the best, or where the model knows little; else the best."""
+        seconds, best = self.cut(crews, is_tight)
+        if not best:
+            return []
+        old = [layer_range(crew.old) for crew in crews if crew.old is not None]
+        kept = tuple(last for _, last in old)
+        if len(old) < len(crews) or (0, *kept[:-1]) != tuple(first for first, _ in old) or kept[-1] != self.layers:
+            return [best]  # a stage is new, or one was dissolved
+        kept_seconds = self.cut(crews, is_tight, kept)[0]
+        is_divided = any(crew.kind in ("tiles", "channels") for crew in crews)
+        if kept_seconds <= (inf if is_divided else WORTH_MOVING * seconds) and kept_seconds < inf:
+            return [kept, best]
+        return [best]
+
+    # Plans
+
+    def built(self, crews: Crews, ends: tuple[int, ...]) -> Plan:
+        """The plan of these stages, checked."""
+        stages: list[Stage] = []
+        for place, (crew, first, last) in enumerate(zip(crews, (0, *ends), ends)):
+            old = crew.old or Stage((first, last), ())
+            devices, share = self._share(crew, first, last, self._ahead(crews, place))
+            stages.append(msgspec.structs.replace(old, layers=(first, last), devices=devices, share=share))
+        plan = msgspec.structs.replace(
+            self.plan,
+            stages=tuple(stages),
+            warm_up=tuple(crew.warm_up for crew in crews)
+            if isinstance(self.plan.warm_up, tuple)
+            else self.plan.warm_up,
+            homes=homes_for(self.plan, stages, self.network, self.cluster),
+        )
+        for place, crew in enumerate(crews):
+            if crew.kind == "tiles":
+                plan = self._best_grid(plan, place, crew)
+        return resolve(plan, self.network, self.cluster)
+
+    def _share(self, crew: Crew, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
+        if crew.kind == "samples":
+            return self._samples(crew, first, last, ahead)
+        if crew.kind == "channels":
+            fastest = max(self.speeds[name] for name in crew.devices)
+            groups = proportional(16 * len(crew.devices), [self.speeds[name] / fastest for name in crew.devices])
+            return crew.devices, ByChannels(tuple(max(1, one) for one in groups))
+        return crew.devices, Single()  # tiles get theirs when the stages are known
+
+    def _samples(self, crew: Crew, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
+        """The best shares; with batch norm by device, none so small that it has no statistics."""
+        least = self._least_samples(first, last)
+        names = crew.devices
+        if len(names) * least > self.samples:
+            kept = sorted(names, key=self.speeds.__getitem__, reverse=True)[: max(1, self.samples // least)]
+            names = tuple(name for name in names if name in kept)
+        if len(names) == 1:
+            return names, Single()
+        one = replace(crew, devices=names)
+        place = numpy.array([first]), numpy.array([last])
+        lines = self._solved(one, *place, ahead, is_tight=True)
+        if not len(lines):
+            lines = self._solved(one, *place, ahead, is_tight=False)
+        steps = self.steps(names)
+        left = lines.shares.of(0, [int(number) for number in steps.counts[lines.group[0]]])
+        counts = [left[kind].pop(0) for kind in steps.kinds]
+        while min(counts) < least:
+            counts[counts.index(max(counts))] -= 1
+            counts[counts.index(min(counts))] += 1
+        return names, BySamples(tuple(counts))
+
+    def _least_samples(self, first: int, last: int) -> int:
+        if self.plan.batch_norm != "local" or not self.plan.is_training:
+            return 1
+        layers = self.network.layers
+        for op in self.network.ops[layers[first].first : layers[last - 1].last]:
+            if op.statistics and self.network.tensors[op.inputs[0]].elements // op.statistics <= 1:
+                return 2
+        return 1
+
+    def _best_grid(self, plan: Plan, place: int, crew: Crew) -> Plan:
+        """Rows and columns by capacity; of the grids that so many devices can make, the one with the least price."""
+        stage, network = plan.stages[place], self.network
+        first, last = layer_range(stage)
+        start = network.ops[network.layers[first].first]
+        shape = network.tensors[start.inputs[0]].shape if start.inputs else ()
+        height, width = shape[2:] if len(shape) == 4 else (len(crew.devices),) * 2
+        speeds = [self.speeds[name] for name in crew.devices]
+        assert crew.old is not None
+        old = crew.old.share
+        assert isinstance(old, ByTiles)
+        groups = [self._groups(own, crew.old, first, last) for own in (old.forward_groups, old.backward_groups)]
+        early = self._inside(old.interior_first, first, last)
+        possible: list[Plan] = []
+        for count in grids(len(crew.devices)):
+            if (count[0] - count[1]) * (height - width) < 0 or (height == width and count[0] < count[1]):
+                continue  # the longer side is cut more often
+            by_row = [sum(speeds[r * count[1] : (r + 1) * count[1]]) for r in range(count[0])]
+            by_column = [sum(speeds[c :: count[1]]) for c in range(count[1])]
+            rows, columns = tile_shares(by_row, height), tile_shares(by_column, width)
+            if any(a == b for own in ((height, rows), (width, columns)) for a, b in pairwise(cut_points(*own))):
+                continue  # a tile with nothing in it
+            changed = msgspec.structs.replace(stage, share=ByTiles(rows, columns, groups[0], groups[1], early))
+            tried = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
+            possible.append(tried)
+        if not possible:
+            raise BadPlan(
+                f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(crew.devices)} devices."
+            )
+        if len(possible) == 1:
+            return possible[0]
+        prices = [TilePrices(tried, place, network, self.cluster, self.profile) for tried in possible]
+        return min(zip(prices, possible), key=lambda one: one[0].every_layer().seconds)[1]
+
+    def _inside(self, names: tuple[LayerName, ...], first: int, last: int) -> tuple[LayerName, ...]:
+        """Of layers and operators, those within a stage."""
+        layers, ops = self.network.layers, group_ops(names, self.network)
+        low, high = layers[first].first, layers[last - 1].last
+        return tuple(name for name, op in zip(names, ops) if low <= op < high)
+
+    def _groups(
+        self, groups: tuple[LayerName, ...] | None, old: Stage, first: int, last: int
+    ) -> tuple[LayerName, ...] | None:
+        """The old groups that lie in the stage; layers that are new to it have one each."""
+        if groups is None:
+            return None
+        start, end = layer_range(old)
+        before = range(first, min(start, last))
+        after = range(max(end, first), last)
+        kept = self._inside(groups, first, last)
+        found = dict(zip(group_ops((*before, *kept, *after), self.network), (*before, *kept, *after)))
+        found.setdefault(self.network.layers[first].first, first)
+        return tuple(found[op] for op in sorted(found))
+
+    def reason(self, plan: Plan) -> str:
+        """What was done to the old plan, for a person."""
+        old, new = self.plan, plan
+        words = []
+        gone = [name for name in old.devices if name not in self.cluster.names]
+        if gone:
+            words.append(f"without {', '.join(gone)}")
+        joined = [name for name in new.devices if name not in old.devices]
+        if joined:
+            words.append(f"with {', '.join(joined)}")
+        if len(old.stages) != len(new.stages):
+            words.append(f"{len(new.stages)} stage(s) instead of {len(old.stages)}")
+        cuts = [tuple(layer_range(stage)[1] for stage in one.stages[:-1]) for one in (old, new)]
+        if cuts[0] != cuts[1]:
+            shown = [", ".join(map(str, one)) or "none" for one in cuts]
+            words.append(f"cuts {shown[1]} instead of {shown[0]}")
+        idle = [name for name in self.cluster.names if name not in new.devices]
+        if idle:
+            words.append(f"{', '.join(idle)} would not help")
+        return f"The old plan, mended: {'; '.join(words) or 'nothing had to change'}."

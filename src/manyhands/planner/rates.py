@@ -1,0 +1,335 @@
+"""What the link gives, learnt from real transfers; and when that is worth another deployment (SPLIT §4.5).
+
+    Meter    one direction. Bytes count while they are back to back; a message alone on an idle link measures delays.
+    Rates    both directions, and what is under way: a transfer that is late tells before it ends.
+    Engine   looks now and then, and redeploys if it pays, and went on paying for a while.
+
+A meter's estimate is a mean over its last busy seconds, kept between two quantiles of its window: a dip that fills less
+than the lower part of the window moves nothing, a change that fills all but the upper part is believed as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from manyhands.facts.errors import BadValue
+from manyhands.planner.split import (
+    WIDTHS,
+    Bound,
+    Deployment,
+    LinkRates,
+    SplitProfile,
+    edge_only_price,
+    fits,
+    prices,
+    seconds_of,
+)
+from manyhands.planner.split_choice import Chooser, choose
+
+LEAST_BYTES = 8192
+LEAST_SECONDS = 0.02
+"""Less, back to back, is about buffers and delays and not about the rate."""
+PROBE_SECONDS = 0.25
+LEAST_PROBE_BYTES = 64_000
+MOST_PROBE_BYTES = 4_000_000
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Bytes that went back to back, how long they took, and when the last was there."""
+
+    byte_count: float
+    seconds: float
+    ended: float
+
+    @property
+    def rate(self) -> float:
+        return self.byte_count / self.seconds
+
+
+class Meter:
+    """The rate of one direction. All moments are of one clock; transfers go one after another."""
+
+    def __init__(
+        self,
+        *,
+        memory_seconds: float = 10.0,
+        window_seconds: float = 20.0,
+        quantile: float = 0.25,
+        delay_seconds: float = 0.0,
+    ) -> None:
+        if not 0 <= quantile <= 0.5 or not memory_seconds > 0 or not window_seconds > 0:
+            raise BadValue(
+                f"A meter of quantile {quantile}, memory {memory_seconds} s, window {window_seconds} s: the quantile "
+                "must be 0 to 0.5, the others > 0."
+            )
+        self.memory_seconds, self.window_seconds, self.quantile = memory_seconds, window_seconds, quantile
+        self.delay_seconds = delay_seconds
+        """What a transfer that finds the link idle takes beyond its bytes."""
+        self._samples: deque[Sample] = deque()
+        self._under_way: deque[tuple[float, float]] = deque()
+        self._free = -math.inf
+        self._bytes = self._seconds = 0.0
+
+    def begin(self, byte_count: float, now: float) -> None:
+        """A transfer was handed to the link; it may have to wait for the one before."""
+        self._under_way.append((byte_count, now))
+
+    def end(self, now: float) -> None:
+        """The oldest transfer under way is through."""
+        byte_count, began = self._under_way.popleft()
+        seconds = self._busy(began, now)
+        if began > self._free:  # the link was idle: what was counted before is too little to tell
+            self._bytes = self._seconds = 0.0
+        self._bytes += byte_count
+        self._seconds += seconds
+        self._free = max(self._free, now)
+        if self._bytes >= LEAST_BYTES and self._seconds >= LEAST_SECONDS:
+            self._add(Sample(self._bytes, self._seconds, now))
+            self._bytes = self._seconds = 0.0
+
+    def transfer(self, byte_count: float, began: float, ended: float) -> None:
+        """One that is told when it is over; not together with `begin` and `end`."""
+        self._under_way.clear()
+        self.begin(byte_count, began)
+        self.end(ended)
+
+    def cancel(self) -> None:
+        """What was under way will not arrive."""
+        self._under_way.clear()
+        self._bytes = self._seconds = 0.0
+
+    def forget(self) -> None:
+        """Another link: nothing is known of it."""
+        self.cancel()
+        self._samples.clear()
+
+    def last_heard(self) -> float:
+        """When the newest sample ended; -inf: there is none."""
+        return self._samples[-1].ended if self._samples else -math.inf
+
+    def estimate(self, now: float) -> float | None:
+        """Bytes per second; None: nothing is known."""
+        samples = [*self._samples, *self._late(now)]
+        if not samples:
+            return None
+        total_bytes = total_seconds = 0.0
+        for one in samples:
+            kept = math.exp(-one.seconds / self.memory_seconds)
+            # within a sample the newest seconds count most, too
+            total_bytes = total_bytes * kept + one.rate * self.memory_seconds * (1 - kept)
+            total_seconds = total_seconds * kept + self.memory_seconds * (1 - kept)
+        low, high = self._quantiles(samples)
+        return min(max(total_bytes / total_seconds, low), high)
+
+    def _busy(self, began: float, now: float) -> float:
+        waited_for = began > self._free
+        return max(now - max(began, self._free) - (self.delay_seconds if waited_for else 0.0), 1e-9)
+
+    def _late(self, now: float) -> list[Sample]:
+        """What is under way for longer than it should: at best it ends now."""
+        if not self._under_way:
+            return []
+        byte_count, began = self._under_way[0]
+        seconds = self._busy(began, now)
+        is_late = bool(self._samples) and byte_count < self._samples[-1].rate * seconds and seconds >= LEAST_SECONDS
+        return [Sample(byte_count, seconds, now)] if is_late else []
+
+    def _quantiles(self, samples: Sequence[Sample]) -> tuple[float, float]:
+        """Rates that the link was below, and above, for a `quantile` of the window's busy seconds."""
+        begins = samples[-1].ended - self.window_seconds
+        weighted = sorted((one.rate, min(one.seconds, one.ended - begins)) for one in samples if one.ended > begins)
+        limit = self.quantile * sum(weight for _, weight in weighted)
+        return _reached(weighted, limit), _reached(weighted[::-1], limit)
+
+    def _add(self, sample: Sample) -> None:
+        """Short ones are put together: about a hundred are kept, of what lies in the window and the mean remembers."""
+        shortest = self.window_seconds / 40
+        if self._samples and self._samples[-1].seconds + sample.seconds <= shortest:
+            last = self._samples.pop()
+            sample = Sample(last.byte_count + sample.byte_count, last.seconds + sample.seconds, sample.ended)
+        self._samples.append(sample)
+        newest = sample.ended
+        keep = max(self.window_seconds, 3 * self.memory_seconds)
+        while len(self._samples) > 1 and self._samples[0].ended < newest - keep:
+            self._samples.popleft()
+
+
+def _reached(weighted: Sequence[tuple[float, float]], limit: float) -> float:
+    passed = 0.0
+    for rate, weight in weighted:
+        passed += weight
+        if passed > limit:
+            return rate
+    return weighted[-1][0]
+
+
+class Rates:
+    """Both directions of a link. Before anything was measured: as `first` says."""
+
+    def __init__(self, first: LinkRates, *, up: Meter | None = None, down: Meter | None = None) -> None:
+        self.first = first
+        self.up = up if up is not None else Meter()
+        self.down = down if down is not None else Meter()
+
+    def now(self, now: float) -> LinkRates:
+        up, down = self.up.estimate(now), self.down.estimate(now)
+        return LinkRates(
+            self.first.up_bytes_per_second if up is None else up,
+            self.first.down_bytes_per_second if down is None else down,
+            self.first.delay_seconds,
+        )
+
+
+class Engine:
+    """When to go on with another deployment.
+
+    It looks every `every_seconds`. Another deployment is better if τ iterations with it, and getting there, take less
+    than (1 - margin) of τ iterations as it is. It is taken if that is so at `patience` looks one after another, if
+    staying has cost `paid` of what getting there takes, and if the last change is `rest_seconds` ago. τ is the mean
+    number of iterations between changes (Eq. 14), and not less than those since the last: what has lasted will last.
+
+    A dip shorter than `quantile` of the meters' window, or than `patience` looks, changes nothing. A change for good
+    that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and then
+    `patience` looks or `paid`·U/s seconds, and one transfer; alone at the edge, three probes more. There are never more
+    than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link asks for.
+
+    It belongs to one thread: tell its meters there, too.
+    """
+
+    def __init__(
+        self,
+        profile: SplitProfile,
+        rates: Rates,
+        current: Deployment,
+        *,
+        k: Bound,
+        widths: Sequence[int] = WIDTHS,
+        chooser: Chooser = choose,
+        drains: bool = False,
+        ends_at: int | None = None,
+        tau: float = 100.0,
+        beta: float = 0.5,
+        margin: float = 0.1,
+        patience: int = 3,
+        paid: float = 1.0,
+        every_seconds: float = 1.0,
+        rest_seconds: float = 10.0,
+        probe_seconds: float = 15.0,
+    ) -> None:
+        if not tau >= 1 or not 0 <= beta < 1 or not 0 <= margin < 1 or not patience >= 1:
+            raise BadValue(
+                f"An engine with tau {tau}, beta {beta}, margin {margin}, patience {patience}: tau and patience must "
+                "be >= 1, beta and margin from 0 to below 1."
+            )
+        self.profile, self.rates, self.current = profile, rates, current
+        self.k, self.widths, self.chooser, self.drains = k, tuple(widths), chooser, drains
+        self.tau, self.beta, self.margin, self.patience = tau, beta, margin, patience
+        self.paid, self.ends_at = paid, ends_at
+        self.every_seconds, self.rest_seconds, self.probe_seconds = every_seconds, rest_seconds, probe_seconds
+        self.is_linked = True
+        self.changes: list[tuple[float, Deployment]] = []
+        self._better, self._lost_seconds = 0, 0.0
+        self._looked = self._changed = self._probed = -math.inf
+        self._changed_at, self._probe_factor = 0, 1
+
+    def horizon(self, iterations: int) -> float:
+        """τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
+        lasts = max(self.tau, iterations - self._changed_at)
+        return max(1.0, lasts if self.ends_at is None else min(lasts, self.ends_at - iterations))
+
+    def look(self, now: float, iterations: int) -> Deployment | None:
+        """The deployment to go on with after `iterations` of the job; None: as it is. What it returns is current."""
+        if not self.is_linked or now - self._looked < self.every_seconds:
+            return None
+        looked, self._looked = self._looked, now
+        rates, tau = self.rates.now(now), self.horizon(iterations)
+        best = self.chooser(self.profile, rates, tau, self.current, self.k, self.widths, drains=self.drains)
+        if best == self.current:
+            self._better, self._lost_seconds = 0, 0.0
+            return None
+        if self._is_allowed(self.current) and not self._has_paid(best, rates, tau, now - looked):
+            return None
+        if self._is_allowed(self.current) and now - self._changed < self.rest_seconds:
+            return None
+        self.take(best, now, iterations)
+        return best
+
+    def _has_paid(self, best: Deployment, rates: LinkRates, tau: float, seconds: float) -> bool:
+        """Whether it is better, for long enough, and has lost us by now what getting there takes."""
+        staying, going = self._price(self.current, rates, tau), self._price(best, rates, tau)
+        if not going < (1 - self.margin) * staying:
+            self._better, self._lost_seconds = 0, 0.0
+            return False
+        getting = going - seconds_of(self.profile, rates, tau, best, drains=self.drains)
+        saved = 1.0 if staying == math.inf else 1 - (going - getting) / staying
+        self._better += 1
+        self._lost_seconds += saved * (seconds if seconds < math.inf else 0.0)
+        return self._better >= self.patience and self._lost_seconds >= self.paid * getting
+
+    def deployed(self, now: float) -> None:
+        """What `look` returned is running by now: getting there is over, the rest begins."""
+        self._looked = self._changed = now
+
+    def lost(self, now: float, iterations: int) -> Deployment | None:
+        """The link is gone: everything at the edge, or None where its memory is too small."""
+        self.is_linked = False
+        self.rates.up.cancel()
+        self.rates.down.cancel()
+        alone = Deployment(self.profile.edge_only)
+        if edge_only_price(self.profile, LinkRates(1.0, 1.0), 1, alone) == math.inf:
+            return None
+        if alone != self.current:
+            self.take(alone, now, iterations)
+        return alone
+
+    def found(self, now: float) -> None:
+        """The link is there again; what it gives is to be learnt anew."""
+        self.is_linked = True
+        self.rates.up.forget()
+        self.rates.down.forget()
+        self._better, self._lost_seconds = 0, 0.0
+        self._looked, self._probed = now, -math.inf
+
+    def probe(self, now: float) -> tuple[int, int]:
+        """Bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly (0, 0).
+
+        What passed too quickly to tell anything is followed by more.
+        """
+        heard = max(self._probed, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
+        if not self.is_linked or now - heard < self.probe_seconds:
+            return 0, 0
+        rates = self.rates.now(now)
+        pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))
+        is_in_vain = any(meter.last_heard() < self._probed for meter, _ in pairs)
+        self._probe_factor = min(4 * self._probe_factor, 64) if is_in_vain else 1
+        up, down = (
+            min(round(self._probe_factor * max(rate * PROBE_SECONDS, LEAST_PROBE_BYTES)), MOST_PROBE_BYTES)
+            if now - meter.last_heard() >= self.probe_seconds
+            else 0
+            for meter, rate in pairs
+        )
+        self._probed = now
+        return up, down
+
+    def _price(self, deployment: Deployment, rates: LinkRates, tau: float) -> float:
+        if deployment.cut == self.profile.edge_only:
+            return edge_only_price(self.profile, rates, tau, self.current)
+        grid = prices(self.profile, rates, tau, self.current, [deployment.k], [deployment.bits], drains=self.drains)
+        return float(grid[0, self.profile.index(deployment.cut), 0])
+
+    def _is_allowed(self, deployment: Deployment) -> bool:
+        """Whether it is within K and memory as they are now: K may have changed with the epoch."""
+        ahead, most = (math.inf if k is None else k for k in (deployment.k, self.k))
+        return ahead <= most and fits(self.profile, deployment)
+
+    def take(self, deployment: Deployment, now: float, iterations: int) -> None:
+        """Another deployment is current from now on."""
+        if self.changes:
+            self.tau = self.beta * self.tau + (1 - self.beta) * (iterations - self._changed_at)
+        self.current, self._better, self._lost_seconds = deployment, 0, 0.0
+        self._changed, self._changed_at = now, iterations
+        self.changes.append((now, deployment))

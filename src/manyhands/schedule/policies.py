@@ -1,0 +1,97 @@
+"""Policies: what one device does next. A fixed order answers from a list known in advance; an event-driven one looks at
+what has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from manyhands.schedule.actions import Action, Message, Receive
+from manyhands.schedule.work import DeviceWork
+
+WAIT: Literal["wait"] = "wait"
+DONE: Literal["done"] = "done"
+Answer = Action | Literal["wait", "done"]
+
+
+@dataclass
+class DeviceState:
+    """What a policy may look at: the messages that have arrived at this device, as (source, message), and its feed."""
+
+    arrived: set[tuple[str, Message]] = field(default_factory=set)
+    fed: set[int] | None = None
+    """Micro-batches whose inputs and targets are at hand; None: all are."""
+
+
+class Policy(Protocol):
+    """Decides what one device does next. `wait`: nothing can be done until something arrives."""
+
+    def next(self, state: DeviceState) -> Answer: ...
+
+
+class FixedOrder:
+    """A list known in advance, whatever arrives."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = tuple(actions)
+        self._place = 0
+
+    def next(self, state: DeviceState) -> Answer:
+        if self._place == len(self.actions):
+            return DONE
+        self._place += 1
+        return self.actions[self._place - 1]
+
+
+class EagerOrder:
+    """Backward as soon as its gradients have arrived, else forward if fewer than `ahead` micro-batches are held.
+
+    Unlike 1F1B it does not insist on turns: a late gradient does not stop the next forward pass.
+    """
+
+    def __init__(self, work: DeviceWork, micro_batches: int, ahead: int, lead: int) -> None:
+        self.work, self.micro_batches, self.ahead, self.lead = work, micro_batches, ahead, lead
+        self.announced = self.forwards = self.backwards = 0
+        self._pending: list[Action] = []
+        self._finished = False
+
+    def next(self, state: DeviceState) -> Answer:
+        if not self._pending:
+            self._choose(state)
+        if self._pending:
+            return self._pending.pop(0)
+        return DONE if self._finished else WAIT
+
+    def _choose(self, state: DeviceState) -> None:
+        if self._finished:
+            return
+        while self.announced < min(self.micro_batches, self.forwards + self.lead):
+            self._pending += self.work.inputs(self.announced)
+            self.announced += 1
+        if self._pending:  # inputs others wait for do not wait for what this device waits for
+            return
+        if self.backwards == self.micro_batches:
+            self._pending, self._finished = self.work.finish(), True
+            return
+        if self.backwards < self.forwards:
+            is_last = self.backwards == self.micro_batches - 1
+            actions = self.work.backward(self.backwards, is_last=is_last)
+            if has_arrived(actions, state):
+                self.backwards += 1
+                self._pending = actions
+                return
+        if self.forwards < self.micro_batches and self.forwards - self.backwards < self.ahead:
+            actions = self.work.forward(self.forwards)
+            if has_arrived(actions, state):
+                self.forwards += 1
+                self._pending = actions
+
+
+def has_arrived(actions: list[Action], state: DeviceState) -> bool:
+    """Whether what must be received before the first computing is at hand."""
+    return all(
+        (action.source, action.message) in state.arrived
+        for action in actions
+        if isinstance(action, Receive) and action.message.kind in ("value", "gradient", "input")
+    )
