@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,19 @@ import manyhands as mh
 from manyhands.api import session
 from manyhands.api.job import Job
 from manyhands.api.silo_job import silo_stages
-from manyhands.api.silos import joined
+from manyhands.api.silos import _check_entry, joined
 from manyhands.api.split_job import SplitResult
+from manyhands.api.split_session import two
 from manyhands.api.splitting import split_train
 from manyhands.data.silo import write_silo
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import ROW_BYTES
-from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, UnknownName
+from manyhands.facts.errors import BadData, BadPlan, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.plan import Codec, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
+from manyhands.graph.regrouping import regrouped
+from manyhands.runtime.control import TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.policy import Schedule
@@ -55,16 +61,19 @@ class Halves(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 class Both(nn.Module):
-    """A branch for each, dropout and batch norm among them, and a head that joins them."""
+    """A branch for each, in turns, dropout and batch norm among them, and a head that joins them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
-        self.right = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+        self.right = nn.ModuleList([nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)])
         self.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, CLASSES))
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.cat((self.left(left), self.right(right)), 1))
+        right = self.right[1](self.right[0](right)).relu()
+        left = self.left(left)
+        right = self.right[2](right).relu()
+        out: Tensor = self.head(torch.cat((left, right), 1))
         return out
 
 
@@ -167,6 +176,7 @@ def test_edges_run_ahead_by_k_at_most_and_pack(three: Coordinator, tmp_path: Pat
     assert rival.bytes_up == 2 * 4 * BATCH * 8 * 8
 
 
+@pytest.mark.slow
 def test_a_data_set_is_divided_into_files(whole: dict[str, Tensor], tmp_path: Path) -> None:
     """Local processes: each gets its own part; what is held out is evaluated as usual."""
     test = Subset(Halves(), range(10))
@@ -183,19 +193,36 @@ def test_a_run_goes_on_with_the_same_samples(three: Coordinator, tmp_path: Path)
     _, model = train(three, tmp_path / "run", resume=True)
     _, once = train(three, tmp_path / "once")
     assert_close(model.state_dict(), once.state_dict())
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub(r"ids: \S+", "ids: others", config.read_text()))
+    with pytest.raises(BadValue, match="other samples"):
+        train(three, tmp_path / "run", resume=True, steps=STEPS + 1)
 
 
-def test_labels_at_the_cloud_do_not_travel(whole: dict[str, Tensor], tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", [("left", "float32", (2**40,)), ("left", "object", (3,)), ("left", "int8", (-1, 4))])
+def test_what_a_worker_says_of_its_samples_is_looked_at(entry: tuple[str, str, tuple[int, ...]]) -> None:
+    with pytest.raises(BadData, match="edge-a says that one sample of its left"):
+        _check_entry("edge-a", TensorEntry(*entry))
+
+
+def test_labels_at_the_cloud_do_not_travel(three: Coordinator, whole: dict[str, Tensor], tmp_path: Path) -> None:
     """One edge: its inputs are fed as always, of the target only numbers; everything else is decided as usual."""
 
     class Pairs(Halves):
+        ids = tuple(f"user-{one}" for one in range(SAMPLES))
+
         def __getitem__(self, index: int) -> Any:
             return (self.left[index], self.right[index]), self.classes[index]
 
-    result, model = train(None, tmp_path / "run", labels="cloud", data=Pairs(), cut="cat", granularity="operators")
+    result, model = train(
+        two(three, "edge-a", "server"), tmp_path / "run", labels="cloud", silos={"server": ("target",)}, data=Pairs(),
+        cut="cat", granularity="operators",
+    )  # fmt: skip
     assert_close(model.state_dict(), whole)
-    assert result.plan.devices == ("edge", "server")
+    assert result.plan.devices == ("edge-a", "server")
     assert result.logs["server"].received_bytes["coordinator"] == STEPS * BATCH * ROW_BYTES, "nothing but numbers"
+    with pytest.raises(BadValue, match="labels are at the cloud"):
+        train(two(three, "edge-a", "server"), tmp_path / "edge", labels="cloud", cut="edge", data=Pairs())
 
 
 @pytest.mark.parametrize(
@@ -252,8 +279,11 @@ class Mixed(nn.Module):
 
 def test_where_edges_meet() -> None:
     example = {"left": torch.zeros(4, 6), "right": torch.zeros(4, 4)}
-    found = capture(Both(), example, granularity="operators").network
+    graph = capture(Both(), example, granularity="operators")
+    found = regrouped(graph, [("left",), ("right",)]).network
     stages = silo_stages(found, SILOS, "server", Codec(8))
+    as_written = silo_stages(graph.network, SILOS, "server", Codec())
+    assert as_written[-1].layers[0] < stages[-1].layers[0], "the rest of a branch would be the server's"
     names = [layer.name for layer in found.layers]
     assert [stage.devices[0] for stage in stages] == ["edge-a", "edge-b", "server"]
     assert names[stages[-1].layers[0]] == "cat"
@@ -272,15 +302,17 @@ class Shared(nn.Module):
         self.left, self.right, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(16, CLASSES)
 
     def forward(self, left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-        one = self.left(mask.to(left.dtype) * left).relu()
-        other = self.right(mask.to(right.dtype) * right).relu()
+        masks = mask.to(left.dtype), mask.to(right.dtype)
+        one = self.left(masks[0] * left).relu()
+        other = self.right(masks[1] * right).relu()
         out: Tensor = self.head(torch.cat((one, other), 1))
         return out
 
 
 def test_what_edges_have_in_common_goes_with_each() -> None:
     example = {"left": torch.zeros(4, 6), "right": torch.zeros(4, 6), "mask": torch.zeros(4, 6, dtype=torch.int64)}
-    found = capture(Shared(), example, granularity="operators").network
+    graph = capture(Shared(), example, granularity="operators")
+    found = regrouped(graph, [("left", "mask"), ("right", "mask")]).network
     holders = {"edge-a": ("left", "mask"), "edge-b": ("right", "mask"), "server": ("target",)}
     first, second, last = silo_stages(found, holders, "server", Codec())
     firsts = [found.ops[found.layers[stage.layers[0]].first] for stage in (first, second)]
@@ -300,7 +332,36 @@ def test_the_coordinator_has_numbers_in_place_of_data(three: Coordinator) -> Non
         }  # fmt: skip
         graph = capture(Both().double(), {name: one[None] for name, one in made_up.items()}, granularity="operators")
         stages = (Stage((0, 3), ("edge-b",)), Stage((3, len(graph.network.layers)), ("server",)))
+        graph = regrouped(graph, [("left",), ("right",)])
         plan = resolve(Plan("Both", BATCH, stages, order="replay"), graph.network)
         with pytest.raises(BadPlan, match="edge-b reads 'left', which only edge-a has"):
             Feeder(graph, Schedule(plan, graph.network), three.endpoint, with_targets=False, held=three.silos)
     assert three.silos == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_device_that_comes_back_with_its_samples_goes_on(tmp_path: Path, is_same: bool) -> None:
+    """In another order, even; with other samples the run ends, and says so."""
+    files = write_silos(tmp_path, EDGES_HAVE)
+    (tmp_path / "later").mkdir()
+    again = EDGES_HAVE | {"edge-b": EDGES_HAVE["edge-b"][::-1] if is_same else list(range(8, SAMPLES))}
+    later = write_silos(tmp_path / "later", again)
+    with Coordinator() as coordinator:
+        coordinator.start_workers([WorkerProcess((name,), silo=str(path)) for name, path in files.items()], 1, 60)
+        _, once = train(coordinator, tmp_path / "once")
+
+        def killing(step: int, loss: float, seconds: float) -> None:
+            if step == 3 and coordinator.members["edge-b"].facts.pid == first:
+                os.kill(first, signal.SIGKILL)
+                coordinator.local.processes.pop("edge-b").wait(10)
+                coordinator.start_workers([WorkerProcess(("edge-b",), silo=str(later["edge-b"]))], 1, 60)
+
+        first = coordinator.members["edge-b"].facts.pid
+        if is_same:
+            result, model = train(coordinator, tmp_path / "run", on_step=killing)
+            assert_close(model.state_dict(), once.state_dict())
+            assert len(result.losses) == STEPS
+        else:
+            with pytest.raises(BadData, match="other samples"):
+                train(coordinator, tmp_path / "run", on_step=killing)

@@ -101,7 +101,7 @@ def passes(found: SplitPilot, clock: Clock, rate: float, seconds: float, steps: 
 
 
 def test_k_as_typed() -> None:
-    assert phases_of(5) == phases_of("5") == ((0, 5),)
+    assert phases_of(5) == phases_of("5") == phases_of("auto") == ((0, 5),)
     assert phases_of("4@0,5@8") == ((0, 4), (8, 5))
     assert phases_of(None) == phases_of("none") == ((0, None),)
 
@@ -285,6 +285,25 @@ def test_an_edge_with_too_little_memory_waits_for_its_server() -> None:
     with pytest.raises(OutOfMemory, match="memory"):
         found(found.plan, ("edge",), "auto")
     assert pilot()[0].can_work_alone()
+
+
+@given(st.floats(1e3, 1e9), st.booleans())
+def test_copies_take_a_hundredth_of_the_link(rate: float, is_upstream: bool) -> None:
+    side = "upstream" if is_upstream else "downstream"
+    found, _, _ = pilot(rate, Wanted(2, (8,)), backup_every=None)
+    found.ends = ends(edge_side=side)
+    every, step = found.backups(), found.batch_seconds(found.deployment)
+    sending = 2e4 / rate
+    if every:
+        assert every * step >= sending / 0.01 * 0.999
+        assert (every - 1) * step <= max(sending / 0.01, 2e4 / 4e9 / 0.01)
+    else:
+        assert sending / 0.01 > 600
+
+
+def test_copies_as_the_user_says() -> None:
+    assert pilot(wanted=Wanted(2, (8,)), backup_every=7)[0].backups() == 7
+    assert pilot(wanted=Wanted(LAYERS, (8,)), backup_every=7)[0].backups() == 0, "nobody is there to hold them"
 
 
 def test_without_the_edge_there_is_no_data() -> None:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.api import session, split_plans
+from manyhands.api import session, split_job, split_plans
 from manyhands.api.job import Job
 from manyhands.api.split_job import Asked, SplitResult, bytes_of_step
 from manyhands.api.split_pilot import SplitPilot
 from manyhands.api.split_session import Two, linked, look_at_link, open_two, rates_of
 from manyhands.api.splitting import split_train
+from manyhands.facts.calibration import Calibration
 from manyhands.facts.errors import BadValue, ManyhandsError, UnknownName
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.trace import LinkTrace
@@ -150,6 +151,25 @@ def test_eight_bits_are_a_quarter_of_the_bytes(two: Two, tmp_path: Path) -> None
     assert found[8].losses != found[32].losses
 
 
+def test_what_was_calibrated_is_obeyed(two: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Calibration(
+        network="Sequential", fingerprint="", data="mine", batch_size=BATCH, optimizer="", allowed_drop=0.01,
+        measure="accuracy", reference=0.5, spread=0.0, steps=1, repeats=1, bits={"1": 16, "2": 4}, k=1, later_k=1,
+    )  # fmt: skip
+    asked: list[Any] = []
+    monkeypatch.setattr(split_job, "find_calibration", lambda *words: asked.append(words) or found)
+    data = Pictures(dtype=torch.float32)
+    result, _ = split(
+        two, tmp_path / "run", network(dtype=torch.float32), data=data, cut="auto", bits="auto", k="auto", steps=12,
+        data_name="mine",
+    )  # fmt: skip
+    assert [words[1:] for words in asked] == [("mine", BATCH)]
+    assert result.split is not None
+    assert [cut.least_bits for cut in result.split.cuts[:2]] == [16, 4]
+    assert max(result.staleness) <= 1
+    assert len(events(result, "calibrated")) == 1
+
+
 def redeploying(at: int, deployment: Deployment) -> Callable[[SplitPilot, int], bool]:
     """A pilot's answer: from a step on, another deployment."""
 
@@ -168,7 +188,7 @@ def test_only_layers_that_change_sides_travel(
 ) -> None:
     wanted = Deployment(after, 0, 32)
     monkeypatch.setattr(SplitPilot, "should_change", redeploying(8, wanted))
-    result, model = split(two, tmp_path / "run", cut=before)
+    result, model = split(two, tmp_path / "run", cut=before, backup_every=0)  # a copy there need not travel
     assert_close(model.state_dict(), alone)
     assert [cut for _, cut in result.cuts] == [before, after]
     assert result.split is not None
@@ -205,7 +225,10 @@ def test_a_killed_server_leaves_the_edge_alone(
     assert_close(model.state_dict(), alone)
     assert [cut for _, cut in result.cuts] == [1, LAYERS]
     assert result.plan.devices == (own.edge,)
-    assert [one["reason"] for one in events(result, "redeployed")] == ["lost"]
+    (told,) = events(result, "redeployed")
+    assert told["reason"] == "lost"
+    assert told["step"] >= 4, "the edge had a copy of what the server had"
+    assert events(result, "rewound") == []
     assert len(result.losses) == len(result.staleness) == STEPS
     assert any("server is lost" in text for text in said)
 
@@ -254,6 +277,18 @@ def test_a_link_that_follows_a_trace(two: Two, tmp_path: Path) -> None:
     assert result.rates == LinkRates(20 * step, 40 * step)
     assert sum(result.step_seconds) >= 0.8 * 12 / 20
     assert result.set_rates[0][1:] == (20 * step, 40 * step)
+
+
+def test_both_directions_and_both_ends_work_at_the_same_time(two: Two, tmp_path: Path) -> None:
+    """Up and down take 50 ms each, whatever the machine does: one after the other, and side by side."""
+    step = 4 * 64 * BATCH * 8
+    trace = LinkTrace.constant(20 * step, 20 * step)
+    seconds = {}
+    for k in (0, 5):
+        result, _ = split(two, tmp_path / str(k), k=k, mode="window", trace=trace, steps=12)
+        seconds[k] = sum(result.step_seconds)
+    assert seconds[0] >= 0.95 * 12 * 0.1
+    assert seconds[5] <= 0.75 * seconds[0]
 
 
 def test_the_link_is_looked_at(two: Two) -> None:

@@ -158,7 +158,7 @@ def test_a_run_sends_what_was_planned_and_draws_it(tmp_path: Path) -> None:
         ran = train(cluster, plan, tmp_path / "run", model=tiled_network(), data=Pictures(), steps=3,
                     loss=functional.cross_entropy)  # fmt: skip
     result = ran.result
-    assert result.traffic.differences(result.logs) == []
+    assert result.traffic.differences(result.logs, result.plan) == []
     assert result.bytes_by_use == result.traffic.by_use
     assert min(result.bytes_by_use.values()) > 0
     assert set(result.peaks) == set(own)
@@ -166,6 +166,6 @@ def test_a_run_sends_what_was_planned_and_draws_it(tmp_path: Path) -> None:
     assert pictures == {"loss.png", "memory.png", "tiles.png", "timeline.png", "utilisation.png"}
     log = result.logs[own[1]]
     log.sent_kinds["halo"] += 8
-    told = result.traffic.differences(result.logs)
+    told = result.traffic.differences(result.logs, result.plan)
     assert len(told) == 2  # and so many fewer bytes in reductions
-    assert told[0].startswith(f"{own[1]} sent {log.sent_kinds['halo']} bytes as 'halo' in 3 steps")
+    assert told[0].startswith(f"{own[1]} sent {log.sent_kinds['halo']} bytes as 'halo' in 3 rounds")

@@ -31,7 +31,8 @@ from manyhands.runtime.control import (
     decode,
     encode,
 )
-from manyhands.runtime.coordinator import Coordinator, Event, Joined, Lost
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.members import Event, Joined, Lost
 from manyhands.runtime.worker import Joining, Worker
 from real_runs import kill, workers
 

@@ -19,12 +19,13 @@ from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.security import Purpose, Security, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
-from manyhands.runtime import coordinator as coordinators
 from manyhands.runtime import inviting, probing, serving
+from manyhands.runtime import members as membership
 from manyhands.runtime.control import Beat, Hello, Refusal, Welcome, decode, encode
-from manyhands.runtime.coordinator import Coordinator, Joined, Lost
+from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, meeting_address
 from manyhands.runtime.measuring import probe_links
+from manyhands.runtime.members import Joined, Lost
 
 GUEST = Security("a token", encrypted=True)
 
@@ -172,7 +173,7 @@ def test_a_name_that_is_taken(coordinator: Coordinator) -> None:
 
 
 def test_another_version(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinators, "__version__", "99.0")
+    monkeypatch.setattr(membership, "__version__", "99.0")
     with Listening() as server:
         with pytest.raises(Refused, match=r"the coordinator runs 99\.0"):
             coordinator.invite(*server.address, server.token)

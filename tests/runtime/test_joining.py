@@ -29,7 +29,8 @@ from manyhands.runtime.control import (
     decode,
     encode,
 )
-from manyhands.runtime.coordinator import Coordinator, Joined, Lost
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.members import Joined, Lost
 from manyhands.runtime.worker import Joining, Worker
 
 OPEN: list[Channel] = []

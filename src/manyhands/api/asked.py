@@ -136,7 +136,7 @@ class Sharing:
     def applied(self, plan: Plan, batch_size: int) -> Plan:
         """The plan with what was said beside it. One without shares of samples fits any batch."""
         if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
-            plan = msgspec.structs.replace(plan, batch_size=batch_size)
+            plan = msgspec.structs.replace(plan, batch_size=batch_size * plan.steps_per_round)
         if self.reduce != "gateway":
             return plan
         stages = tuple(msgspec.structs.replace(stage, reduce="gateway") for stage in plan.stages)

@@ -37,6 +37,8 @@ from manyhands.runtime.record import RunRecord
 OPTIMIZER = Optimizer("SGD", lr=1e-3, momentum=0.9)
 CLASSES = 10
 K = 5
+SLICE_SECONDS = 0.5
+LONGEST_PREDICTED_SECONDS = 600.0
 MODE = "window"
 """What counts as ours; the other mode is measured beside it."""
 
@@ -135,8 +137,15 @@ class Timed:
         return found
 
     def _predicted(self, deployment: Deployment, one: Round, trace: LinkTrace) -> float:
-        rates = mean_rates(trace, one.begin, one.end)
-        return seconds_of(self.profile, rates, one.steps, deployment, drains=self.mode == "grouped")
+        """How long its batches should take from its beginning on, as the rates were from moment to moment."""
+        left, now = 1.0, one.begin
+        while left > 0 and now < one.begin + LONGEST_PREDICTED_SECONDS:
+            rates = mean_rates(trace, now, now + SLICE_SECONDS)
+            whole = seconds_of(self.profile, rates, one.steps, deployment, drains=self.mode == "grouped")
+            done = min(left, SLICE_SECONDS / whole)
+            now += done * whole if done == left else SLICE_SECONDS
+            left -= done
+        return now - one.begin
 
     def moments(self) -> list[tuple[float, int]]:
         """(seconds, cut): when each deployment's first round began."""

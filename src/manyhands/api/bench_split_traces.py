@@ -41,8 +41,9 @@ MORE_TRACES: dict[str, str] = {
     "5g_tmobile": "5gophers/car-driving-trace-1_tmobile.txt",
     "5g_walking": "5gophers/walking-trace.txt",
 }
-LONG_TRACE = "ghent-4g/tram_0002.txt"
-"""Of Fig. 18: low for so long that another deployment pays."""
+LONG_TRACE = "mahimahi-100ms/TMobile-UMTS-driving_up.txt,mahimahi-100ms/TMobile-UMTS-driving_down.txt"
+LONG_BEGIN = 440.0
+"""Of Fig. 18: from there on first fast, then slow for so long that another deployment pays."""
 RATES = (0.5, 2.0, 8.0, 25.0, 80.0, 200.0)
 """Mbit/s, of Fig. 16."""
 OURS, GROUPED = "ours", "grouped"
@@ -54,7 +55,7 @@ MOVING_SECONDS = 5.0
 """A trace moves as much as its means over so many seconds differ."""
 LOOKED_AT_SECONDS = 30.0
 """Where these means differ most over so many seconds, a run begins."""
-LEAST_BATCHES = 4
+LEAST_BATCHES = 3
 MBIT = 1e6 / 8
 EDGE_KIND = "jetson-tx2"
 """Whose watts the edge is taken to draw."""
@@ -318,20 +319,24 @@ def bench_course(
     site: SplitSite, folder: Path, extent: Extent, profile: SplitProfile, out: Path, say: Progress
 ) -> Figures:  # fmt: skip
     """Fig. 18: a longer run, its link and its cuts."""
-    name = "long"
-    trace, begin = section(read_traces(folder, {name: LONG_TRACE})[name])
+    whole = read_traces(folder, {"long": LONG_TRACE})["long"]
+    up, down = (part(way, LONG_BEGIN, SECTION_SECONDS) for way in (whole.up, whole.down))
+    trace = LinkTrace(up, down, whole.is_one_way, whole.name)
     batches = batches_in(profile, OURS, trace, extent.long_seconds, extent.most_batches)
     say(f"rate and cut over time, {batches} batches")
     timed = site.run(batches, trace=trace)
-    layers = site.graph.network.layers
+    end = timed.rounds[-1].end
+    rates = [one for one in timed.result.set_rates if one[0] <= end]
     course = Course(
-        [(seconds, up / MBIT) for seconds, up, _ in timed.result.set_rates if seconds <= timed.rounds[-1].end],
-        timed.moments(),
-        [(one.begin, one.steps * site.setting.batch_size / (one.end - one.begin)) for one in timed.rounds],
-        timed.rounds[-1].end,
-        len(layers),
+        up=[(seconds, rate / MBIT) for seconds, rate, _ in rates],
+        down=[(seconds, rate / MBIT) for seconds, _, rate in rates],
+        cuts=timed.moments(),
+        speeds=[(one.begin, one.steps * site.setting.batch_size / (one.end - one.begin)) for one in timed.rounds],
+        end=end,
+        layers=len(site.graph.network.layers),
     )
-    title = f"Fig. 18: {site.setting}; {Path(LONG_TRACE).stem} from {begin:g} s on, {MODE}, K={K}"
+    name = Path(LONG_TRACE.split(",")[0]).stem.removesuffix("_up")
+    title = f"Fig. 18: {site.setting}; {name} from {LONG_BEGIN:g} s on, {MODE}, K={K}"
     draw_course(course, out / "fig_18.png", title)
     return {
         "fig_18_redeployments": len(timed.result.changes),

@@ -346,7 +346,7 @@ class Job:
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph)
-        for text in traffic.differences(outcome.logs):
+        for text in traffic.differences(outcome.logs, planned.plan):
             self.record.event("note", text=text)
         self.record.devices(outcome.logs, travels, traffic.to_dict())
         return TrainResult(

@@ -492,6 +492,9 @@ def _full_trace(text: str) -> str:
 
 def _full(text: str) -> str:
     """The full path of a file or folder; a name stays a name."""
+    path, colon, classes = text.rpartition(":")
+    if colon and classes[:1].isdecimal() and Path(path).exists():  # some classes of it
+        return f"{Path(path).absolute()}:{classes}"
     is_name = not text or text in (*NAMES, *STAND_INS, *SHARES)
     return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 

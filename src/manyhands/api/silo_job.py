@@ -18,8 +18,8 @@ from manyhands.api.job import Guide, Job, OnStep, Planned, TrainResult
 from manyhands.api.public import batch_norm_named
 from manyhands.api.session import measure
 from manyhands.api.silos import Joined, check_again
-from manyhands.api.split_job import CONVENTIONAL, LEAST_BITS, Asked, SplitResult
-from manyhands.api.split_plans import Ends, Phases, mode_of
+from manyhands.api.split_job import LEAST_BITS, Asked, SplitResult
+from manyhands.api.split_plans import CONVENTIONAL, Ends, Phases, mode_of
 from manyhands.api.split_session import look_at_link, rates_of
 from manyhands.executor.optimizers import slots
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
@@ -31,9 +31,9 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.trace import LinkTrace
 from manyhands.planner.split import Bound, Deployment
 from manyhands.runtime.control import Arrival, Reshape, Shape
-from manyhands.runtime.coordinator import Member
 from manyhands.runtime.following import Following
 from manyhands.runtime.journey import Change, Pilot
+from manyhands.runtime.members import Member
 
 RIVALS: dict[str, dict[str, Any]] = {
     CONVENTIONAL: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},
@@ -69,8 +69,7 @@ def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: 
         who = ", ".join(missing) or server
         raise BadValue(
             f"{network.name} gives {who} no layers of its own.",
-            hint="forward must run each device's inputs through layers of their own, one device after another, and "
-            "join what they give after that.",
+            hint="forward must run each device's inputs through layers of their own, and join what these give.",
         )
     _check_raw(network, places)
     bounds = [first for first, _ in places.values()] + [cut]

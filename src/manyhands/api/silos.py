@@ -21,21 +21,25 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.api.session import Say, Session
+from manyhands.api.silo_samples import Examples, Named, Parts, Samples, named_inputs
 from manyhands.api.split_session import EDGE, SERVER, Cloud, Two, open_two
 from manyhands.data.loader import length
 from manyhands.data.silo import TARGET, Kept, agreed, digests_of, write_silo
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadValue
+from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.units import format_bytes
 from manyhands.runtime.control import TensorEntry
 from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
 from manyhands.runtime.measuring import ask_ids
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.runtime.record import read_config
 from manyhands.runtime.watch import SILENCE_SECONDS
 
 Silos = Mapping[str, Sequence[str]]
 """Device -> the inputs that it has, by name, or "target"."""
-_EXAMPLES = 8
+MOST_SAMPLE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Joined:
     """Of the samples, in their order: a run goes on with the same."""
     named: Callable[[Dataset[Any] | None], Dataset[Any] | None] = field(default=lambda data: data)
     """A data set with its inputs by name, as the network is called."""
+
+    @property
+    def has_labels_there(self) -> bool:
+        return TARGET in self.holders.get(self.server, ())
 
     @property
     def two(self) -> Two:
@@ -117,7 +125,7 @@ def check_again(coordinator: Coordinator, joined: Joined, data: Dataset[Any] | N
 
 
 def _is_read(joined: Joined) -> bool:
-    return isinstance(joined.samples, _Samples) and joined.samples.own is not None
+    return isinstance(joined.samples, Samples) and joined.samples.own is not None
 
 
 # Processes
@@ -181,12 +189,12 @@ def _is_target(name: str) -> bool:
 
 
 def _holders(coordinator: Coordinator, names: Sequence[str], silos: Silos | None) -> dict[str, tuple[str, ...]]:
-    """Who has what, as the workers say it; where `silos` says it too, that much of it."""
+    """Who has what, as the workers say it; where `silos` says it too, that much of it and no more."""
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         silo = coordinator.members[name].facts.silo
         has = tuple(one.name for one in silo.arrays) if silo is not None else ()
-        wanted = tuple(silos[name]) if silos is not None and name in silos else has
+        wanted = has if silos is None else tuple(silos.get(name, ()))
         missing = [one for one in wanted if one not in has]
         if missing:
             raise BadValue(
@@ -211,7 +219,7 @@ def _checked(model: nn.Module, data: Dataset[Any] | None, silos: Silos) -> dict[
     if data is None or not length(data):
         raise BadValue("There is no data to divide among the silos.", hint="Give a data set, or workers with silos.")
     inputs, target = data[0]
-    has = set(_named(model, inputs))
+    has = set(named_inputs(model, inputs))
     if TARGET in has:
         raise BadValue(f"{type(model).__name__} has an input called {TARGET}; that is what silos call the loss'.")
     if not isinstance(target, (torch.Tensor, int, float)):
@@ -236,7 +244,7 @@ def _divided(
     rows: dict[str, list[numpy.ndarray]] = {name: [] for name in sorted(names)}
     for index in range(length(data)):
         inputs, target = data[index]
-        values = _named(model, inputs) if names - {TARGET} else {}
+        values = named_inputs(model, inputs) if names - {TARGET} else {}
         for name, own in rows.items():
             own.append(numpy.asarray(target if name == TARGET else values[name]))
     arrays = {name: numpy.stack(own) for name, own in rows.items()}
@@ -250,20 +258,6 @@ def ids_of(data: Dataset[Any]) -> Sequence[Any]:
     """Of a data set that has none: the samples' numbers."""
     own = getattr(data, "ids", None)
     return range(length(data)) if own is None else list(own)
-
-
-def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """One sample's inputs by the names of the model's arguments."""
-    parameters = list(inspect.signature(model.forward).parameters)
-    if isinstance(inputs, dict):
-        strange = [name for name in inputs if name not in parameters]
-        if strange:
-            raise BadValue(f"{type(model).__name__} takes no {', '.join(strange)}; it takes {', '.join(parameters)}.")
-        return inputs
-    values = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    if len(values) > len(parameters):
-        raise BadValue(f"A sample has {len(values)} inputs; {type(model).__name__} takes {', '.join(parameters)}.")
-    return dict(zip(parameters, values))
 
 
 # Samples
@@ -300,16 +294,37 @@ def _agreed(
         silo = coordinator.members[name].facts.silo
         assert silo is not None
         for entry in silo.arrays:
+            _check_entry(name, entry)
             known = entries.setdefault(entry.name, entry)
             if (known.shape, known.dtype) != (entry.shape, entry.dtype) and entry.name in holders[name]:
                 raise BadData(f"{name} has {entry.name} of shape {entry.shape}; another has {known.shape}.")
     count = len(next(iter(rows.values())))
     places = rows.get(COORDINATOR)
-    parts = _Parts(model, tuple(inputs), TARGET in away, own, places, count)
+    parts = Parts(model, tuple(inputs), TARGET in away, own, places, count)
     return Joined(
-        session, edges, server, holders, _Examples(parts, entries), _Samples(parts), fingerprint,
-        named=lambda given: _Named(model, given) if given is not None and inputs else given,
+        session, edges, server, holders, Examples(parts, entries), Samples(parts), fingerprint,
+        named=lambda given: Named(model, given) if given is not None and inputs else given,
     )  # fmt: skip
+
+
+def _check_entry(device: str, entry: TensorEntry) -> None:
+    """What a worker says of a sample, before memory is taken for one."""
+    is_known = entry.dtype in DTYPE_BYTES and all(extent >= 0 for extent in entry.shape)
+    if not is_known or math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] > MOST_SAMPLE_BYTES:
+        raise BadData(
+            f"{device} says that one sample of its {entry.name:.60} is {entry.dtype:.20}{list(entry.shape)[:8]}; at "
+            f"most {format_bytes(MOST_SAMPLE_BYTES)} of numbers are taken."
+        )
+
+
+def check_resumed(folder: Path, joined: Joined) -> None:
+    """A run goes on with the samples it had."""
+    known = read_config(folder).get("ids")
+    if known != joined.fingerprint:
+        raise BadValue(
+            f"{folder} was trained on other samples, or in another order, than the silos have now.",
+            hint="Give the files it had, or start a new run.",
+        )
 
 
 def _required(model: nn.Module) -> list[str]:
@@ -322,79 +337,4 @@ def _kept_here(model: nn.Module, data: Dataset[Any] | None, away: Sequence[str])
     """Inputs that no silo has."""
     if data is None:
         return set()
-    return set(_named(model, data[0][0])) - set(away)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a sample is made of, here and elsewhere."""
-
-    model: nn.Module
-    inputs: tuple[str, ...]
-    """Those in silos."""
-    has_target: bool
-    """Whether a silo has it."""
-    own: Dataset[Any] | None
-    """The rest."""
-    places: torch.Tensor | None
-    """Sample -> its number in the data set at hand."""
-    count: int
-
-
-class _Samples(Dataset[Any]):
-    """A number for whatever is in a silo, the rest as the data set at hand has it."""
-
-    def __init__(self, parts: _Parts) -> None:
-        self.parts, self.own = parts, parts.own
-
-    def __len__(self) -> int:
-        return self.parts.count
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self._made(range(len(self))[index])
-
-    def _made(self, index: int) -> tuple[Any, Any]:
-        parts = self.parts
-        inputs: Any = {}
-        target: Any = None
-        if parts.own is not None:
-            assert parts.places is not None
-            inputs, target = parts.own[int(parts.places[index])]
-        if parts.inputs:
-            kept = _named(parts.model, inputs)
-            inputs = {name: kept[name] for name in kept if name not in parts.inputs}
-            inputs |= {name: self._stands_in(name, index) for name in parts.inputs}
-        return inputs, self._stands_in(TARGET, index) if parts.has_target else target
-
-    def _stands_in(self, name: str, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
-class _Examples(_Samples):
-    """The first samples, made up where they are not here."""
-
-    def __init__(self, parts: _Parts, entries: Mapping[str, TensorEntry]) -> None:
-        super().__init__(parts)
-        self.entries = entries
-
-    def _stands_in(self, name: str, index: int) -> torch.Tensor:
-        entry = self.entries[name]
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        if not dtype.is_floating_point:  # a class, or a place in a table: one that there surely is
-            return torch.full(entry.shape, index % 2).to(dtype)
-        drawn = numpy.random.default_rng(index % _EXAMPLES).standard_normal(math.prod(entry.shape))
-        return torch.from_numpy(drawn.reshape(entry.shape)).to(dtype)
-
-
-class _Named(Dataset[Any]):
-    """The same samples, inputs by name."""
-
-    def __init__(self, model: nn.Module, data: Dataset[Any]) -> None:
-        self.model, self.data = model, data
-
-    def __len__(self) -> int:
-        return length(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        inputs, target = self.data[index]
-        return _named(self.model, inputs), target
+    return set(named_inputs(model, data[0][0])) - set(away)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from manyhands.api.public import batch_norm_named
 from manyhands.api.session import measure
 from manyhands.api.split_pilot import REDEPLOY_SECONDS, Redeployed, SplitPilot, Wanted
 from manyhands.api.split_plans import (
+    CONVENTIONAL,
     Ends,
+    Phases,
     bits_of,
     cut_of,
     labels_of,
@@ -45,10 +48,10 @@ from manyhands.runtime.following import Following
 from manyhands.runtime.journey import Pilot
 from manyhands.schedule.policy import Schedule
 
-CONVENTIONAL = "cross-silo"
-"""A rival among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
 LEAST_BITS = 8
 """What features are packed in at least, where no calibration says otherwise."""
+LATER_PART = 0.05
+"""Of the epochs: a calibration's K for the first weights, then that for later ones (the paper: 8 of 160)."""
 CHECKPOINT_PART = 0.1
 """A checkpoint fetches the server's part: that may take so much of the link's time."""
 
@@ -134,8 +137,9 @@ class Asked:
     @property
     def facts(self) -> dict[str, Any]:
         """What a run folder keeps."""
+        k = "auto" if self.k == "auto" else phases_text(self.phases)
         return {
-            "cut": self.cut, "bits": self.bits, "k": phases_text(self.phases), "mode": self.mode, "rival": self.rival,
+            "cut": self.cut, "bits": self.bits, "k": k, "mode": self.mode, "rival": self.rival,
             "edge_side": self.edge_side, "labels": self.labels, "error_feedback": self.error_feedback,
             "pack_gradients": self.pack_gradients,
         }  # fmt: skip
@@ -150,7 +154,9 @@ class SplitJob(Job):
     steering: SplitPilot
     last_planned: Planned
 
-    def ask(self, asked: Asked, two: Two, trace: LinkTrace | None, backup_every: int, engine: dict[str, Any]) -> None:
+    def ask(
+        self, asked: Asked, two: Two, trace: LinkTrace | None, backup_every: int | None, engine: dict[str, Any]
+    ) -> None:
         self.asked, self.two, self.trace, self.backups, self.engine = asked, two, trace, backup_every, engine
 
     # Before it runs
@@ -171,7 +177,7 @@ class SplitJob(Job):
         )  # fmt: skip
         wanted = Wanted(asked.cut_in(network), asked.widths, asked.rival)
         self.steering = SplitPilot(
-            ends, self._profile(cluster, profile), rates, wanted, asked.phases, options.order.steps_per_epoch,
+            ends, self._profile(cluster, profile), rates, wanted, self._phases(), options.order.steps_per_epoch,
             profile, cluster, first_step=self.start.steps_done, last_step=self.last_step,
             backup_every=self.backups,
             probe=lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down), **self.engine,
@@ -205,32 +211,43 @@ class SplitJob(Job):
                 cluster.device(two.edge).memory_bytes_per_second, cluster.device(two.server).memory_bytes_per_second,
             ),
             packs_gradients=asked.pack_gradients, redeploy_seconds=REDEPLOY_SECONDS, least_bits=self._least_bits(),
-            phases=asked.phases, packing_seconds=cost["packing_seconds"],
+            phases=self._phases(), packing_seconds=cost["packing_seconds"],
             packing_seconds_per_byte=cost["packing_seconds_per_byte"],
             unpacking_seconds_per_byte=cost["unpacking_seconds_per_byte"],
             feedback_seconds_per_byte=cost["feedback_seconds_per_byte"],
         )  # fmt: skip
 
-    def _least_bits(self) -> int | Mapping[int, int]:
-        """By cut: as the user says, as a calibration found it now or before, or eight."""
+    @cached_property
+    def _calibration(self) -> Calibration | None:
+        """What short trainings found, now or before, if that is wanted."""
         asked, options = self.asked, self.options
-        if asked.bits != "auto":
-            return min(asked.widths)
-        if asked.least_bits is not None:
-            return asked.least_bits
         if asked.calibrate_seconds:
-            found: Calibration | None = calibrated(
+            found = calibrated(
                 self.graph, options.data, self.test, options.optimizer, batch_size=options.batch_size,
                 data=asked.data_name, seed=options.seed, seconds=asked.calibrate_seconds,
                 allowed_drop=asked.allowed_drop, mode=mode_of(asked.mode), say=self.say,
             )  # fmt: skip
         else:
-            found = find_calibration(self.graph.network, asked.data_name, options.batch_size)
-            found = found if found is not None and found.is_complete else None
-        if found is None:
-            return LEAST_BITS
+            kept = find_calibration(self.graph.network, asked.data_name, options.batch_size)
+            if kept is None or not kept.is_complete:
+                return None
+            found = kept
         self.record.event("calibrated", bits=found.bits, k=found.k, later_k=found.later_k, seconds=found.seconds)
-        return found.least_bits
+        return found
+
+    def _least_bits(self) -> int | Mapping[int, int]:
+        """By cut: as the user says, as a calibration found it, or eight."""
+        if self.asked.bits != "auto":
+            return min(self.asked.widths)
+        if self.asked.least_bits is not None:
+            return self.asked.least_bits
+        return LEAST_BITS if self._calibration is None else self._calibration.least_bits
+
+    def _phases(self) -> Phases:
+        """K by epoch: as the user says, or as a calibration found it."""
+        if self.asked.k != "auto" or self._calibration is None:
+            return self.asked.phases
+        return self._calibration.phases(max(1, round(LATER_PART * self.options.epochs)))
 
     # What `Job.run` asks
 
@@ -241,7 +258,7 @@ class SplitJob(Job):
         return self.steering
 
     def backup_every(self, planned: Planned, lasting: Lasting) -> int:
-        return self.backups if len(planned.plan.devices) > 1 else 0
+        return self.steering.backups()
 
     def checkpoint_every(self, planned: Planned) -> int:
         """Not so often that fetching the server's part crowds the link."""
@@ -348,9 +365,8 @@ def changed_text(change: Redeployed, network: Network, alone: int) -> str:
 
 def deployments(result: SplitResult, network: Network) -> list[tuple[int, str, str, float, int]]:
     """From which step, what, why, seconds that getting there took, bytes that moved."""
-    assert result.split is not None
     assert result.deployment is not None
-    alone = result.split.edge_only
+    alone = result.split.edge_only if result.split is not None else len(network.layers)
     first = result.changes[0].before if result.changes else result.deployment
     rows = [(result.cuts[0][0], deployment_text(first, network, alone), "the beginning", 0.0, 0)]
     for one in result.changes:

@@ -7,6 +7,7 @@ alone and nothing else would tell.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,17 @@ from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitP
 from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
 from manyhands.runtime.control import Arrival
 from manyhands.runtime.journey import Change
+from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
 
 FIRST_TAU = 100.0
 """Iterations that a deployment is taken to last before any has been seen to."""
 REDEPLOY_SECONDS = 0.1
 """What a change takes beside the layers that travel, until one was seen."""
+
+BACKUP_PART = 0.01
+"""Of the link's time that copies of state may take."""
+SELDOM_SECONDS = 600.0
+"""Copies that would be further apart are not made: checkpoints are, too."""
 
 Probe = Callable[[int, int], tuple[Looked, Looked]]
 """Send so many bytes up and down, or more of them, only to learn the rates."""
@@ -99,7 +106,7 @@ class SplitPilot:
     def __init__(
         self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: Wanted, phases: Phases,
         steps_per_epoch: int, measured: Profile, cluster: Cluster, *, first_step: int = 0, last_step: int | None = None,
-        backup_every: int = 0, probe: Probe | None = None, clock: Callable[[], float] = time.monotonic,
+        backup_every: int | None = 0, probe: Probe | None = None, clock: Callable[[], float] = time.monotonic,
         meters: tuple[Meter, Meter] | None = None, **engine: Any,
     ) -> None:  # fmt: skip
         self.ends, self.wanted, self.phases, self.steps_per_epoch = ends, wanted, phases, steps_per_epoch
@@ -234,8 +241,7 @@ class SplitPilot:
         self._pending = Redeployed(self.steps, before, chosen, reason) if chosen != before else None
         self.deployment = chosen
         self.plan = self.ends.plan(chosen, self.batch_seconds(chosen))
-        every = self.backup_every if len(self.plan.devices) > 1 else 0
-        return Change(self.plan, self.kernels(self.plan), "redeployed", reason, every)
+        return Change(self.plan, self.kernels(self.plan), "redeployed", reason, self.backups())
 
     def _is_within(self, deployment: Deployment) -> bool:
         """Whether a deployment is as K wants it: below it, or at it where the cut is given and K is as it is."""
@@ -264,6 +270,22 @@ class SplitPilot:
                 hint="Start the server again, and go on with this run.",
             )
         return found
+
+    def backups(self) -> int:
+        """Steps between two copies that the ends keep of each other's state: as the user says, or so that they take
+        next to nothing of the link's time; 0: none, where that would be too seldom to be of use."""
+        deployment, profile = self.deployment, self.engine.profile
+        if self.ends.is_alone(deployment):
+            return 0
+        if self.backup_every is not None:
+            return self.backup_every
+        rates, step_seconds = self.engine.rates.now(self.clock()), max(self.batch_seconds(deployment), 1e-6)
+        before = float(profile.running_bytes[deployment.cut])
+        after = float(profile.running_bytes[-1]) - before
+        at_edge, at_server = (before, after) if self.ends.edge_side == "upstream" else (after, before)
+        ways = ((at_edge, rates.up_bytes_per_second), (at_server, rates.down_bytes_per_second))
+        seconds = max(size / max(min(rate, COPY_BYTES_PER_SECOND), 1.0) for size, rate in ways) / BACKUP_PART
+        return max(1, math.ceil(seconds / step_seconds)) if seconds <= SELDOM_SECONDS else 0
 
     def can_work_alone(self) -> bool:
         """Whether the edge's memory is large enough for everything."""

@@ -16,6 +16,10 @@ from manyhands.planner.split_profile import parse_phases
 Phases = tuple[tuple[int, Bound], ...]
 """From this epoch on, this K."""
 MODES: tuple[ReplayMode, ...] = ("grouped", "window")
+CONVENTIONAL = "cross-silo"
+"""A rival among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
+USUAL_K = 5
+"""Where K is "auto" and no calibration says otherwise."""
 ROUND_BATCHES, WINDOW_BATCHES, UNBOUNDED_BATCHES = 24, 64, 32
 """Mini-batches of a round, about: in groups, in a window, and without a bound, where all of them are kept."""
 ROUND_SECONDS = 10.0
@@ -23,7 +27,9 @@ ROUND_SECONDS = 10.0
 
 
 def phases_of(k: int | str | None) -> Phases:
-    """5, '5', '4@0,5@8' (4 from epoch 0, 5 from epoch 8), None or 'none' (no bound) -> K by epoch."""
+    """5, '5', '4@0,5@8' (4 from epoch 0, 5 from epoch 8), None or 'none' (no bound) -> K by epoch. 'auto': as usual."""
+    if k == "auto":
+        return ((0, USUAL_K),)
     if k is None or (isinstance(k, int) and not isinstance(k, bool) and k >= 0):
         return ((0, k),)
     if not isinstance(k, str):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api import jobs
-from manyhands.api.split_plans import bits_of, labels_of, mode_of, phases_of, side_of
+from manyhands.api.joining import DEVICE_NAME, parse_address
+from manyhands.api.split_plans import CONVENTIONAL, bits_of, labels_of, mode_of, phases_of, side_of
 from manyhands.facts.errors import BadFile, BadValue, UnknownName, unknown
 from manyhands.facts.hyper import Hyper, hyper
 from manyhands.facts.optimizer import Optimizer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 EPOCHS, BATCH_SIZE, OPTIMIZER = 4, 32, "SGD:lr=0.05,momentum=0.9"
 MAY_CHANGE = (
     "epochs", "steps", "cut", "bits", "k", "mode", "rival", "trace", "cloud", "edge_slowdown", "server_slowdown",
-    "memory", "delay", "calibrate", "allowed_drop",
+    "memory", "delay", "calibrate", "allowed_drop", "listen",
 )  # fmt: skip
 """What a run may go on with in another way; the rest decides what is computed."""
 
@@ -56,6 +57,11 @@ class SplitWish:
     rival: str = ""
     labels: str = "edge"
     edge_side: str = "upstream"
+    silos: str = ""
+    listen: str = ""
+    """Where devices with silos join; empty: processes of this machine are given theirs."""
+    freeze: str = "0"
+    weights: str = ""
     trace: str = ""
     cloud: str = ""
     edge_slowdown: float = 1.0
@@ -82,9 +88,16 @@ class SplitWish:
         for field in ("edge_slowdown", "server_slowdown"):
             if not 1 <= getattr(self, field) < float("inf"):
                 raise BadValue(f"{_option(field)} is {getattr(self, field)}; it must be 1 or more.")
-        phases_of(self.k), bits_of(self.bits), mode_of(self.mode), labels_of(self.labels), side_of(self.edge_side)
-        if self.rival and self.rival not in RIVALS:
-            raise unknown("rival", self.rival, RIVALS)
+        (
+            phases_of(self.k),
+            bits_of(self.bits),
+            mode_of(self.mode),
+            labels_of(self.labels),
+            side_of(self.edge_side),
+        )
+        rivals = (*RIVALS, CONVENTIONAL) if parse_silos(self.silos) is not None else tuple(RIVALS)
+        if self.rival and self.rival not in rivals:
+            raise unknown("rival", self.rival, rivals)
         if self.optimizer:
             parse_optimizer(self.optimizer)
         if self.trace:
@@ -102,9 +115,32 @@ class SplitWish:
                 f"--trace {self.trace} is played between processes of this machine; {self.cloud} has its own link.",
                 hint="Leave out one of --trace and --cloud.",
             )
+        if self.listen:
+            parse_address(self.listen, 0)
+            if not self.silos or self.cloud or self.preset:
+                raise BadValue(
+                    f"--listen {self.listen} is for devices that have silos; --silos says who has what.",
+                    hint="Add --silos edge-a=left,edge-b=right,server=target; leave out --cloud and --preset.",
+                )
         if self.model not in ZOO and ":" not in self.model:
             error = unknown("model", self.model, ZOO)
             raise UnknownName(error.message, hint=f"{error.hint} Or write module:factory.".strip())
+
+
+def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
+    """'edge-a=left,edge-b=right+mask,server=target' -> who has what."""
+    if not text:
+        return None
+    found: dict[str, tuple[str, ...]] = {}
+    for part in text.split(","):
+        device, sign, names = part.strip().partition("=")
+        if not sign or not DEVICE_NAME.fullmatch(device) or device in found or not all(names.split("+")):
+            raise BadValue(
+                f"--silos '{text:.80}' does not say who has what.",
+                hint="Write edge-a=left,edge-b=right,server=target; several of one device: edge-a=left+mask.",
+            )
+        found[device] = tuple(names.split("+"))
+    return found
 
 
 def _option(field: str) -> str:
@@ -168,6 +204,12 @@ def split_job(
     say: jobs.Say | None = None,
 ) -> SplitResult:
     """Train by names."""
+    if wish.listen:
+        from manyhands.api.silo_typed import joined_job
+
+        return joined_job(
+            wish, token=token, folder=folder, resume=resume, on_planned=on_planned, on_step=on_step, say=say
+        )
     data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=wish.input))
     preset = preset_of(wish, data)
     if preset is not None:
@@ -192,7 +234,8 @@ def split_job(
         batch_size=batch_size, epochs=epochs, steps=wish.steps, cut=wish.cut, bits=wish.bits, k=wish.k,
         mode=wish.mode, trace=wish.trace or None, cloud=wish.cloud or None, token=token, seed=wish.seed,
         edge_slowdown=wish.edge_slowdown, server_slowdown=wish.server_slowdown, edge_side=wish.edge_side,
-        labels=wish.labels, rival=wish.rival, folder=folder, resume=resume or False, test=data.test,
+        labels=wish.labels, silos=parse_silos(wish.silos), freeze=wish.freeze, weights=wish.weights or None,
+        rival=wish.rival, folder=folder, resume=resume or False, test=data.test,
         memory_bytes=parse_bytes(wish.memory) if wish.memory else None,
         delay_seconds=parse_seconds(wish.delay) if wish.delay else 0.0, granularity=wish.granularity,
         calibrate_seconds=wish.calibrate, allowed_drop=wish.allowed_drop, data_name=data.kind or data.name,

@@ -21,7 +21,7 @@ from manyhands.api.asked import Options
 from manyhands.api.job import OnPlanned, OnStep, opened
 from manyhands.api.session import Say
 from manyhands.api.silo_job import SiloJob
-from manyhands.api.silos import Joined, Silos, joined
+from manyhands.api.silos import Joined, Silos, check_resumed, joined
 from manyhands.api.split_job import Asked, SplitJob, SplitResult
 from manyhands.api.split_session import Cloud, Two, open_two
 from manyhands.api.transfer import begin_with, frozen
@@ -29,9 +29,13 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.trace import LinkTrace
 from manyhands.files.traces import read_link_trace
+from manyhands.graph.regrouping import regrouped
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
 from manyhands.runtime.watch import SILENCE_SECONDS
+
+CLOUD_SILENCE_SECONDS = 10.0
+"""A mobile link says nothing for some seconds now and then, and is there again."""
 
 
 def split_train(
@@ -72,8 +76,8 @@ def split_train(
     resume: bool | str | Path = False,
     test: Dataset[Any] | None = None,
     granularity: str = "blocks",
-    backup_every: int = 0,
-    silence_seconds: float = SILENCE_SECONDS,
+    backup_every: int | None = None,
+    silence_seconds: float | None = None,
     name: str = "",
     config: Mapping[str, Any] | None = None,
     on_planned: OnPlanned | None = None,
@@ -88,7 +92,8 @@ def split_train(
                 "edge": nothing leaves the edge
     bits        of a packed feature: 2, 4, 8, 16, 32, or "auto": as many as is fastest, not fewer than `least_bits`
     k           how many updates a gradient may be late. 0: exactly as one device trains; None: no bound; by epoch:
-                "4@0,5@8". With cut="auto" it is a limit: where running ahead gains nothing, fewer save the replay
+                "4@0,5@8"; "auto": as a calibration found it, else 5. With cut="auto" it is a limit: where running
+                ahead gains nothing, fewer save the replay
     mode        "grouped": K+1 batches, and the next when all of them are done; "window": never more than K+1 under way
     trace       rates that the link between local processes follows: a file of `seconds mbit_per_second`, or one for up
                 and one for down, "UP,DOWN". Where one stands for both directions the run says so
@@ -110,8 +115,10 @@ def split_train(
     memory_bytes
                 of the edge; None: no limit. Where everything fits, a lost server means that the edge goes on alone
     backup_every
-                rounds between two copies that edge and server keep for each other; 0: none, a lost server costs what
-                came after the last checkpoint
+                steps between two copies that edge and server keep of each other's part; None: as often as takes a
+                hundredth of the link's time; 0: none, a lost server costs what came after the last checkpoint
+    silence_seconds
+                an end that says nothing for so long is lost; None: 2 s, and 10 s where a cloud is dialled
 
     Everything else is as in `mh.train`. The model holds the trained weights when this returns.
     """
@@ -123,13 +130,14 @@ def split_train(
     if way is not None and isinstance(cloud, str):
         raise BadValue("A trace is played between processes of this machine; the cloud has a link of its own.")
     there = Cloud.parse(cloud, token) if isinstance(cloud, str) else None
+    silence = silence_seconds or (SILENCE_SECONDS if there is None else CLOUD_SILENCE_SECONDS)
     with contextlib.ExitStack() as stack:
         found: Joined | None = None
         if silos is not None or asked.labels == "cloud" or isinstance(cloud, Coordinator):
             found = stack.enter_context(
                 joined(
                     model, data, silos, cloud=there if isinstance(cloud, str) else cloud, edge_slowdown=edge_slowdown,
-                    server_slowdown=server_slowdown, say=say, silence_seconds=silence_seconds,
+                    server_slowdown=server_slowdown, say=say, silence_seconds=silence,
                 )
             )  # fmt: skip
         has_many = found is not None and len(found.edges) > 1
@@ -149,10 +157,15 @@ def split_train(
         )  # fmt: skip
         if found is not None:
             options, test = replace(options, data=found.samples), found.named(test)
+            if found.has_labels_there and not has_many:
+                asked = replace(asked, labels="cloud")
+            if run.is_resumed:
+                check_resumed(run.folder, found)
         job: SplitJob | SiloJob
         if found is not None and has_many:
+            graph = regrouped(run.graph, [found.holders.get(edge, ()) for edge in found.edges])
             job = SiloJob(
-                options, run.graph, found.session, run.record, run.start, run.last_step, run.folder, say, test,
+                options, graph, found.session, run.record, run.start, run.last_step, run.folder, say, test,
                 limit_seconds,
             )  # fmt: skip
             job.ask(asked, found, way, data)
@@ -161,7 +174,7 @@ def split_train(
             two = found.two if found is not None else stack.enter_context(
                 _ends(
                     cloud if isinstance(cloud, Two) else None, there, edge_slowdown, server_slowdown, run.folder, say,
-                    silence_seconds,
+                    silence,
                 )
             )  # fmt: skip
             job = SplitJob(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,21 @@ class Traffic:
         """Sender -> use -> bytes."""
         return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
 
-    def differences(self, logs: Mapping[str, DeviceLog]) -> list[str]:
+    def differences(self, logs: Mapping[str, DeviceLog], plan: Plan) -> list[str]:
         """Where the devices of a run sent each other something else than this in every round, one sentence each."""
         found = []
         for device, log in logs.items():
+            rounds = Fraction(log.rounds)
+            if plan.order == "replay" and log.samples:  # the last round may have been shorter
+                rounds = Fraction(log.samples, plan.batch_size)
             planned, kinds = self.sent.get(device, Counter()), log.sent_kinds
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
             pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
             found += [
-                f"{device} sent {measured} bytes {how} in {log.rounds} steps; planned were {wanted} a step."
+                f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {wanted} a round."
                 for how, wanted, measured in pairs
-                if measured != wanted * log.rounds
+                if measured != wanted * rounds
             ]
         return found
 

@@ -151,7 +151,7 @@ def split(
         bool, typer.Option("--quick", help="A look in a minute, a small network; the figures do not count.")
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; hours.")
+        bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; about two hours.")
     ] = False,
     traces: Annotated[
         Path, typer.Option("--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.")
@@ -164,7 +164,7 @@ def split(
 ) -> None:
     """Split training over recorded links: seconds of 100 batches beside rivals, accuracy, bytes, memory, energy.
 
-    Figures go to standard output, settings to standard error. About twelve minutes on two cores.
+    Figures go to standard output, settings to standard error. About fourteen minutes on two cores.
     """
     from manyhands.api.bench_split import bench_split
     from manyhands.cli.show import working

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from manyhands.cli.following import Show, print_outcome
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ app = typer.Typer(
     help="An edge, where the data is, and a cloud train one network over a changing link.", no_args_is_help=True,
     rich_markup_mode=None,
 )  # fmt: skip
-PLAIN_LINES = 10
 MOST_ROWS = 20
 
 
@@ -99,7 +99,7 @@ def train(
         typer.Option(
             "--k",
             help="How many updates a gradient may be late: 5 (default); 0: exactly as one device; none: no bound; by "
-            "epoch: 4@0,5@8.",
+            "epoch: 4@0,5@8; auto: as a calibration found it.",
         ),
     ] = None,
     mode: Annotated[
@@ -136,6 +136,22 @@ def train(
         str | None,
         typer.Option("--edge-side", help="upstream (default): inputs stay at the edge; downstream: outputs do."),
     ] = None,
+    silos: Annotated[
+        str | None,
+        typer.Option(
+            "--silos", help="Who has which inputs, like edge-a=left,edge-b=right,server=target: a process each."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", help="HOST:PORT where the devices of --silos join: manyhands worker --silo FILE."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="Begin with these: a run's folder, or a .safetensors file.")
+    ] = None,
+    freeze: Annotated[
+        str | None, typer.Option("--freeze", help="Do not train so many first layers, or those before a layer's name.")
+    ] = None,
     input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x32x32.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 4.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Steps, in place of epochs.")] = None,
@@ -163,7 +179,8 @@ def train(
     given = {
         "model": model, "data": data, "cloud": cloud, "cut": cut, "bits": bits, "k": k, "mode": mode, "trace": trace,
         "delay": delay, "rival": rival, "edge_slowdown": edge_slowdown, "server_slowdown": server_slowdown,
-        "memory": memory, "labels": labels, "edge_side": edge_side, "input": input, "epochs": epochs, "steps": steps,
+        "memory": memory, "labels": labels, "edge_side": edge_side, "silos": silos, "listen": listen,
+        "weights": weights, "freeze": freeze, "input": input, "epochs": epochs, "steps": steps,
         "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
         "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
     }  # fmt: skip
@@ -204,81 +221,16 @@ def to_dict(result: SplitResult) -> dict[str, Any]:
     }
 
 
-class _Show:
-    """What a person sees while it runs: what was decided, a bar, the outcome. Without a terminal, plain lines."""
+class _Show(Show):
+    """The outcome tells what was deployed when."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self.quiet = quiet
-        self._live: Any = None
-        """A spinner until the first decision is made, then the bar."""
-        self._task: Any = None
-        self._steps = self._done = self._batch = 0
-        self._folder = Path()
+        super().__init__("manyhands split train", quiet=quiet)
         self._planned: Planned | None = None
 
-    def __enter__(self) -> _Show:
-        if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._live = Console(stderr=True).status("getting ready")
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop()
-        if kind is KeyboardInterrupt and self._done:
-            self.say(f"Go on with: manyhands split train --resume {self._folder}")
-
-    def _stop(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-
-    def say(self, text: str) -> None:
-        """One line on standard error, above whatever moves there."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            typer.echo(text, err=True)
-
     def planned(self, planned: Planned) -> None:
-        self._folder, self._planned = planned.folder, planned
-        if self.quiet:
-            return
-        from manyhands.cli.tables import print_plan
-
-        had_terminal = self._live is not None
-        self._stop()
-        print_plan(planned.plan, planned.network, planned.cluster, planned.prediction)
-        typer.echo(f"Run folder: {planned.folder}")
-        sys.stdout.flush()
-        self._steps, self._batch = planned.steps, planned.plan.step_size
-        if had_terminal:
-            self._start_bar()
-
-    def _start_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-        )  # fmt: skip
-        self._live = Progress(*columns, console=Console(stderr=True))
-        self._task = self._live.add_task("training", total=self._steps, loss="-", rate="")
-        self._live.start()
-
-    def step(self, step: int, loss: float, seconds: float) -> None:
-        self._done += 1
-        if self.quiet:
-            return
-        rate = f"{self._batch / seconds:,.0f} samples/s" if seconds else ""
-        if self._live is not None:
-            self._live.update(self._task, advance=1, loss=_number(loss), rate=rate)
-        elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
-            (self._done - 1) * PLAIN_LINES // self._steps
-        ):
-            self.say(f"step {self._done} of {self._steps}, loss {_number(loss)}, {rate}")
+        self._planned = planned
+        super().planned(planned)
 
     def finished(self, result: SplitResult) -> None:
         """What was deployed when, what travelled, how it went."""
@@ -297,12 +249,7 @@ class _Show:
         print_table("What ran where", headings, rows[:MOST_ROWS], numbers=["from step", "changing took", "moved"])
         if len(rows) > MOST_ROWS:
             typer.echo(f"... and {len(rows) - MOST_ROWS} more changes.")
-        first = len(result.losses) - result.steps
-        typer.echo(f"{result.steps} steps, loss {_number(result.losses[first])} -> {_number(result.losses[-1])}")
-        if result.test is not None and result.accuracy is not None:
-            typer.echo(f"Accuracy on {result.test.samples} held-out samples: {result.accuracy:.1%}")
-        elif result.test is not None and result.test.loss is not None:
-            typer.echo(f"Loss on {result.test.samples} held-out samples: {result.test.loss:.4f}")
+        print_outcome(result)
         late = Counter(result.staleness)
         if late:
             told = ", ".join(f"{count} by {updates}" for updates, count in sorted(late.items()))
@@ -316,7 +263,3 @@ class _Show:
             f"{format_seconds(result.predicted_seconds)}; {result.throughput:,.0f} samples/s"
         )
         typer.echo(f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name})")
-
-
-def _number(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3e}"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from manyhands.cli.following import Show, print_outcome
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
     from manyhands.api.job import Planned, TrainResult
-
-PLAIN_LINES = 10
-"""How often progress is said where there is no terminal."""
 
 
 def train(
@@ -177,83 +174,15 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
     }
 
 
-class _Show:
-    """What a person sees while it runs: the plan, a bar, the outcome. Without a terminal, plain lines."""
+class _Show(Show):
+    """The demonstration says what it is; the outcome stands beside what was predicted."""
 
     def __init__(self, *, quiet: bool, is_demo: bool) -> None:
-        self.quiet, self.is_demo = quiet, is_demo
-        self._live: Any = None
-        """A spinner until the plan is known, then the bar."""
-        self._task: Any = None
-        self._steps = self._done = self._batch = 0
-        self._folder = Path()
+        super().__init__("manyhands train", quiet=quiet)
+        self.is_demo = is_demo
 
-    def __enter__(self) -> _Show:
-        if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._live = Console(stderr=True).status("getting ready")
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop()
-        if kind is KeyboardInterrupt and self._done:
-            self.say(f"Go on with: manyhands train --resume {self._folder}")
-
-    def _stop(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-
-    def say(self, text: str) -> None:
-        """One line on standard error, above whatever moves there."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            typer.echo(text, err=True)
-
-    def planned(self, planned: Planned) -> None:
-        """The plan as a table, then the bar."""
-        self._folder = planned.folder
-        if self.quiet:
-            return
-        from manyhands.cli.tables import print_plan
-
-        had_terminal = self._live is not None
-        self._stop()
-        print_plan(planned.plan, planned.network, planned.cluster, planned.prediction)
-        if self.is_demo:
-            typer.echo(_demo_note(planned))
-        typer.echo(f"Run folder: {planned.folder}")
-        sys.stdout.flush()
-        self._steps, self._batch = planned.steps, planned.plan.batch_size
-        if had_terminal:
-            self._start_bar()
-
-    def _start_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-        )  # fmt: skip
-        self._live = Progress(*columns, console=Console(stderr=True))
-        self._task = self._live.add_task("training", total=self._steps, loss="-", rate="")
-        self._live.start()
-
-    def step(self, step: int, loss: float, seconds: float) -> None:
-        self._done += 1
-        if self.quiet:
-            return
-        rate = f"{self._batch / seconds:,.0f} samples/s" if seconds else ""
-        if self._live is not None:
-            self._live.update(self._task, advance=1, loss=_number(loss), rate=rate)
-        elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
-            (self._done - 1) * PLAIN_LINES // self._steps
-        ):
-            self.say(f"step {self._done} of {self._steps}, loss {_number(loss)}, {rate}")
+    def note(self, planned: Planned) -> str:
+        return _demo_note(planned) if self.is_demo else ""
 
     def finished(self, result: TrainResult) -> None:
         """How it went, beside what was predicted."""
@@ -262,12 +191,7 @@ class _Show:
         from manyhands.facts.lab import scale_text
         from manyhands.facts.units import format_seconds
 
-        first = len(result.losses) - result.steps
-        typer.echo(f"{result.steps} steps, loss {_number(result.losses[first])} -> {_number(result.losses[-1])}")
-        if result.test is not None and result.accuracy is not None:
-            typer.echo(f"Accuracy on {result.test.samples} held-out samples: {result.accuracy:.1%}")
-        elif result.test is not None and result.test.loss is not None:
-            typer.echo(f"Loss on {result.test.samples} held-out samples: {result.test.loss:.4f}")
+        print_outcome(result)
         ratio = result.measured_seconds / result.predicted_seconds if result.predicted_seconds else float("inf")
         typer.echo(
             f"A step took {format_seconds(result.measured_seconds)} (median), predicted "
@@ -288,10 +212,6 @@ class _Show:
             f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; pictures in plots/; "
             "trace.json opens in Perfetto)"
         )
-
-
-def _number(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3e}"
 
 
 def _demo_note(planned: Planned) -> str:

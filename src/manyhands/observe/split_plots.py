@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 from manyhands.observe.figures import finish_axes, new_figure, write_figure
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#9D755D", "#72B7B2")
+MOST_POINTS = 200
+_THINNED_SECONDS = 0.5
 Line = Sequence[tuple[float, float]]
 
 
@@ -16,14 +20,26 @@ Line = Sequence[tuple[float, float]]
 class Course:
     """A run over a changing link; all moments are seconds after the link began to change."""
 
-    rates: Line
-    """From this moment on, Mbit/s."""
+    up: Line
+    """From this moment on, Mbit/s from the edge."""
+    down: Line
+    """The same to the edge."""
     cuts: Sequence[tuple[float, int]]
     """From this moment on, the layers before this one were at the edge."""
     speeds: Line
     """From this moment on, samples per second."""
     end: float
     layers: int
+
+
+def _thinned(line: Line) -> Line:
+    """Means over half seconds, where there is more than can be told apart."""
+    if len(line) <= MOST_POINTS:
+        return line
+    parts: dict[float, list[float]] = {}
+    for moment, value in line:
+        parts.setdefault(math.floor(moment / _THINNED_SECONDS) * _THINNED_SECONDS, []).append(value)
+    return [(moment, statistics.fmean(values)) for moment, values in parts.items()]
 
 
 def _held(line: Line, end: float) -> tuple[list[float], list[float]]:
@@ -35,18 +51,20 @@ def draw_course(course: Course, path: Path, title: str) -> Path:
     """Fig. 18: what the link gave above where the network was cut, and how fast that was."""
     figure = new_figure(9, 6)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1.4))
-    lines = (
-        (course.rates, "Mbit/s", "the link", title),
-        ([(moment, float(cut)) for moment, cut in course.cuts], "layers at the edge", "cut", ""),
-        (course.speeds, "samples/s", "speed", ""),
-    )
-    for place, (axes, (line, up, label, words)) in enumerate(zip(panels, lines)):
-        moments, values = _held(line, course.end)
-        axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.6, label=label)
+    cuts = [(moment, float(cut)) for moment, cut in course.cuts]
+    lines: list[tuple[dict[str, Line], str]] = [
+        ({"up": course.up, "down": course.down}, "Mbit/s"),
+        ({"cut": cuts}, "layers at the edge"),
+        ({"speed": course.speeds}, "samples/s"),
+    ]
+    for axes, (own, up) in zip(panels, lines):
+        for place, (name, line) in enumerate(own.items()):
+            moments, values = _held(_thinned(line), course.end)
+            axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.4, label=name)
         for moment, _ in course.cuts[1:]:
             axes.axvline(moment, color="#888888", linewidth=0.8, linestyle=":")
         axes.set_ylim(bottom=0)
-        finish_axes(axes, "seconds" if axes is panels[-1] else "", up, words)
+        finish_axes(axes, "seconds" if axes is panels[-1] else "", up, title if axes is panels[0] else "")
     panels[1].set_ylim(0, course.layers)
     return write_figure(figure, path)
 
@@ -55,7 +73,7 @@ def draw_lines(
     lines: Mapping[str, Line], path: Path, *, across: str, up: str, title: str, is_logarithmic: bool = False
 ) -> Path:
     """One line for each name; logarithmic both ways or not at all."""
-    figure = new_figure(8, 4.5)
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for place, (name, line) in enumerate(lines.items()):
         axes.plot(*zip(*line), marker="o", markersize=4, color=_COLOURS[place % len(_COLOURS)], label=name)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control import Failed, Leaving
-from manyhands.runtime.coordinator import Coordinator, Event, Joined, Lost, Member, silence
+from manyhands.runtime.coordinator import Coordinator, silence
+from manyhands.runtime.members import Event, Joined, Lost, Member
 
 LIMITS = 1.5
 """How many times the limit for silence to wait for news of who was lost: by then everybody has answered or is."""

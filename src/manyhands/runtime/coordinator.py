@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -33,26 +32,22 @@ from manyhands.engine.transport import (
     reach_either,
 )
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
-from manyhands.facts.version import __version__
 from manyhands.runtime.control import (
-    PROTOCOL,
     AskClock,
     Beat,
     Clock,
-    Facts,
     Hello,
     Leave,
     Leaving,
     Refusal,
     Said,
-    Shape,
-    Welcome,
     decode,
     encode,
 )
 from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
+from manyhands.runtime.members import Event, Joined, Lost, Member, judged, welcomed
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.watch import SILENCE_SECONDS, Watch
 
@@ -69,55 +64,6 @@ _CLOCK_TRIES = 5
 _PROBE_TICKET = -1
 """Of an answer that nobody looks at: that it came is enough."""
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-
-
-@dataclass(eq=False)
-class Member:
-    """A worker that has joined."""
-
-    name: str
-    channel: ControlChannel
-    address: tuple[str, int]
-    device: Device
-    facts: Facts
-    clock_offset_seconds: float = 0.0
-    """Add to the worker's clock to get this process'."""
-    is_lost: bool = False
-    reason: str = ""
-    """Why it is lost."""
-    is_leaving: bool = False
-    """It was asked to go, and waits until others have what it has."""
-    graph_digest: str = ""
-    """Of the graph that it was given last."""
-    invitation: Invitation | None = None
-    """Of one that was dialled; None: it came by itself."""
-
-    @property
-    def is_invited(self) -> bool:
-        return self.invitation is not None
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker is gone: its control connection broke, or it has been silent too long."""
-
-    member: Member
-    """Another of the same name may have joined since."""
-
-    @property
-    def reason(self) -> str:
-        return self.member.reason
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A worker has come, or has come back."""
-
-    member: Member
-
-
-Event = tuple[str, Said | Lost | Joined]
-"""Which worker, and what it said or what became of it."""
 
 
 class Coordinator:
@@ -395,9 +341,11 @@ class Coordinator:
         if not isinstance(hello, Hello):
             return self._refuse(channel, "somebody", Refusal("A worker says first who it is.", "Start it anew."))
         with self._change:  # of two with one name the second is refused
-            found = self._judge(hello, channel, invitation)
+            found = judged(hello, channel, invitation, self.members, self.wanted, self.most)
             if isinstance(found, Member):
-                channel.send(encode(self._welcome(hello.name)), _WELCOME_SECONDS)
+                patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
+                welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
+                channel.send(encode(welcome), _WELCOME_SECONDS)
                 self.members[hello.name] = found
                 self.local.joined(hello.name, hello.facts.pid)
                 with self._watching:
@@ -410,67 +358,12 @@ class Coordinator:
         self.on_event(f"{hello.name} {how} {channel.peer_host}")
         return found
 
-    def _welcome(self, name: str) -> Welcome:
-        silence_seconds = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
-        if self.shaping is None:
-            return Welcome(name, silence_seconds, beat_seconds=self.beat_seconds)
-        own = self.shaping.device(name)
-        slots = sum(
-            one.host_name == own.host_name for one in self.shaping.devices
-        )  # each a process: a part of the port
-        links = {}
-        for other in self.shaping.devices:
-            if other.host_name != own.host_name:
-                link = self.shaping.link_between(name, other.name)
-                rate = self.shaping.bytes_per_second_between(name, other.name) / slots
-                links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
-        up = own.up_bytes_per_second / slots
-        return Welcome(name, silence_seconds, links, up if math.isfinite(up) else None, self.beat_seconds)
-
     def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> Refusal:
         self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")
         channel.send(encode(refusal), _WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
             channel.receive(2.0)  # let it read before the connection goes
         return refusal
-
-    def _judge(self, hello: Hello, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
-        if hello.protocol != PROTOCOL or hello.version != __version__:
-            return Refusal(
-                f"{hello.name:.64} runs manyhands {hello.version:.20}; the coordinator runs {__version__}.",
-                f"On that device: pip install manyhands=={__version__}",
-            )
-        known = self.members.get(hello.name)
-        if known is not None and not known.is_lost:
-            return Refusal(
-                f"A worker called {hello.name:.64} has joined already, from {known.channel.peer_host}.",
-                "Give each its own: manyhands worker --name NAME ...",
-            )
-        if self.wanted is not None and hello.name not in self.wanted and invitation is None:
-            names = ", ".join(sorted(self.wanted))
-            return Refusal(
-                f"This run has no device called {hello.name:.64}; it has {names:.400}.",
-                "Join under one of these: manyhands worker --name NAME ...",
-            )
-        if hello.name == COORDINATOR:
-            return Refusal(
-                f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ..."
-            )
-        here = len(self.alive())
-        if self.most is not None and here >= self.most:
-            return Refusal(
-                f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {self.most} may.",
-                "Join when one has left, or start the job with more: --devices.",
-            )
-        try:
-            device = _device(hello)
-        except BadValue as error:
-            return Refusal(error.message, error.hint)
-        if invitation is not None:  # what was dialled can be dialled again, whatever it is called at its own end
-            address = channel.peer_host, invitation.port
-        else:
-            address = hello.host, hello.port
-        return Member(hello.name, channel, address, device, hello.facts, invitation=invitation)
 
     def _listen(self, member: Member) -> None:
         """What one worker says goes into the queue; a broken connection too."""
@@ -663,12 +556,3 @@ def beat_for(silence_seconds: float) -> float:
 
 def silence(seconds: float) -> str:
     return f"it has said nothing for {seconds:.1f} s: it hangs, was stopped, or its network is down"
-
-
-def _device(hello: Hello) -> Device:
-    """A worker as a device of a cluster; what cannot be one is refused."""
-    facts = hello.facts
-    return Device(
-        name=hello.name, kind="local", gflops=10.0, memory_bytes=facts.memory_bytes, cores=facts.cores,
-        compute=facts.compute, source="Said by the worker itself.",
-    )  # fmt: skip

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.runtime.control import Reshape, Shape
-from manyhands.runtime.coordinator import Coordinator, Member
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.members import Member
 
 MOST_A_SECOND = 20.0
 _STEP_SECONDS = 1 / MOST_A_SECOND

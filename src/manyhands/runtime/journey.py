@@ -21,7 +21,8 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
 from manyhands.runtime.control import Arrival, Failed, Holding, Leave, Retain, Survey
-from manyhands.runtime.coordinator import Coordinator, Member
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.members import Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
 from manyhands.runtime.state import Located

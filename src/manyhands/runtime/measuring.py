@@ -14,7 +14,8 @@ from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import AskIds, Failed, Ids, Measure, Measured, Probed, ProbeLinks, Ready, Start, Stop
-from manyhands.runtime.coordinator import Coordinator, Lost
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.members import Lost
 
 LIMIT_SECONDS = 300.0
 PROBE_SECONDS = 60.0

@@ -50,9 +50,10 @@ from manyhands.runtime.control import (
     Stop,
     TensorEntry,
 )
-from manyhands.runtime.coordinator import Coordinator, Joined, Lost, Member
+from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.keeping import STATE
+from manyhands.runtime.members import Joined, Lost, Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.state import Located
 from manyhands.schedule.policy import Schedule
@@ -533,7 +534,7 @@ def _turned(sources: Mapping[str, Mapping[str, tuple[str, ...]]]) -> dict[str, d
 def _shares_batches(plan: Plan) -> bool:
     last = plan.stages[-1]
     shared = len(last.devices) > 1 and not isinstance(last.share, ByTiles)
-    return plan.is_training and (plan.micro_batches > 1 or shared)
+    return plan.is_training and (plan.micro_batches > plan.steps_per_round or shared)
 
 
 def _head(error: NotFinite) -> str:
