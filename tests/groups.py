@@ -26,3 +26,8 @@ def by_name(kind: str, names: Iterable[str]) -> list[Any]:
 
 def slow_if(is_so: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if is_so else []
+
+
+def thinned(cases: Iterable[tuple[Any, ...]], every: int = 4) -> list[Any]:
+    """One of so many with the quick tests: each starts a process of its own."""
+    return [pytest.param(*case, marks=slow_if(place % every != 0)) for place, case in enumerate(cases)]

@@ -157,7 +157,7 @@ MISWRITTEN = [
     ("stages.0.share", {"by": "sample"}, r"share.by is 'sample'; .* single, samples, tiles, channels", "samples"),
     ("stages.0.share", {"by": "samples", "samples": [1.5]}, r"share.samples\[0\] is 1.5: expected `int`", ""),
     ("batch_size", "8", "batch_size is '8': expected `int`, got `str`", ""),
-    ("order", "1f1", "order is '1f1'; it must be one of sequential, gpipe, 1f1b, eager, stream", "1f1b"),
+    ("order", "1f1", "order is '1f1'; it must be one of sequential, gpipe, 1f1b, eager, replay, stream", "1f1b"),
     ("warm_up", "P", r"warm_up is 'P'; it must be one of 2\(P-p\)-1, 2\(P-p\), P-p", ""),
     ("warm_up", [1, "2"], r"warm_up\[1\] is '2': expected `int`", ""),
     ("homes", {"x": 3}, r"homes\[...\] is \{'x': 3\}: expected `str`, got `int`", ""),

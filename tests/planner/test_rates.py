@@ -440,3 +440,18 @@ def test_recorded_links(kind: str) -> None:
     ours, changes = found.pop("ours")
     assert ours <= min(seconds for seconds, _ in found.values()) / 0.95
     assert changes <= 10
+
+
+def test_a_look_that_is_given_up_is_not_repeated_at_once() -> None:
+    """Else a job that is alone at the edge of a dead link would do nothing else."""
+    profile = resnet_like()
+    engine = Engine(profile, Rates(LinkRates(1e6, 1e6)), Deployment(profile.edge_only), k=5, probe_seconds=15.0)
+    assert any(engine.probe(100.0))
+    engine.probed(120.0, has_arrived=False)
+    assert engine.probe(121.0) == (0, 0)
+    assert engine.probe(149.0) == (0, 0)
+    assert any(engine.probe(151.0))
+    engine.probed(171.0, has_arrived=False)
+    assert engine.probe(230.0) == (0, 0)
+    engine.probed(231.0, has_arrived=True)
+    assert any(engine.probe(247.0))

@@ -42,7 +42,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.journey import Change, Endurance, Journey, Travelled
+from manyhands.runtime.journey import Change, Endurance, Journey, Pilot, Travelled
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.worker import Joining, Worker
@@ -303,6 +303,7 @@ class FaultCluster:
         at_event: Mapping[str, Callable[[], None]] | None = None,
         on_event: Callable[[str], None] | None = None,
         rewrite: Callable[[Plan, tuple[str, ...]], Plan] | None = None,
+        pilot: Pilot | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -347,7 +348,7 @@ class FaultCluster:
         with Rewindable(lambda step: Prefetcher(data, shuffled, step, steps), 0) as batches:
             journey = Journey(
                 self.coordinator, order, batches, change, endurance or Endurance("light"), on_step=stepped, tell=told,
-                on_snapshot=lambda found: trip.saved.append(found.steps_done),
+                on_snapshot=lambda found: trip.saved.append(found.steps_done), pilot=pilot,
             )  # fmt: skip
             trip.outcome = journey.run()
         return trip

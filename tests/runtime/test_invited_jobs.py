@@ -92,6 +92,7 @@ def test_a_server_that_is_asked_to_end_hands_over() -> None:
         assert server.error is None
 
 
+@pytest.mark.slow
 def test_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encrypted; killed and started again; who has connected to whom is what the kernel says."""
     monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from manyhands.api.session import Say, Session
 from manyhands.api.silo_samples import Examples, Named, Parts, Samples, named_inputs
-from manyhands.api.split_session import EDGE, SERVER, Cloud, Two, open_two
+from manyhands.api.split_session import EDGE, LOCAL_SILENCE_SECONDS, SERVER, Cloud, Two, open_two
 from manyhands.data.loader import length
 from manyhands.data.silo import TARGET, Kept, agreed, digests_of, write_silo
 from manyhands.executor.messages import COORDINATOR
@@ -35,7 +35,6 @@ from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
 from manyhands.runtime.measuring import ask_ids
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.record import read_config
-from manyhands.runtime.watch import SILENCE_SECONDS
 
 Silos = Mapping[str, Sequence[str]]
 """Device -> the inputs that it has, by name, or "target"."""
@@ -81,7 +80,7 @@ def joined(
     server_slowdown: float = 1.0,
     threads: int = 1,
     say: Say | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = LOCAL_SILENCE_SECONDS,
     limit_seconds: float = JOIN_SECONDS,
 ) -> Iterator[Joined]:
     """Devices that have their data, and samples that all have.

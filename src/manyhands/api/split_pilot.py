@@ -298,11 +298,18 @@ class SplitPilot:
         """Send something only to learn the rates. What does not come in time is a link that gives next to nothing."""
         if self.probe is None or not any(sizes):
             return
+        rates, began = self.engine.rates, self.clock()
         try:
             found = self.probe(*sizes)
         except TimedOut:
+            now = self.clock()
+            for meter, size in zip((rates.up, rates.down), sizes):
+                if size:  # at best it ends now
+                    meter.transfer(size, began, now)
+            self.engine.probed(now, has_arrived=False)
             return
-        now, rates = self.clock(), self.engine.rates
+        now = self.clock()
+        self.engine.probed(now, has_arrived=True)
         for meter, one in zip((rates.up, rates.down), found):
             if one.seconds > 0:  # a link too fast to measure counts as if it had been measured for long enough
                 times = max(1.0, LEAST_SECONDS / one.seconds)

@@ -19,7 +19,9 @@ from manyhands.planner.split import LinkRates
 from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
 from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
-from manyhands.runtime.watch import SILENCE_SECONDS
+
+LOCAL_SILENCE_SECONDS = 5.0
+"""An end of this machine that says nothing for so long is lost: both share its cores, with whoever else is there."""
 
 EDGE, SERVER = "edge", "server"
 INVITE_SECONDS = 30.0
@@ -78,7 +80,7 @@ def open_two(
     logs: Path | None = None,
     say: Say | None = None,
     limit_seconds: float = JOIN_SECONDS,
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = LOCAL_SILENCE_SECONDS,
 ) -> Iterator[Two]:
     """The edge is a process of this machine. So is the server, unless a cloud is named: that one is dialled, and again
     whenever it is lost. A slowdown makes an end take so many times as long: for a device that is not at hand."""

@@ -23,7 +23,7 @@ from manyhands.api.session import Say
 from manyhands.api.silo_job import SiloJob
 from manyhands.api.silos import Joined, Silos, check_resumed, joined
 from manyhands.api.split_job import Asked, SplitJob, SplitResult
-from manyhands.api.split_session import Cloud, Two, open_two
+from manyhands.api.split_session import LOCAL_SILENCE_SECONDS, Cloud, Two, open_two
 from manyhands.api.transfer import begin_with, frozen
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -32,7 +32,6 @@ from manyhands.files.traces import read_link_trace
 from manyhands.graph.regrouping import regrouped
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
-from manyhands.runtime.watch import SILENCE_SECONDS
 
 CLOUD_SILENCE_SECONDS = 10.0
 """A mobile link says nothing for some seconds now and then, and is there again."""
@@ -118,7 +117,7 @@ def split_train(
                 steps between two copies that edge and server keep of each other's part; None: as often as takes a
                 hundredth of the link's time; 0: none, a lost server costs what came after the last checkpoint
     silence_seconds
-                an end that says nothing for so long is lost; None: 2 s, and 10 s where a cloud is dialled
+                an end that says nothing for so long is lost; None: 5 s, and 10 s where a cloud is dialled
 
     Everything else is as in `mh.train`. The model holds the trained weights when this returns.
     """
@@ -130,7 +129,7 @@ def split_train(
     if way is not None and isinstance(cloud, str):
         raise BadValue("A trace is played between processes of this machine; the cloud has a link of its own.")
     there = Cloud.parse(cloud, token) if isinstance(cloud, str) else None
-    silence = silence_seconds or (SILENCE_SECONDS if there is None else CLOUD_SILENCE_SECONDS)
+    silence = silence_seconds or (LOCAL_SILENCE_SECONDS if there is None else CLOUD_SILENCE_SECONDS)
     with contextlib.ExitStack() as stack:
         found: Joined | None = None
         if silos is not None or asked.labels == "cloud" or isinstance(cloud, Coordinator):

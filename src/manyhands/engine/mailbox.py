@@ -338,7 +338,7 @@ class Mailbox:
     def wait_for_news(self, seen: int) -> int:
         """Wait until something has happened since `seen`; returns the new count. Start with 0."""
         with self._lock:
-            self._wait(lambda: self._news > seen, None)
+            self._wait(lambda: self._news > seen, None, lambda: sum(self.received_bytes.values()))
             return self._news
 
     def nudge(self) -> None:

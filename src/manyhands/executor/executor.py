@@ -311,13 +311,16 @@ class Executor:
         self.stepper.step()
         self.stepper.zero()
         if action.micro_batch >= 0:
+            self._fed.pop(action.micro_batch, None)
             self.on_update(self.step + action.micro_batch)
 
     def _discard(self, action: Discard) -> None:
         """What came back was too late, or nothing comes back."""
         if self._gets_gradients and action.stage == self.work.stage:
             self.result.staleness.append(-1)
+        self._pass_begins(action.stage, action.micro_batch)
         self._landed = (action.stage, action.micro_batch)
+        self._fed.pop(action.micro_batch, None)
         self.on_update(self.step + action.micro_batch)
 
     def _reduced(self, reduce: Reduce, start: float, end: float) -> None:

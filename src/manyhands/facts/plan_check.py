@@ -268,6 +268,12 @@ def _check_replay(plan: Plan, network: Network) -> None:
         return
     if plan.replay.k is not None and not 0 <= plan.replay.k < 2**16:
         raise BadPlan(f"replay.k is {plan.replay.k}; it must be between 0 and {2**16 - 1}, or null for no bound.")
+    for name, home in plan.homes.items():
+        if home != EVERYWHERE:
+            raise BadPlan(
+                f"order is replay, and homes gives '{name}' to {home}; inputs are fed to whoever reads them.",
+                hint="Leave it out, or use order: 1f1b.",
+            )
     for index, stage in enumerate(plan.stages):
         if len(stage.devices) > 1:
             raise BadPlan(

@@ -36,6 +36,8 @@ LEAST_SECONDS = 0.02
 PROBE_SECONDS = 0.25
 LEAST_PROBE_BYTES = 64_000
 MOST_PROBE_BYTES = 4_000_000
+MOST_PATIENCE = 16
+"""Times the usual pause between two looks at a link that gives nothing."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -233,8 +235,8 @@ class Engine:
         self.is_linked = True
         self.changes: list[tuple[float, Deployment]] = []
         self._better, self._lost_seconds = 0, 0.0
-        self._looked = self._changed = self._probed = -math.inf
-        self._changed_at, self._probe_factor = 0, 1
+        self._looked = self._changed = self._probed = self._rested = -math.inf
+        self._changed_at, self._probe_factor, self._patience_factor = 0, 1, 1
 
     def horizon(self, iterations: int) -> float:
         """τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
@@ -292,15 +294,16 @@ class Engine:
         self.rates.up.forget()
         self.rates.down.forget()
         self._better, self._lost_seconds = 0, 0.0
-        self._looked, self._probed = now, -math.inf
+        self._looked, self._probed, self._rested = now, -math.inf, -math.inf
+        self._patience_factor = 1
 
     def probe(self, now: float) -> tuple[int, int]:
         """Bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly (0, 0).
 
         What passed too quickly to tell anything is followed by more.
         """
-        heard = max(self._probed, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
-        if not self.is_linked or now - heard < self.probe_seconds:
+        heard = max(self._rested, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
+        if not self.is_linked or now - heard < self.probe_seconds * self._patience_factor:
             return 0, 0
         rates = self.rates.now(now)
         pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))
@@ -312,8 +315,16 @@ class Engine:
             else 0
             for meter, rate in pairs
         )
-        self._probed = now
+        self._probed = self._rested = now
         return up, down
+
+    def probed(self, now: float, *, has_arrived: bool) -> None:
+        """What was sent to learn the rates is through, or was given up: the next one waits from now on, and the longer
+        the less comes through."""
+        self._rested = now
+        self._patience_factor = 1 if has_arrived else min(2 * self._patience_factor, MOST_PATIENCE)
+        if not has_arrived:
+            self._probe_factor = 1
 
     def _price(self, deployment: Deployment, rates: LinkRates, tau: float) -> float:
         if deployment.cut == self.profile.edge_only:

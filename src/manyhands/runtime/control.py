@@ -241,6 +241,7 @@ class Retain(msgspec.Struct, frozen=True, tag="retain"):
 
     first: int
     last: int
+    is_between_kept: bool = True
 
 
 class Survey(msgspec.Struct, frozen=True, tag="survey"):

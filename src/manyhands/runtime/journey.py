@@ -243,7 +243,9 @@ class Journey:
             return len(self._available()) >= max(1, self.endurance.least)
         if any(member not in self._known for member in self._available()):
             return True
-        return self.pilot is not None and self.pilot.should_change(max(self._furthest, run.steps_updated))
+        if self.pilot is None or run.steps_updated == run.first:  # each plan has one step at least
+            return False
+        return self.pilot.should_change(max(self._furthest, run.steps_updated))
 
     def has_news(self) -> bool:
         """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
@@ -309,7 +311,7 @@ class Journey:
         self.tell("replanned", how=change.how, reason=change.reason, plan=change.plan.to_dict())
         return dataclasses.replace(
             order, plan=change.plan, kernels=change.kernels, located=located, start=self.saved,
-            snapshots=tuple(step for step in order.snapshots if step >= first and step > self.saved.steps_done),
+            snapshots=tuple(sorted({max(step, first) for step in order.snapshots if step > self.saved.steps_done})),
             backup_every=order.backup_every if change.backup_every is None else change.backup_every,
             trace_steps=range(min(first + 2, last - 1), min(first + 5, last)), memory_step=min(first + 1, last - 1),
         )  # fmt: skip
@@ -332,8 +334,9 @@ class Journey:
         )  # fmt: skip
         assert found is not None, "what was saved has everything"
         self._safe = min(self._safe, found.steps_done)
+        keeps = self._run is not None and bool(self._run.backups.every)  # else nothing between is anywhere as a whole
         for name in answers:  # of the state that was found some is at one place only, until it has been given away
-            self.coordinator.say(name, Retain(self._safe, found.steps_done))
+            self.coordinator.say(name, Retain(self._safe, found.steps_done, keeps))
         return found
 
     def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:

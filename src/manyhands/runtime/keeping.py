@@ -62,10 +62,11 @@ class Keeping:
             known = self._kept.get(step)
             return dict(known.tensors) if known is not None else {}
 
-    def retain(self, first: int, last: int) -> None:
+    def retain(self, first: int, last: int, *, is_between_kept: bool = True) -> None:
         """Forget all other steps."""
         with self._lock:
-            self._kept = {step: kept for step, kept in self._kept.items() if first <= step <= last}
+            wanted = range(first, last + 1) if is_between_kept else (first, last)
+            self._kept = {step: kept for step, kept in self._kept.items() if step in wanted}
 
     def listing(self) -> tuple[dict[int, tuple[TensorEntry, ...]], dict[int, dict[str, Any]]]:
         with self._lock:

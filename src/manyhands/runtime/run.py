@@ -164,7 +164,8 @@ class Run:
         """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
         if self.stride == 1:
             return order
-        ends = sorted({self.round_end(step - 1) for step in order.snapshots if step > self.first})
+        wanted = (step for step in order.snapshots if step >= self.first)
+        ends = sorted({step if step == self.first else self.round_end(step - 1) for step in wanted})
         last = self.round_of(order.last_step - 1)
         traced = min(self.first + self.stride, last)
         spans = range(traced, min(traced + 2 * self.stride, order.last_step)) if order.trace_steps else range(0)
@@ -264,6 +265,8 @@ class Run:
         try:
             self._start()
             self._loop(batches)
+            if self._steps_done() >= self.last_step:
+                self.is_paused = False
             if not self.is_paused:
                 self._finish()
         except BaseException as error:
@@ -394,6 +397,8 @@ class Run:
         self.backups.kept(name, message, listed)
 
     def _progress(self, name: str, message: Progress) -> None:
+        if message.step <= self._done_step[name]:
+            return
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)

@@ -291,7 +291,9 @@ class Worker:
             if prepared is not None and prepared.generation == message.generation and prepared.executor is not None:
                 prepared.executor.end_at(message.step)
         elif isinstance(message, Retain):
-            self.keeping.retain(message.first, message.last)  # not what this generation gives: it is at `first`
+            self.keeping.retain(
+                message.first, message.last, is_between_kept=message.is_between_kept
+            )  # not what this generation gives: it is at `first`
         elif isinstance(message, Reshape):
             self._shape(message.links)
         else:
@@ -437,7 +439,10 @@ class Worker:
             if executor.last_step is not None and executor.last_step <= step:
                 return  # to be stopped
             result = executor.round(step, done - step)
-            done = executor.settled_step or done
+            assert executor.settled_step is not None, "a round has ended"
+            done = executor.settled_step
+            if done == step:
+                return  # nothing was fed: to be stopped
             self._say(  # before there is a copy of it
                 Progress(
                     command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
