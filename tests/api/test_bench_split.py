@@ -14,6 +14,7 @@ from manyhands.api.bench_split import bench_split
 from manyhands.api.bench_split_site import Round, Timed, mean_rates, rounds_of
 from manyhands.api.bench_split_traces import (
     ALONE,
+    BESIDE,
     OURS,
     TRACES,
     Contest,
@@ -132,10 +133,11 @@ def test_predictions_are_by_stretches_without_a_change() -> None:
 def test_each_runs_what_it_should_do_in_the_same_seconds() -> None:
     known = profile()
     k0 = batches_in(known, "k0", link(), 75.0, 1000)
-    ours = batches_in(known, OURS, link(), 75.0, 1000)
+    ours, window = (batches_in(known, who, link(), 75.0, 1000) for who in (OURS, BESIDE))
     assert k0 == 20
-    assert ours % 6 == 0
-    assert 66 <= ours <= 78  # 1 s a batch
+    assert ours % 6 == window % 6 == 0
+    assert 66 <= window <= 78  # 1 s a batch
+    assert k0 < ours < window  # which waits for every group to be done
     assert batches_in(known, OURS, link(), 75.0, 24) == 24
     assert batches_in(known, OURS, link(), 0.1, 24) == 12
     stalled = LinkTrace(*[Trace((0.0, 10.0, 20.0), (0.0, 1e6, 1e6))] * 2)
