@@ -33,7 +33,7 @@ QUICK_SETTING = Setting("tiny", (1, 16, 16), 8, 4.0)
 RUNS = Runs(TRACES, 11.0, 150, RATES, 3.0, 4, 60.0)
 FULL_RUNS = Runs(TRACES | MORE_TRACES, 60.0, 400, (0.5, 1, 2, 5, 10, 20, 40, 80, 200), 12.0, 8, 110.0)
 QUICK_RUNS = Runs({name: TRACES[name] for name in ("foot", "lte_verizon")}, 1.0, 60, (25.0,), 0.5, 3, 2.0)
-ACCURACIES = Accuracies(3000, 10_000, 1200, 3, 200, ks=(1, 3, 5, 12), bits=(2, 4, 8))
+ACCURACIES = Accuracies(3000, 10_000, 1500, 3, 200, ks=(1, 3, 5, 12), bits=(2, 4, 8))
 FULL_ACCURACIES = Accuracies(12_000, 10_000, 4000, 3, 4000)
 QUICK_ACCURACIES = Accuracies(256, 128, 8, 1, 4, ks=(1, 3), bits=(4, 8))
 QUICK_MEASURE_SECONDS = 0.2
