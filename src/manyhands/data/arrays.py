@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from manyhands.data.packed import reading, sizes_of
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
@@ -77,13 +77,12 @@ def load_arrays(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
 
 def _read(path: Path) -> dict[str, numpy.ndarray]:
     """The arrays a data set is made of, and no others."""
-    try:
+    with reading(path, hint=_HOW, memory_hint="A folder of pictures is read piece by piece."):
         if not path.is_file():
             raise BadFile(f"{path}: there is no such file.")
         if not zipfile.is_zipfile(path):
             raise BadFile(f"{path}: is not a .npz file.", hint=_HOW)
-        with zipfile.ZipFile(path) as packed:
-            sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in packed.infolist()}
+        sizes = sizes_of(path)
         keys = _wanted(path, list(sizes))
         total_bytes = sum(sizes[key] for key in keys)
         if total_bytes > LARGEST_ARRAYS_BYTES:
@@ -93,12 +92,6 @@ def _read(path: Path) -> dict[str, numpy.ndarray]:
             )
         with numpy.load(path, allow_pickle=False) as packed_arrays:
             return {key: _array(path, packed_arrays, key) for key in keys}
-    except MemoryError as error:
-        raise BadData(
-            f"{path}: its arrays do not fit this machine's memory.", hint="A folder of pictures is read piece by piece."
-        ) from error
-    except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise BadFile(f"{path}: cannot be read: {str(error)[:200]}.", hint=_HOW) from error
 
 
 def _wanted(path: Path, found: list[str]) -> list[str]:

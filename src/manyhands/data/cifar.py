@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils.data import Dataset, Subset
 
 from manyhands.data.arrays import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, ArrayData
 from manyhands.data.drawn import Draws
+from manyhands.data.packed import reading, sizes_of
 from manyhands.data.plain_files import read_bytes, read_text
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
@@ -179,9 +179,8 @@ def load_jpeg_copy(path: Path, *, input_shape: tuple[int, ...] | None = None) ->
 
 
 def _unpacked(path: Path) -> dict[str, numpy.ndarray]:
-    try:
-        with zipfile.ZipFile(path) as packed:
-            sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in packed.infolist()}
+    with reading(path):
+        sizes = sizes_of(path)
         parts = [part for part in _PARTS if part == "train" or f"jpeg_{part}" in sizes]
         keys = ["classes", *(f"{key}_{part}" for part in parts for key in ("jpeg", "off", "y"))]
         missing = [key for key in keys if key not in sizes]
@@ -193,10 +192,6 @@ def _unpacked(path: Path) -> dict[str, numpy.ndarray]:
             raise BadData(f"{path}: {format_bytes(total_bytes)} unpacked; at most {allowed} are read.")
         with numpy.load(path, allow_pickle=False) as opened:
             arrays: dict[str, Any] = {key: opened[key] for key in keys}
-    except MemoryError as error:
-        raise BadData(f"{path}: its arrays do not fit this machine's memory.") from error
-    except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise BadFile(f"{path}: cannot be read: {str(error)[:200]}.") from error
     for key, array in arrays.items():
         if not isinstance(array, numpy.ndarray) or array.ndim != 1:
             raise BadData(f"{path}: {key} is not an array of one axis.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from manyhands.data.packed import reading, sizes_of
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
 
@@ -120,13 +120,12 @@ def write_silo(path: Path, ids: Sequence[int] | Sequence[str], arrays: Mapping[s
 
 
 def _read(path: Path) -> dict[str, numpy.ndarray]:
-    try:
+    with reading(path, hint=_HOW):
         if not path.is_file():
             raise BadFile(f"{path}: there is no such file.", hint=_HOW)
         if not zipfile.is_zipfile(path):
             raise BadFile(f"{path}: is not a .npz file.", hint=_HOW)
-        with zipfile.ZipFile(path) as packed:
-            sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in packed.infolist()}
+        sizes = sizes_of(path)
         if IDS not in sizes:
             raise BadData(f"{path}: has no {IDS}; it holds {', '.join(sorted(sizes)[:20]) or 'no arrays'}.", hint=_HOW)
         total = sum(sizes.values())
@@ -137,10 +136,6 @@ def _read(path: Path) -> dict[str, numpy.ndarray]:
             )
         with numpy.load(path, allow_pickle=False) as opened:
             arrays: dict[str, Any] = {key: opened[key] for key in sizes}
-    except MemoryError as error:
-        raise BadData(f"{path}: its arrays do not fit this machine's memory.") from error
-    except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise BadFile(f"{path}: cannot be read: {str(error)[:200]}.", hint=_HOW) from error
     for key, array in arrays.items():
         if not isinstance(array, numpy.ndarray):
             raise BadFile(f"{path}: {key} is not an array.", hint=_HOW)
