@@ -70,9 +70,13 @@ def plans(
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)))
     micro_batches, samples = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     order = draw(st.sampled_from(orders))
+    if order not in ("stream", "interleave"):
+        kinds = tuple(kind for kind in kinds if kind != "channels")
     stages = []
     used = most = 0
-    again = repeats and (order in ("sequential", "gpipe", "stream") or (micro_batches, order) == (1, "1f1b"))
+    again = repeats and (
+        order in ("sequential", "gpipe", "stream", "interleave") or (micro_batches, order) == (1, "1f1b")
+    )
     for first, last in pairwise([0, *cuts, layers]):
         share, count = draw(shares(kinds, samples, first, last))
         if again and draw(st.booleans()):

@@ -50,6 +50,7 @@ def chain(
                 moved_bytes=2 * MAP_BYTES, saved_bytes=MAP_BYTES, statistics=CHANNELS if i in statistics else 0,
                 tiling="norm" if i in statistics else "local",
                 derives_from=tuple(inputs) if i in statistics else (),
+                channels="dense" if len(inputs) == 1 else "",
             )
         )  # fmt: skip
     layers = tuple(

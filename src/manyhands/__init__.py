@@ -22,6 +22,7 @@ from manyhands.facts.version import __version__
 if TYPE_CHECKING:
     from manyhands.api.comparing import Comparison, compare
     from manyhands.api.evaluation import EvaluateResult, evaluate
+    from manyhands.api.inference import Inference, infer
     from manyhands.api.job import TrainResult
     from manyhands.api.pipelining import pipeline_plan
     from manyhands.api.public import Planned, plan, read_plan, simulate
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from manyhands.api.splitting import split_train
     from manyhands.api.tiling import tile_plan
     from manyhands.api.training import train
+    from manyhands.decoupling.decouple import Decoupled, decouple
+    from manyhands.decoupling.report import DecoupleReport
     from manyhands.facts.cluster import Cluster, Device, Link
     from manyhands.facts.errors import ManyhandsError
     from manyhands.facts.network import Network
@@ -63,6 +66,8 @@ _HOMES = {
     "SplitResult": ("api.split_job", "SplitResult"),
     "evaluate": ("api.evaluation", "evaluate"),
     "EvaluateResult": ("api.evaluation", "EvaluateResult"),
+    "infer": ("api.inference", "infer"),
+    "Inference": ("api.inference", "Inference"),
     "Coordinator": ("runtime.coordinator", "Coordinator"),
     "Optimizer": ("facts.optimizer", "Optimizer"),
     "Cluster": ("facts.cluster", "Cluster"),
@@ -74,13 +79,16 @@ _HOMES = {
     "Profile": ("facts.profile", "Profile"),
     "ManyhandsError": ("facts.errors", "ManyhandsError"),
     "load_cluster": ("files.documents", "load_cluster"),
+    "decouple": ("decoupling.decouple", "decouple"),
+    "Decoupled": ("decoupling.decouple", "Decoupled"),
+    "DecoupleReport": ("decoupling.report", "DecoupleReport"),
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "Device", "EvaluateResult", "Graph", "Link", "ManyhandsError", "Network",
-    "Optimizer", "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "__version__", "capture",
-    "compare", "evaluate", "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph",
-    "simulate", "split_train", "tile_plan", "train",
+    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Graph",
+    "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Plan", "Planned", "Profile", "SplitResult", "Stage",
+    "TrainResult", "__version__", "capture", "compare", "decouple", "evaluate", "infer", "load_cluster", "load_graph",
+    "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate", "split_train", "tile_plan", "train",
 ]  # fmt: skip
 
 

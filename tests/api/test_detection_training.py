@@ -94,6 +94,7 @@ def detector() -> Detector:
     return Detector().double()
 
 
+@pytest.mark.slow
 def test_tiles_have_the_loss_curve_of_one_device(cluster: Coordinator, data: DataSets, tmp_path: Path) -> None:
     given = {"data": data.train, "loss": region_loss, "optimizer": Optimizer("SGD", lr=1e-3, momentum=0.9)}
     tiled, one = (

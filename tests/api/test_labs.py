@@ -45,6 +45,7 @@ def test_no_lab_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.value.hint
 
 
+@pytest.mark.slow
 def test_plain_processes_behind_shaped_links_train_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, its steps take as long as the links make them, and the bytes are the plan's."""
     monkeypatch.setattr(labs, "missing", lambda: "Network namespaces need root.")

@@ -111,6 +111,7 @@ def test_a_cut_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/*")) == []
 
 
+@pytest.mark.slow
 def test_a_split_on_a_trace_for_people(place: Path) -> None:
     done = run("train", *QUICK, "--trace", "link.txt", "--delay", "1 ms", "--k", "3", "--cut", "1", cwd=place)
     assert done.returncode == 0, done.stderr

@@ -137,7 +137,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--plan", "two.yaml", "--batch-size", "64"], 5, "batch_size is 32; --batch-size is 64"),
         (["--plan", "two.yaml", "--model", "din"], 5, "network is tiny; --model is din"),
         (["--plan", "two.yaml", "--devices", "1"], 5, "--devices 2"),
-        (["--plan", "channels.yaml"], 5, "not yet executed"),
+        (["--plan", "channels.yaml"], 5, "for inference"),
         (["--out", "file"], 4, "file is a file"),
         (["--out", "done"], 4, "--resume done"),
         (["--out", "other", "--resume", "done"], 10, "--out other"),

@@ -27,10 +27,12 @@ from manyhands.graph.kernels import store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
+from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
+from manyhands.schedule.work import DeviceWork
 
 Batch = tuple[Any, Any]
 SGD = Optimizer("SGD", lr=0.05, momentum=0.9)
@@ -121,8 +123,16 @@ class Ran:
 
 
 def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:
-    """Elements of maps that a device computes in one pass, as its geometries have it."""
-    return sum(
+    """Elements of maps, or of tensors cut by channels, that a device computes in one pass, by its geometries."""
+    by_channels = sum(
+        geometry.own(device, name).volume
+        for geometry in geometries
+        if isinstance(geometry, ChannelGeometry)
+        for op in geometry.ops
+        for name in op.outputs
+        if name in geometry.split
+    )
+    return by_channels + sum(
         geometry.computed[device][name].volume
         for geometry in geometries
         if isinstance(geometry, TileGeometry)
@@ -130,6 +140,16 @@ def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:
         for name in op.outputs[:1]
         if name in geometry.maps and name in geometry.computed[device] and any(t in geometry.maps for t in op.inputs)
     )
+
+
+def own_weights(graph: Graph, work: DeviceWork) -> Weights:
+    """A device's own copies; by channels, of its part of each."""
+    weights = Weights.copied(graph, work.weights())
+    for name, tensor in weights.tensors.items():
+        box = work.weight_box(name)
+        if box is not None:
+            weights.tensors[name] = tensor.detach()[box.slices()].clone()
+    return weights
 
 
 def held(executor: Executor) -> int:
@@ -166,7 +186,7 @@ def run(
     executors: dict[str, Executor] = {}
     for device in devices:
         own = schedule.lowering.work[device]
-        weights = Weights.copied(graph, own.weights())
+        weights = own_weights(graph, own)
         store_weights(graph, weights, stored or {})
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         setting = Setting(

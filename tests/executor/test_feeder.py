@@ -23,6 +23,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadData
 from manyhands.facts.plan import Codec, Plan
 from manyhands.graph.graph import tree_leaves
+from manyhands.graph.tape import bind_inputs
 from manyhands.schedule.actions import Action
 
 
@@ -140,6 +141,32 @@ def test_pipelines_give_what_the_module_gives(name: str) -> None:
     shares = ([2, 1], [3], [1, 2])
     stages = [shared(*between, *own) for between, own in zip(pairwise(ends), shares, strict=True)]
     assert_streams(name, plan_for(graph, stages, batch_size=12, micro_batches=4, order="stream"))
+
+
+def test_samples_of_a_round_are_fed_and_answered_one_by_one() -> None:
+    """With order interleave: whichever comes first, under the number of its place in the round."""
+    feeder, board = feeder_of("named", 1, micro_batches=3, order="interleave")
+    device, coordinator = board.endpoints["s0-0"], board.endpoints[COORDINATOR]
+    coordinator.mailbox.open(0, feeder.expected_results())
+    assert set(feeder.returning) == {"s0-0"}
+    batches = [inputs for inputs, _ in batches_of("named", 3, 1)]
+    for place in (0, 1, 2):
+        feeder.send_values(0, bind_inputs(captured("named"), batches[place]), place)
+    for place in (2, 0, 1):
+        wide, narrow = torch.empty(1, 6, dtype=torch.float64), torch.empty(1, 3, dtype=torch.float64)
+        device.mailbox.receive(COORDINATOR, 0, f"feed m{place}", [wide, narrow])
+        assert torch.equal(wide, batches[place]["wide"])
+        assert torch.equal(narrow, batches[place]["narrow"])
+        device.send(COORDINATOR, 0, f"result m{place}", [torch.full((1, 5), float(place), dtype=torch.float64)])
+    for place in (1, 2, 0):
+        (found,) = feeder.gather(0, place).values()
+        assert torch.equal(found, torch.full((1, 5), float(place), dtype=torch.float64))
+
+
+def test_values_of_the_wrong_shape_are_refused() -> None:
+    feeder, _ = feeder_of("small", 1, order="stream")
+    with pytest.raises(BadData, match=r"has shape \(2, 1, 8, 8\)"):
+        feeder.send_values(0, {"x": torch.zeros(2, 1, 8, 8)})
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))

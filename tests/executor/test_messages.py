@@ -15,7 +15,7 @@ from drawn_plans import plans
 from manyhands.executor.loss import target_names
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, plan_bytes, runs_here
 from manyhands.facts.errors import BadPlan
-from manyhands.facts.plan import ByChannels, ByTiles, Codec, Plan, Stage
+from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Receive, Reduce
 from manyhands.schedule.checker import check, check_matching
@@ -94,19 +94,6 @@ def test_every_byte_of_a_feed_is_expected() -> None:
         fed = {topic: size for (source, topic), size in executor.expected().items() if source == COORDINATOR}
         assert len(fed) == 2  # every device reads an input or targets
         assert ran.logs[device].received_bytes[COORDINATOR] == 2 * sum(fed.values())
-
-
-def test_what_is_not_executed_yet_is_refused_by_name() -> None:
-    graph = captured("skips")
-    last = len(graph.network.layers)
-    stages = (Stage((0, 4), ("a", "b"), ByChannels((1, 1))), Stage((4, last), ("c",)))
-    plan = resolve(plan_for(graph, stages, batch_size=2), graph.network)
-    with pytest.raises(BadPlan, match=r"stages\[0\] is shared by channels"):
-        runs_here(plan, graph.network)
-    alone = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stages[0], devices=("a",)), stages[1]))
-    runs_here(alone, graph.network)  # on one device there is nothing to share
-    tiled = msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stages[0], share=ByTiles((1, 1))), stages[1]))
-    runs_here(tiled, graph.network)
 
 
 def test_a_stream_of_shares_needs_running_statistics() -> None:

@@ -100,11 +100,11 @@ class Case:
 def partition(data: st.DataObject, shape: Sequence[int]) -> list[Box]:
     """Uneven tiles of a map."""
     cuts = []
-    for extent in shape[2:]:
+    for extent in shape[-2:]:
         inner = data.draw(st.lists(st.integers(0, extent), max_size=3))
         cuts.append(sorted({0, extent, *inner}))
     rows, columns = (list(pairwise(points)) for points in cuts)
-    return [Box.of((0, shape[0]), (0, shape[1]), row, column) for row in rows for column in columns]
+    return [Box((*((0, extent) for extent in shape[:-2]), row, column)) for row in rows for column in columns]
 
 
 def grown(data: st.DataObject, box: Box, shape: Sequence[int]) -> Box:
@@ -112,9 +112,9 @@ def grown(data: st.DataObject, box: Box, shape: Sequence[int]) -> Box:
     extra = st.integers(0, 2)
     inner = [
         (max(0, a - data.draw(extra)), min(extent, b + data.draw(extra)))
-        for (a, b), extent in zip(box.intervals[2:], shape[2:])
+        for (a, b), extent in zip(box.intervals[-2:], shape[-2:])
     ]
-    return Box((*box.intervals[:2], *inner))
+    return Box((*box.intervals[:-2], *inner))
 
 
 def held(tensor: Tensor, box: Box, demand: Box) -> Held:
@@ -136,7 +136,7 @@ def buffers(data: st.DataObject, case: Case, operator: TileOperator, out: Box) -
         tensor, demand = case.inputs[read.tensor], operator.demand(number, out)
         assert operator.raw_demand(number, out).contains(demand)
         kinds = [demand if not demand.is_empty else Box.whole(tensor.shape), operator.raw_demand(number, out)]
-        if not demand.is_empty and len(tensor.shape) == 4:
+        if not demand.is_empty and len(tensor.shape) in (4, 5):
             kinds.append(grown(data, demand, tensor.shape))
         found.append(held(tensor, data.draw(st.sampled_from(kinds)), demand))
     return found
@@ -144,8 +144,8 @@ def buffers(data: st.DataObject, case: Case, operator: TileOperator, out: Box) -
 
 def empty_view(box: Box, like: Tensor) -> Tensor:
     """Somewhere inside a larger tensor."""
-    samples, channels, rows, columns = box.shape
-    return like.new_full((samples, channels, rows + 3, columns + 5), NAN)[:, :, 2:-1, 1:-4]
+    *outer, rows, columns = box.shape
+    return like.new_full((*outer, rows + 3, columns + 5), NAN)[..., 2:-1, 1:-4]
 
 
 def added(target: Tensor, part: Held | None) -> None:

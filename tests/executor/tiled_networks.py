@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat
 from manyhands.models.efficientnet import StochasticDepth
 from manyhands.models.mobilenet import InvertedResidual, SqueezeExcite, conv_norm
 from manyhands.models.resnet import ResidualBlock
@@ -40,6 +41,18 @@ class Beside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.inner(x), x], 1)
+
+
+class Together(nn.Module):
+    """The same in two groups, each of which has its own part of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.concat = nn.Conv2d(4, 2, 3, padding=1, groups=2), GroupedConcat(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.concat(self.inner(x), x)
+        return out
 
 
 class Gated(nn.Module):
@@ -166,7 +179,7 @@ def blocks(draw: st.DrawFn, channels: int) -> nn.Module:
         st.sampled_from(
             ("conv", "conv", "normed", "normed", "activation", "pool", "residual", "beside", "up", "excite", "linear",
              "group", "instance", "drop", "gated", "pad", "transposed", "depthwise", "shuffle", "adaptive", "resize",
-             "scaled", "centred", "cut", "prelu")
+             "scaled", "centred", "cut", "prelu", "dealt", "together")
         )
     )  # fmt: skip
     activation = draw(st.sampled_from(ACTIVATIONS))
@@ -185,6 +198,10 @@ def blocks(draw: st.DrawFn, channels: int) -> nn.Module:
         return nn.ConvTranspose2d(channels, 4, draw(st.integers(2, 3)), 2, draw(st.integers(0, 1)))
     if kind == "shuffle":
         return nn.Sequential(nn.Conv2d(channels, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 4, 3, 2))
+    if kind == "dealt":
+        return nn.Sequential(nn.Conv2d(channels, 8, 1), ChannelShuffle(2), nn.Conv2d(8, 4, 3, padding=1, groups=2))
+    if kind == "together":
+        return nn.Sequential(nn.Conv2d(channels, 4, 1), Together(), nn.Conv2d(6, 4, 3, padding=1, groups=2))
     made: dict[str, Callable[[], nn.Module]] = {
         "activation": activation,
         "pool": lambda: draw(pools()),

@@ -67,7 +67,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", by_name("described", NAMES))
-@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("samples", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
     graph = captured(name)
     batch = registry.example_batch(name, samples, input_shape=SMALL_INPUTS.get(name, (3, 64, 64)))

@@ -46,11 +46,11 @@ def test_the_walk_along_the_axes_finds_the_boxes(
     priced, plan = prices(network, ByTiles(rows, columns, starts))
     geometry = TileGeometry(plan, 0, network)
     for group in geometry.groups:
-        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (2, 3)}
+        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (-2, -1)}
         for place, device in enumerate(geometry.devices):
             for index in range(group.first, group.last):
                 name = network.ops[index].outputs[0]
-                area = priced._area({axis: needs[axis].made[name] for axis in (2, 3)}, place)
+                area = priced._area({axis: needs[axis].made[name] for axis in (-2, -1)}, place)
                 assert area == geometry.computed[device][name].volume // geometry.shape(name)[1]
 
 

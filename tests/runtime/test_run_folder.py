@@ -83,6 +83,7 @@ def _check(path: Path, content: bytes) -> None:
         load_file(path)
 
 
+@pytest.mark.slow
 def test_every_file_is_valid_at_any_moment(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

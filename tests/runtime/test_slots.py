@@ -33,6 +33,7 @@ def parent_of(coordinator: Coordinator) -> psutil.Process:
     return psutil.Process(process.pid)
 
 
+@pytest.mark.slow
 def test_slots_train_exactly_and_leave_together(board: Coordinator, tmp_path: Path) -> None:
     pids = {board.members[name].facts.pid for name in NAMES}
     assert {child.pid for child in parent_of(board).children()} == pids

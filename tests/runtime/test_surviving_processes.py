@@ -167,6 +167,7 @@ def test_a_worker_that_is_asked_to_go_hands_over(
     assert not events(tmp_path / "run", "lost")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_takes_part(
     cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path
 ) -> None:
@@ -284,6 +285,7 @@ def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[.
     assert_close(found[0].model, found[1].model, 1e-5)
 
 
+@pytest.mark.slow
 def test_one_that_waits_for_a_lost_coordinator_can_be_sent_away(place: tuple[Path, Callable[..., Typed]]) -> None:
     _, typed = place
     where = f"127.0.0.1:{free_port()}"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drawn_plans import FIXED_ORDERS, plans
 from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, cluster
 from manyhands.facts.errors import BadSchedule, OutOfMemory
-from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Receive, Reduce, Send
 from manyhands.schedule.checker import check, check_matching, check_progress
@@ -30,7 +30,7 @@ def pipeline(order: str = "1f1b", micro_batches: int = 4, stages: int = 2, **fac
     return resolve(Plan("chain", micro_batches, made, micro_batches, order, **facts), CHAIN)  # type: ignore[arg-type]
 
 
-def shared(share: BySamples | ByTiles | ByChannels) -> Plan:
+def shared(share: BySamples | ByTiles) -> Plan:
     return resolve(Plan("chain", 4, (Stage((0, 4), ("d0", "d1"), share),), 2), CHAIN)
 
 
@@ -221,8 +221,6 @@ def test_a_share_holds_its_part() -> None:
     alone = check(Schedule(whole, CHAIN)).peak_bytes["d0"] - weights
     halves = check(Schedule(shared(BySamples((1, 1))), CHAIN)).peak_bytes
     assert halves["d0"] - weights == halves["d1"] - weights == alone / 2
-    channels = check(Schedule(shared(ByChannels((1, 1))), CHAIN)).peak_bytes
-    assert channels["d0"] < alone / 2 + weights  # and half the weights
 
 
 def test_too_little_memory_names_the_device_and_both_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,14 @@ from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.graph.batching import bound_inputs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.loss import ignored_class
 from manyhands.graph.tape import outputs_of
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import Run
+from manyhands.runtime.stream_run import StreamRun
 
 EXAMPLE_SAMPLES = 4
 
@@ -106,29 +108,47 @@ def evaluate_in(
     steps = len(padded) // size
     kernels = {name: profile.of(name).kernels for name in stream.devices}
     order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
-    targets: dict[int, Any] = {}
-    tally = _Tally(graph, loss, samples, size, targets)
-    run = Run(session.coordinator, order, on_result=tally.take)
+    tally = _Tally(graph, loss, samples, size)
     with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
+        run = StreamRun(session.coordinator, order, _Batches(graph, batches, steps, tally))
         run.prepare()
-        outcome = run.run(_noting(iter(batches), targets))
-    return EvaluateResult(samples, tally.loss, tally.accuracy, sum(outcome.step_seconds))
+        start = time.monotonic()
+        run.stream()
+    return EvaluateResult(samples, tally.loss, tally.accuracy, time.monotonic() - start)
 
 
-def _noting(batches: Iterator[Any], targets: dict[int, Any]) -> Iterator[Any]:
-    """Targets stay here: only inputs travel."""
-    for step, inputs, target in batches:
-        targets[step] = target
-        yield step, inputs, target
+class _Batches:
+    """A data set as a flow: inputs travel, targets stay here until their answer comes."""
+
+    def __init__(self, graph: Graph, batches: Iterator[Any], steps: int, tally: _Tally) -> None:
+        self.graph, self.batches, self.left, self.tally = graph, batches, steps, tally
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0
+
+    def ready_in(self, size: int) -> float:
+        return 0.0 if self.left else math.inf
+
+    def take(self, step: int, size: int) -> Mapping[str, torch.Tensor]:
+        step, inputs, self.tally.targets[step] = next(self.batches)
+        self.left -= 1
+        return bound_inputs(self.graph, inputs)
+
+    def answered(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
+        self.tally.take(step, outputs)
+
+    def check(self) -> None:
+        """All answers are wanted."""
 
 
 class _Tally:
     """Adds up losses and right answers."""
 
-    def __init__(
-        self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int, targets: dict[int, Any]
-    ) -> None:
-        self.graph, self.function, self.samples, self.size, self.targets = graph, loss, samples, size, targets
+    def __init__(self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int) -> None:
+        self.graph, self.function, self.samples, self.size = graph, loss, samples, size
+        self.targets: dict[int, Any] = {}
+        """Of batches under way."""
         self._is_whole = loss is not None and (graph.loss_combination == "whole" or ignored_class(graph) is not None)
         """The loss of all samples does not follow from those of batches: everything is kept until the end."""
         self._kept: list[tuple[Any, Any]] = []

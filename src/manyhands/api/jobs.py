@@ -25,7 +25,7 @@ from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
-from manyhands.models.registry import ZOO
+from manyhands.models.registry import ZOO, entry_of
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
 from manyhands.runtime.watch import SILENCE_SECONDS
@@ -206,8 +206,8 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
         raise BadPlan(f"{file}: {error.message}", hint=error.hint) from error
     if any(isinstance(stage.share, ByChannels) for stage in plan.stages):
         raise BadPlan(
-            f"{file}: a stage is shared by channels, which is simulated but not yet executed.",
-            hint="Share it by samples or tiles, or give it to a single device.",
+            f"{file}: a stage is shared by channels, which is for inference.",
+            hint="Run it with manyhands infer; to train, share it by samples or tiles.",
         )
     decided: dict[str, Any] = {
         "model": plan.network, "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
@@ -432,16 +432,18 @@ def load_data(wish: Wish) -> DataSets:
     from manyhands.data.sets import load
 
     shape = parse_input(wish.input)
-    if shape is None and wish.model in ZOO and (wish.model, wish.data) != (MODEL, DATA):
-        shape = ZOO[wish.model].input_shape
+    known = entry_of(wish.model)
+    if shape is None and known is not None and (wish.model, wish.data) != (MODEL, DATA):
+        shape = known.input_shape
     return load(wish.data, input_shape=shape)
 
 
 def loss_of(name: str, data: DataSets) -> Any:
     from manyhands.models.registry import loss_function
 
-    if name in ZOO and ZOO[name].loss not in ("cross_entropy", "mse"):
-        return loss_function(ZOO[name].loss)
+    known = entry_of(name)
+    if known is not None and known.loss not in ("cross_entropy", "mse"):
+        return loss_function(known.loss)
     if data.has_boxes:
         return loss_function("region")
     return loss_function("cross_entropy" if data.num_classes else "mse")

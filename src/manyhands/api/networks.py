@@ -41,19 +41,19 @@ def parse_input(text: str) -> tuple[int, ...] | None:
 
 
 def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granularity: str = "blocks") -> Graph:
-    """Build and capture a model by zoo name, `module:factory`, `torchvision:NAME` or `timm:NAME`, with its loss."""
+    """Build and capture a model by name, with its loss: of the zoo, `decoupled:NAME`, `module:factory`, a library's."""
     from manyhands.graph.capture import capture
     from manyhands.models import registry
 
-    module = registry.build(model)
+    module, known = registry.build(model), registry.entry_of(model)
     options: dict[str, Any] = {}
     try:
         batch = registry.example_batch(model, EXAMPLE_SAMPLES, input_shape=input_shape)
-        if model in ZOO:
-            options["loss"] = registry.loss_function(ZOO[model].loss)
+        if known is not None:
+            options["loss"] = registry.loss_function(known.loss)
             options["target"] = registry.example_target(model, EXAMPLE_SAMPLES, input_shape=input_shape)
     except (ValueError, RuntimeError) as error:
-        usual = f" Its own is {'x'.join(map(str, ZOO[model].input_shape))}." if model in ZOO else ""
+        usual = f" Its own is {'x'.join(map(str, known.input_shape))}." if known is not None else ""
         shape = "x".join(map(str, input_shape or ()))
         raise BadValue(f"{model} does not take an input of shape {shape}: {error}.{usual}") from error
     return capture(module, batch, granularity=granularity, name=model, **options)

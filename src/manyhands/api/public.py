@@ -16,6 +16,8 @@ from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
 from manyhands.files.documents import load_cluster, read_document, write_document
+from manyhands.planner.inference import INFERENCE_STRATEGIES
+from manyhands.planner.pricing import Objective
 from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
 from manyhands.planner.task import Candidate, Task, TileWish
 from manyhands.schedule.actions import print_schedule
@@ -36,6 +38,8 @@ class Planned:
     candidates: list[Candidate]
     runners_up: tuple[Plan, ...] = ()
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
+    objective: Objective | None = None
+    """What it is to be good at, for inference: candidates' seconds are those of a sample. None: training."""
 
 
 def network_of(network: Graph | Network | str) -> Network:
@@ -61,12 +65,20 @@ def plan(
     warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
     tiles: TileWish | None = None,
+    objective: str | None = None,
+    home: str = "",
 ) -> Planned:
     """A plan by strategy. `auto` prices every candidate with the simulator and takes the fastest that fits in memory.
 
     Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
+    `objective`: latency or throughput, for inference (planning_inference.py): batch size, order and the like are then
+    chosen too; `home` is the device that has the inputs. None: training.
     """
     network, cluster = network_of(network), cluster_of(cluster)
+    if objective is not None:
+        from manyhands.api.planning_inference import plan_for
+
+        return plan_for(network, cluster, profile, objective=objective, strategy=strategy, home=home)
     profile = profile or estimate_cluster(network, cluster)
     if batch_size < 1:
         raise BadPlan(f"batch_size is {batch_size}; it must be at least 1.")
@@ -129,8 +141,9 @@ def simulate(
     return result
 
 
-def is_strategy(name: str) -> bool:
-    return name in STRATEGIES
+def is_strategy(name: str, objective: str | None = None) -> bool:
+    """Whether a plan can be asked for by this name: for training, or with an objective for inference."""
+    return name in (STRATEGIES if objective is None else INFERENCE_STRATEGIES)
 
 
 def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
@@ -148,11 +161,11 @@ def run_folder(job: str, network: Network, cluster: Cluster) -> Path:
     return Path("runs") / f"{job}-{plain[:100]}"
 
 
-def plan_file(name: str) -> Path:
+def plan_file(name: str, objective: str | None = None) -> Path:
     """The plan file a user named; a name that is neither a file nor a strategy is a typo."""
     path = Path(name)
     if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
-        raise unknown("plan file or strategy", name, STRATEGIES)
+        raise unknown("plan file or strategy", name, STRATEGIES if objective is None else INFERENCE_STRATEGIES)
     return path
 
 

@@ -48,10 +48,11 @@ class Replanner:
 
     def __init__(
         self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, strategy: str,
-        optimizer: Optimizer, seconds: float, backup_every: int | None,
+        optimizer: Optimizer | None, seconds: float, backup_every: int | None, *, training: bool = True,
     ) -> None:  # fmt: skip
         self.session, self.graph, self.cluster = session, graph, cluster
         self.strategy, self.optimizer, self.backup_every = strategy, optimizer, backup_every
+        self.training = training
         self.profiles: dict[str, DeviceProfile] = dict(profile.devices)
         self._base: tuple[Plan, float] | None = None
         """The plan that is mended, and what a round of it was predicted to take: the one that was planned last, so that
@@ -120,7 +121,8 @@ class Replanner:
         ladder = tuple(sorted({share, plan.micro_batch_size}))
         found = measure_on(
             self.session.coordinator, self.graph, [name], ladder=ladder, seconds=MEASURE_SECONDS,
-            kernels=stored_kernels(self.graph, self.session.threads), optimizer=self.optimizer,
+            kernels=stored_kernels(self.graph, self.session.threads, training=self.training),
+            optimizer=self.optimizer, training=self.training,
         )[name]  # fmt: skip
         self._machines[name] = machine
         return msgspec.structs.replace(found.profile, device=name)

@@ -133,9 +133,9 @@ def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
 # Measuring
 
 
-def stored_kernels(graph: Graph, threads: int) -> Mapping[str, Kernel]:
+def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapping[str, Kernel]:
     """The kernels that `manyhands profile` found for this network on this machine, if it was run; else the default."""
-    path = profile_path(graph.network, identify(threads or None))
+    path = profile_path(graph.network, identify(threads or None), training=training)
     try:
         return load_profile(path, graph.network).kernels if path.exists() else {}
     except BadFile:
@@ -153,22 +153,24 @@ def measure(
     refresh: bool = False,
     ladder: tuple[int, ...] = (),
     kernels: Mapping[str, Kernel] | None = None,
+    training: bool = True,
 ) -> tuple[Cluster, Profile]:
     """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused.
 
     `ladder`: numbers of samples up to a device's share that are measured; by default even shares, and half of them.
     `kernels`: by default those that were found for this machine; others are measured anew, and not kept.
+    `training`: False for inference: forward passes in evaluation mode, kept apart.
     """
     count = len(session.cluster.devices)
     shares = ladder or tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer)
+    known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
     if known is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
-        own = stored_kernels(graph, session.threads) if kernels is None else kernels
-        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, own)
+        own = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
+        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, own, training)
         if kernels is None:
-            _keep(session, graph, known, optimizer)
+            _keep(session, graph, known, optimizer, training)
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
         for device in session.cluster.devices
@@ -176,7 +178,7 @@ def measure(
     cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
     if not session.has_links and count > 1:
         cluster = _with_links(session, cluster)
-    return cluster, Profile({name: profile for name, (profile, _) in known.items()})
+    return cluster, Profile({name: known[name][0] for name in cluster.names})  # not as answers came
 
 
 def _with_links(session: Session, cluster: Cluster) -> Cluster:
@@ -219,13 +221,14 @@ def _measured(
     seconds: float,
     optimizer: Optimizer | None,
     kernels: Mapping[str, Kernel],
+    training: bool,
 ) -> _Known:
     """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
     crowded = session.is_local and len(session.cluster.devices) > 1
     ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
     found = measure_on(
         session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels,
-        optimizer=optimizer,
+        optimizer=optimizer, training=training,
     )  # fmt: skip
     known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
     if not crowded:
@@ -235,7 +238,7 @@ def _measured(
         for names in _equal(session):
             alone = measure_on(
                 session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels,
-                optimizer=optimizer,
+                optimizer=optimizer, training=training,
             )[names[0]].profile  # fmt: skip
             known |= {name: (_joined(known[name][0], alone), known[name][1]) for name in names}
     return known
@@ -286,9 +289,9 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
     return tuple(layers)
 
 
-def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | None) -> Path:
+def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | None, training: bool = True) -> Path:
     facts = session.coordinator.members[name].facts
-    base = profile_path(graph.network, identify(session.threads or None))
+    base = profile_path(graph.network, identify(session.threads or None), training=training)
     kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
     if facts.slowdown != 1:
         kind += f"_slow{facts.slowdown:g}"
@@ -300,10 +303,13 @@ def _rate_path(path: Path) -> Path:
     return path.with_suffix(".rate.json")
 
 
-def _load(session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None) -> _Known | None:
+def _load(
+    session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None, training: bool
+) -> _Known | None:
+    kernels = dict(stored_kernels(graph, session.threads, training=training))
     found: _Known = {}
     for name in session.cluster.names:
-        path = _place(session, graph, name, optimizer)
+        path = _place(session, graph, name, optimizer, training)
         try:
             profile = load_profile(path, graph.network)
             raw = read_document(_rate_path(path))
@@ -312,15 +318,15 @@ def _load(session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Op
         sizes = {timing.samples for timing in profile.layers[0].ladder}
         if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(shares):
             return None
-        if not isinstance(raw, float) or profile.kernels != dict(stored_kernels(graph, session.threads)):
+        if not isinstance(raw, float) or profile.kernels != kernels:
             return None
         found[name] = (msgspec.structs.replace(profile, device=name), raw)
     return found
 
 
-def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None) -> None:
+def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None, training: bool) -> None:
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
         for name, (profile, rate) in known.items():
-            path = _place(session, graph, name, optimizer)
+            path = _place(session, graph, name, optimizer, training)
             save_profile(profile, path)
             write_document(_rate_path(path), rate)

@@ -37,7 +37,7 @@ FEED, RESULT, SUMS, REDUCTION = "feed", "result", "statistics", "gradients"
 """What travels beside messages: from the coordinator, back to it, and in the two kinds of reductions."""
 USE_OF_KIND = {
     **dict.fromkeys((FEED, RESULT, "input", "output", "output-gradient", "value", "gradient"), "input_output"),
-    **dict.fromkeys(("halo", "halo-gradient", SUMS), "boundary"),
+    **dict.fromkeys(("halo", "halo-gradient", "partial", SUMS), "boundary"),
     **dict.fromkeys(("weights", "weight-gradient", REDUCTION), "weights"),
 }
 
@@ -283,4 +283,4 @@ class _Maps:
 
 def _plane(box: Box) -> Box:
     """Its rows and columns."""
-    return Box(box.intervals[2:])
+    return Box(box.intervals[-2:])

@@ -177,8 +177,8 @@ class TrainJob(Job):
         except ManyhandsError:
             return None
         is_same = all(config.get(key) == value for key, value in asked.items())
-        names = self.session.cluster.names
-        return (cluster, profile, plan) if is_same and cluster.names == names == tuple(profile.devices) else None
+        names = set(self.session.cluster.names)
+        return (cluster, profile, plan) if is_same and set(cluster.names) == names == set(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
         """The fastest plan that the executor can run; channels are simulated only, so far.

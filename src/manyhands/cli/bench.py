@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +13,9 @@ import typer
 from manyhands.cli.options import Json
 
 app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
+
+LINE_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
 
 
 @app.callback()
@@ -172,6 +178,59 @@ def split(
     with working("measuring") as say:
         figures = bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
     _print("bench split", figures, quick, json)
+
+
+@app.command("infer")
+def infer(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in two minutes, a small network; the figures do not count.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All pairs in the lab, all trainings: hours, or --compute cuda.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="This part alone: sync, simulated, speedup, memory, lab, accuracy. Repeatable."),
+    ] = None,
+    compute: Annotated[str, typer.Option("--compute", help="Where accuracy is trained: cpu or cuda.")] = "cpu",
+    pictures: Annotated[
+        Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")
+    ] = Path("../shared/data/cifar10_jpeg.npz"),
+    out: Annotated[
+        Path, typer.Option("--out", help="Where plots go, and figures and trainings as they are done.")
+    ] = Path("infer-studies"),
+    json: Json = False,
+) -> None:
+    """Channels of decoupled networks beside one device and tiles: exchanges, speed, memory, accuracy.
+
+    Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
+    """
+    from manyhands.api.bench_infer import bench_infer, failed
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_infer(
+            quick=quick, full=full, only=only or (), compute=compute, pictures=pictures, out=out,
+            on_progress=_lines(say),
+        )  # fmt: skip
+    _print("bench infer", figures, quick, json)
+    if failed(figures):
+        raise typer.Exit(1)
+
+
+def _lines(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Without a terminal, what is being done now and then as a line on standard error."""
+    begin = last = time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal last
+        say(text)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - last >= LINE_SECONDS:
+            last = now
+            typer.echo(f"{now - begin:5.0f} s  {text}", err=True)
+
+    return told
 
 
 def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:

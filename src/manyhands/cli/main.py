@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from manyhands import __version__
-from manyhands.cli import bench, devices, lab, models, plan, profile, simulate, split, train, worker
+from manyhands.cli import bench, decouple, devices, infer, lab, models, plan, profile, simulate, split, train, worker
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
@@ -41,7 +41,9 @@ def _everywhere(
 
 
 app.command("train")(train.train)
+app.command("infer")(infer.infer)
 app.command("models")(models.models)
+app.command("decouple")(decouple.decouple)
 app.command("devices")(devices.devices)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

@@ -12,7 +12,9 @@ MODEL, CLUSTER, BATCH_SIZE = "yolov2-16", "pi3x6", 8
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", help="A name from `manyhands models`, module:factory, torchvision:NAME or timm:NAME."
+        "--model",
+        "-m",
+        help="A name from `manyhands models`, decoupled:NAME, module:factory, torchvision:NAME or timm:NAME.",
     ),
 ]
 Input = Annotated[str, typer.Option("--input", help="Shape of one sample, like 3x224x224. Default: the model's own.")]

@@ -27,8 +27,21 @@ def plan(
     cluster: ClusterName = CLUSTER,
     batch_size: BatchSize = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "--share", help="auto, single, samples, pipeline or tiles.")
+        str,
+        typer.Option(
+            "--strategy",
+            "--share",
+            help="auto, single, samples, pipeline or tiles; with --for also channels, split, and as others do it "
+            "modnn, coates, deepthings.",
+        ),
     ] = "auto",
+    objective: Annotated[
+        str | None,
+        typer.Option("--for", help="Plan inference, not training: for latency or for throughput."),
+    ] = None,
+    home: Annotated[
+        str, typer.Option("--home", help="With --for: the device that has the inputs, where they are not everywhere.")
+    ] = "",
     grid: Annotated[
         str | None, typer.Option("--grid", help="Rows x columns of tiles, like 2x3. For --share tiles.")
     ] = None,
@@ -67,7 +80,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
-    from manyhands.api import comparing, public, tiling
+    from manyhands.api import comparing, planning_inference, public, tiling
     from manyhands.api.networks import load_network, parse_input
     from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
     from manyhands.cli.inputs import load_task
@@ -76,6 +89,7 @@ def plan(
         print_candidates,
         print_comparison,
         print_groupings,
+        print_inference,
         print_plan,
         print_tile_groups,
     )
@@ -96,6 +110,37 @@ def plan(
         else:
             print_tile_groups(groups, captured)
         return
+    if objective is not None:
+        planning_inference.refuse_beside_objective(
+            {
+                "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--grid": grid,
+                "--rows": rows, "--columns": columns, "--compare": compare,
+            }
+        )  # fmt: skip
+        network, machines, known = load_task(model, input, granularity, cluster, profile)
+        with working(f"planning for {objective}"):
+            planned = planning_inference.plan_for(
+                network, machines, known, objective=objective, strategy=strategy, home=home
+            )
+            table = planning_inference.inference_table(planned, network)
+            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+        if out:
+            write_document(out, planned.plan.to_dict())
+        if json:
+            plan_text = planned.plan.to_dict()
+            print_json({"objective": objective, "plan": plan_text, "simulation": result.to_dict(), "candidates": table})
+            return
+        print_plan(planned.plan, network, machines, result)
+        print_inference(table, objective)
+        for warning in result.warnings:
+            typer.echo(f"Note: {warning}")
+        if schedule:
+            typer.echo(public.schedule_text(planned.plan, network))
+        if out:
+            typer.echo(f"Plan written to {out}. Try: manyhands infer --model {model} --cluster {cluster} --plan {out}")
+        return
+    if home:
+        raise BadValue("--home is for plans of inference.", hint="Say what for: --for latency or --for throughput.")
     wish = tiling.tile_wish(grid, rows, columns)
     if strategy != "tiles" and wish.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
@@ -110,14 +155,14 @@ def plan(
                 hint="Leave that out, or --compare.",
             )
         with working("planning, ours and the rivals'"):
-            table = comparing.compare(
+            compared = comparing.compare(
                 network, machines, batch_size=batch_size or BATCH_SIZE, micro_batches=micro_batches, profile=known,
                 batch_norm=norm, warm_up=ahead,
             )  # fmt: skip
         if json:
-            print_json(table.to_dict())
+            print_json(compared.to_dict())
         else:
-            print_comparison(table, network, machines, batch_size or BATCH_SIZE)
+            print_comparison(compared, network, machines, batch_size or BATCH_SIZE)
         return
     with working("planning"):
         planned = public.plan(

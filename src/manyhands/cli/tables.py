@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from manyhands.simulator.result import Simulation
 
 MOST_ROWS = 40
+MOST_GROUPS = 31
+"""More channel groups than a network has: parts of its channels."""
 
 
 def share_text(share: Share, place: int) -> str:
@@ -34,7 +36,8 @@ def share_text(share: Share, place: int) -> str:
         part = share.rows[row] / sum(share.rows) * share.columns[column] / sum(share.columns)
         return f"tile {row},{column} of {len(share.rows)}x{len(share.columns)} ({part:.0%})"
     if isinstance(share, ByChannels):
-        return f"{share.groups[place]} of {sum(share.groups)} channel groups"
+        own, total = share.groups[place], sum(share.groups)
+        return f"{own} of {total} channel groups" if total <= MOST_GROUPS else f"{own / total:.0%} of the channels"
     return "all"
 
 
@@ -60,6 +63,8 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     parts = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch(es)"
     if plan.steps_per_round > 1:
         parts = f"rounds of {plan.steps_per_round} batches of {plan.step_size}"
+    if not plan.is_training:
+        parts = f"{plan.micro_batch_size} sample(s) at a time"
     title = f"{network.name} ({network.input_text}) on {cluster.name}: {parts}, order {plan.order}"
     headings = ["stage", "layers", "device", "share", "busy", "peak memory", "sent", "received"]
     print_table(title, headings, rows[:MOST_ROWS], numbers=["busy", "peak memory", "sent", "received"])
@@ -117,6 +122,25 @@ def print_candidates(candidates: list[Candidate]) -> None:
                 [candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"]
             )
     print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])
+
+
+def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:
+    """Plans for inference, the chosen one first: seconds of a sample and how often devices wait for each other."""
+    best = rows[0]["seconds_per_sample"]
+    table = []
+    for number, row in enumerate(rows[:MOST_ROWS]):
+        seconds = row["seconds_per_sample"]
+        if seconds is None:
+            table.append([row["name"], "", "", "", "", "", row["reason"].split("\n")[0]])
+            continue
+        remark = "chosen" if number == 0 else f"{seconds / best:.3g}x as long" if best else ""
+        table.append(
+            [row["name"], format_seconds(seconds), f"{1 / seconds:.3g}" if seconds else "", str(row["sync_points"]),
+             str(row["messages"] + row["between_stages_messages"]),
+             format_bytes(row["bytes"] + row["between_stages_bytes"]), remark]
+        )  # fmt: skip
+    numbers = ["a sample", "samples/s", "sync points", "messages", "bytes"]
+    print_table(f"Plans looked at, for {objective}, simulated", ["plan", *numbers, ""], table, numbers=numbers)
 
 
 def print_comparison(table: Comparison, network: Network, cluster: Cluster, batch_size: int) -> None:

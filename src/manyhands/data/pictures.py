@@ -54,10 +54,10 @@ class PictureData(Dataset[tuple[Tensor, int]]):
         try:
             with _open(path) as image:
                 image.draft(mode, (2 * self._width, 2 * self._height))  # a large JPEG need not be decoded in full
-                pixels = _eight_bits(image).convert(mode).resize((self._width, self._height), Image.Resampling.BILINEAR)
+                pixels = eight_bits(image).convert(mode).resize((self._width, self._height), Image.Resampling.BILINEAR)
         except Exception as error:  # Pillow's decoders raise nearly anything, and the file may have gone since
             raise BadData(
-                f"{path}: the picture cannot be read: {_reason(error)}.", hint="Delete or repair it."
+                f"{path}: the picture cannot be read: {reason(error)}.", hint="Delete or repair it."
             ) from error
         array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
         value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
@@ -178,7 +178,7 @@ def _fault(path: Path, *, decode: bool = True) -> str:
                 image.draft("L", (1, 1))  # a JPEG is read to its end all the same
                 image.load()
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
-        return _reason(error)
+        return reason(error)
     return ""
 
 
@@ -209,14 +209,14 @@ def _open(path: Path) -> Image.Image:
     return image
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def eight_bits(image: Image.Image) -> Image.Image:
     """Pillow cuts brighter pixels of 16 bits off at 255; this scales them."""
     if image.mode not in _SIXTEEN_BITS:
         return image
     return Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "no picture of a known format"
     if isinstance(error, Image.DecompressionBombError):

@@ -88,6 +88,11 @@ def is_loopback(host: str) -> bool:
 # Certificates
 
 
+def server_context() -> tuple[ssl.SSLContext, bytes]:
+    """This process' side of encrypted connections, and its certificate."""
+    return _server_side(os.getpid())
+
+
 @functools.cache
 def _server_side(process: int) -> tuple[ssl.SSLContext, bytes]:
     """A context with a certificate of this process alone, and the certificate."""
@@ -133,7 +138,7 @@ def _client_side() -> ssl.SSLContext:
 def prepare(security: Security) -> None:
     """Make the certificate now rather than when somebody waits for it."""
     if security.encrypted:
-        _server_side(os.getpid())
+        server_context()
 
 
 # Handshakes
@@ -218,7 +223,7 @@ def admit(
         raise Refused(f"A guest {problem}.", hint=hint)
     certificate = b""
     if security.encrypted:
-        context, certificate = _server_side(os.getpid())
+        context, certificate = server_context()
         wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
         encrypted.shake_hands(deadline)
     nonce = secrets.token_bytes(_NONCE_BYTES)

@@ -1,6 +1,6 @@
 """Interprets a schedule's actions with torch: one device's part of a run, as the simulator does under a virtual clock.
 
-forward, backward     by whoever runs the stage (runner.py): whole samples (segments.py), or tiles (tiles.py)
+forward, backward     by whoever runs the stage (runner.py): whole samples (segments.py), tiles, or channels
 loss                  the captured loss of what the network returned (loss.py)
 send, receive         boxes of tensors through the engine (boxes.py), packed where the plan says so (codec.py)
 reduce                statistics at once (statistics.py), gradients on a thread of their own (reducer.py)
@@ -18,10 +18,12 @@ import torch
 from manyhands.data.silo import Silo
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, empty
+from manyhands.executor.channels import ChannelRunner
 from manyhands.executor.codec import Coding, NoRange
 from manyhands.executor.held import HeldBytes
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss import ShareLoss, trained_weights
+from manyhands.executor.mail import FedSoFar, Mail
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.reducer import Reducer, dense_gradient
@@ -48,8 +50,10 @@ from manyhands.schedule.actions import (
     Step,
     is_urgent,
 )
+from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.interleave import InterleavedOrder
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
@@ -145,8 +149,10 @@ class Executor:
         """Micro-batch that runs ahead -> updates before its forward pass."""
         self.settled_step: int | None = None
         """How many steps the weights and buffers have been through; None in the middle of one."""
-        self._landed: tuple[int, int] | None = None
-        """The stage and micro-batch whose last pass has just ended."""
+        self._landed: list[tuple[int, int]] = []
+        """Stages and micro-batches whose last pass has ended; what it made may yet have to be sent."""
+        self._answered = 0
+        """With two samples under way: those before this one are done with."""
         self._turning: tuple[int, int] | None = None
         """The same of a forward pass that a backward pass will follow."""
         self._completed = {g.index: completed_at(self.network, g.first, g.last) for g in self.work.geometries}
@@ -157,6 +163,8 @@ class Executor:
         kernels = self.setting.kernels
         if isinstance(geometry, TileGeometry):
             return TileRunner(self.graph, self.weights, geometry, self.device, kernels, self.torch_device)
+        if isinstance(geometry, ChannelGeometry):
+            return ChannelRunner(self.graph, self.weights, geometry, self.device, self.actions, kernels)
         calls = kernel_calls(self.graph, kernels)
         return SegmentRunner(self.graph, self.weights, geometry, self.device, self.actions, calls)
 
@@ -205,11 +213,12 @@ class Executor:
         self.recorder.begin(step)
         self.step, self.result, self._stepped = step, RoundResult(step), None
         self.settled_step = step
-        self._landed = self._turning = None
+        self._landed, self._turning, self._answered = [], None, 0
         self._updates, self._begun = 0, {}
-        state, policy = DeviceState(), self.schedule.policy_of(self.device, steps)
-        if self.plan.order == "replay" and self.feed:
-            state.fed = set()
+        policy = self.schedule.policy_of(self.device, steps)
+        is_fed_singly = self.plan.order in ("replay", "interleave") and bool(self.feed)
+        box = self.endpoint.mailbox
+        state = DeviceState(Mail(box, step, self._topic), FedSoFar(box, step) if is_fed_singly else None)
         while (action := self._next(policy, state)) is not None:
             began, started = time.monotonic(), self._clock()
             self._act(action)
@@ -223,9 +232,10 @@ class Executor:
                 runner.drop(micro_batch)
         self._fed.clear()
         self._coding.forget()
-        self.recorder.end()
         if isinstance(policy, MiniBatches):
             steps = policy.count
+        if steps:  # else nothing was fed
+            self.recorder.end()
         passes = steps * self.plan.micro_batches // self.plan.steps_per_round
         self.recorder.log.samples += self._samples_in(self.work.stage) * passes
         self.result.seconds = time.monotonic() - start
@@ -246,32 +256,18 @@ class Executor:
         while True:
             self.endpoint.mailbox.check()
             if not isinstance(policy, FixedOrder):
-                seen = self._look(state)
+                seen = self.endpoint.mailbox.news
             if isinstance(policy, MiniBatches) and self.last_step is not None:
                 policy.end_at(self.last_step - self.step)
             answer = policy.next(state)
+            if isinstance(policy, InterleavedOrder):
+                self._answered = policy.answered
             if answer == DONE:
                 return None
             if answer != WAIT:
                 assert not isinstance(answer, str)
                 return answer
             self.endpoint.mailbox.wait_for_news(seen)
-
-    def _look(self, state: DeviceState) -> int:
-        """Tell an event-driven policy what has arrived; returns the count of news before looking."""
-        box = self.endpoint.mailbox
-        seen = box.news
-        if state.fed is not None:
-            while len(state.fed) < self.plan.micro_batches and box.has_arrived(
-                COORDINATOR, self.step, feed_topic(len(state.fed))
-            ):
-                state.fed.add(len(state.fed))
-        for action in self.actions:
-            if isinstance(action, Receive):
-                key = (action.source, action.message)
-                if key not in state.arrived and box.has_arrived(action.source, self.step, action.message.topic):
-                    state.arrived.add(key)
-        return seen
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Forward):
@@ -319,7 +315,7 @@ class Executor:
         if self._gets_gradients and action.stage == self.work.stage:
             self.result.staleness.append(-1)
         self._pass_begins(action.stage, action.micro_batch)
-        self._landed = (action.stage, action.micro_batch)
+        self._landed.append((action.stage, action.micro_batch))
         self._fed.pop(action.micro_batch, None)
         self.on_update(self.step + action.micro_batch)
 
@@ -367,7 +363,7 @@ class Executor:
         known = self._contexts.get((stage, micro_batch))
         if known is None or known.step != step:
             first, last = self.samples[stage]
-            place = first if self.plan.order == "replay" else micro_batch * self.plan.micro_batch_size + first
+            place = first if self.plan.steps_per_round > 1 else micro_batch * self.plan.micro_batch_size + first
             known = Context(self.plan.is_training, self.setting.seed, step, place, last - first)
             self._contexts[stage, micro_batch] = known
         return known
@@ -388,9 +384,11 @@ class Executor:
 
     def _pass_begins(self, stage: int = -1, micro_batch: int = -1) -> None:
         """Others have what they need of the pass before: let go of what was made in it, and of a flight that ended."""
-        if self._landed is not None and self._landed != (stage, micro_batch):
-            self.runners[self._landed[0]].drop(self._landed[1])
-            self._landed = None
+        for landed in [one for one in self._landed if one != (stage, micro_batch)]:
+            is_next = self.plan.order == "interleave" and landed[1] != micro_batch and landed[1] >= self._answered
+            if not is_next:
+                self.runners[landed[0]].drop(landed[1])
+                self._landed.remove(landed)
         if self._turning is not None:
             self.runners[self._turning[0]].settle(self._turning[1])
             self._turning = None
@@ -407,17 +405,21 @@ class Executor:
         if self.plan.order == "replay" and action.part != "again" and not runner.geometry.is_last:
             self._begun[micro_batch] = self._updates
         runner.forward(action, context)
-        if action.last != runner.geometry.last or action.part == "interior":
+        if action.last != runner.geometry.last or action.part in ("interior", "partial"):
             return
         self._hand_over(stage, micro_batch)
         if self.plan.is_training:
             self._turning = (stage, micro_batch)
             return
-        self._landed = (stage, micro_batch)
+        self._landed.append((stage, micro_batch))
         if runner.geometry.is_last:
             results = runner.results(micro_batch)
             if results:
                 self.endpoint.send(COORDINATOR, self.step, result_topic(micro_batch), results)
+        if runner.geometry is self.work.geometries[-1]:
+            self._fed.pop(micro_batch, None)
+            if self.plan.steps_per_round > 1:
+                self.on_update(self.step + micro_batch)
 
     def _loss(self, action: Loss) -> None:
         if self.loss is None:
@@ -446,7 +448,7 @@ class Executor:
         if action.first == runner.geometry.first and action.part != "weights":
             self._hand_back(stage, micro_batch)
         if action.first == runner.geometry.first and action.part != "inputs":
-            self._landed = (stage, micro_batch)
+            self._landed.append((stage, micro_batch))
 
     def _not_finite(self, action: Loss, number: float) -> NotFinite:
         """Where it began, as far as this device can tell."""
@@ -459,7 +461,7 @@ class Executor:
 
     def _step_of(self, micro_batch: int) -> int:
         """The optimiser's step that a micro-batch belongs to."""
-        return self.step + micro_batch if self.plan.order == "replay" else self.step
+        return self.step + micro_batch if self.plan.steps_per_round > 1 else self.step
 
     def _place_of(self, tensor: str) -> str:
         if tensor in self.network.producer:
@@ -537,7 +539,7 @@ class Executor:
             ) from error
 
     def _topic(self, message: Message) -> str:
-        if not self.schedule.is_fixed:
+        if not self.schedule.keeps_messages:
             return message.topic
         found = self._topics.get(id(message))
         if found is None:
@@ -556,6 +558,9 @@ class Executor:
         if message.kind == "value":
             return self._maker(tensor).value(micro_batch, tensor, box)
         runner = self.runners[message.stage]
+        if message.kind == "partial":
+            assert isinstance(runner, ChannelRunner)
+            return runner.partial(micro_batch, tensor, box)
         if message.kind == "output-gradient":
             return runner.output_gradient(micro_batch, tensor, box)
         if part.is_value or message.kind in ("halo", "output"):
@@ -565,7 +570,7 @@ class Executor:
     def _receive(self, action: Receive) -> None:
         message = action.message
         if message.kind in ("value", "input", "gradient"):  # another pass begins: room for what it brings
-            self._pass_begins()
+            self._pass_begins(micro_batch=message.micro_batch)
         of_weights = message.kind in ("weights", "weight-gradient")
         table = self.network.weights if of_weights else self.network.tensors
         tensors = [
@@ -578,19 +583,23 @@ class Executor:
             here = self._coding.unpacked(message, part, tensor, self.torch_device)
             if message.kind == "gradient":
                 self._coding.feed_back(action.source, message, part, here)
-            self._incoming(message, part, here)
+            self._incoming(action.source, message, part, here)
         if message.kind == "gradient":
             self._coding.came_back(action.source, message)
         self._take_longer(started)
 
     @torch.no_grad()
-    def _incoming(self, message: Message, part: Part, here: torch.Tensor) -> None:
+    def _incoming(self, source: str, message: Message, part: Part, here: torch.Tensor) -> None:
         name, micro_batch = part.tensor, message.micro_batch
         if message.kind == "weights":
             self.weights.tensors[name].copy_(here)
             self.weights.tensors[name].grad = None
         elif message.kind == "weight-gradient":
             dense_gradient(self.weights.tensors[name]).add_(here)
+        elif message.kind == "partial":
+            runner = self.runners[message.stage]
+            assert isinstance(runner, ChannelRunner)
+            runner.put_partial(micro_batch, source, name, here)
         elif message.kind == "gradient":
             self._maker(name).add_gradient(micro_batch, name, part.box, here)
         elif message.kind == "output":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from manyhands.executor.messages import FeedPart, feed_parts
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
+from manyhands.graph.batching import bound, bound_inputs
 from manyhands.graph.graph import Graph
-from manyhands.graph.tape import bind_inputs, bind_tree
+from manyhands.graph.tape import bind_tree
 from manyhands.schedule.feeding import feed_topic, result_topic
 from manyhands.schedule.policy import Schedule
 
@@ -70,29 +72,34 @@ class Feeder:
                     raise BadPlan(f"'{part.name}' is in a silo; its first axis must be the samples'.")
 
     def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:
-        """One batch, to everybody who needs some of it; does not wait. `place`: which of a round's (order replay)."""
-        values = self._checked(self._bound("inputs", self._bind_inputs, inputs), self._specs)
+        """One batch, to everybody who needs some of it; does not wait.
+
+        Where a round has several steps, `step` is its first and `place` says which of them this is.
+        """
+        values = bound_inputs(self.graph, inputs)
         wanted = {}
         if self.with_targets:
-            wanted = self._checked(self._bound("targets", self._bind_targets, targets), self._target_specs)
-        for number in range(self.plan.micro_batches // self.plan.steps_per_round):
+            named = bound("A batch's targets are", lambda: self._bind_targets(targets), targets)
+            wanted = self._checked(named, self._target_specs)
+        self._send(step, values, wanted, place)
+
+    def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
+        """One batch without targets, by the names of the network's inputs."""
+        self._send(step, values, {}, place)
+
+    def _send(
+        self, step: int, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], place: int
+    ) -> None:
+        own = self._checked(values, self._specs)
+        for number in range(self._passes):
             for device, parts in self.parts.items():
-                tensors = [self._cut(device, part, values, wanted, number) for part in parts]
+                tensors = [self._cut(device, part, own, targets, number) for part in parts]
                 self.endpoint.send(device, step, feed_topic(place + number), tensors)
 
-    def _bound(self, what: str, bind: Callable[[Any], dict[str, Any]], given: Any) -> dict[str, Any]:
-        """The tensors of a batch by name, if it is built as the example was that the network was captured with."""
-        try:
-            return bind(given)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise BadData(
-                f"A batch's {what} are a {type(given).__name__} that does not fit the example the network was captured "
-                f"with ({type(error).__name__}: {error}).",
-                hint="Give tensors, tuples and dicts in the same places, with the same keys.",
-            ) from None
-
-    def _bind_inputs(self, inputs: Any) -> dict[str, torch.Tensor]:
-        return bind_inputs(self.graph, inputs)
+    @property
+    def _passes(self) -> int:
+        """Micro-batches of one step."""
+        return self.plan.micro_batches // self.plan.steps_per_round
 
     def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
         assert self.graph.loss is not None
@@ -141,7 +148,7 @@ class Feeder:
     def expected_results(self) -> dict[tuple[str, str], int]:
         """(device, topic) -> bytes of the outputs that come back in a round of a stream."""
         found = {}
-        for device, parts in self._returning().items():
+        for device, parts in self.returning.items():
             size = sum(box.volume * DTYPE_BYTES[self._network.tensors[name].dtype] for name, box in parts)
             for micro_batch in range(self.plan.micro_batches):
                 found[(device, result_topic(micro_batch))] = size
@@ -151,7 +158,8 @@ class Feeder:
     def _network(self) -> Network:
         return self.schedule.network
 
-    def _returning(self) -> dict[str, list[tuple[str, Box]]]:
+    @cached_property
+    def returning(self) -> dict[str, list[tuple[str, Box]]]:
         """Device -> the boxes of each output that it hands back, in the order they travel."""
         last = self.schedule.lowering.geometries[-1]
         found: dict[str, list[tuple[str, Box]]] = {}
@@ -160,15 +168,15 @@ class Feeder:
                 found.setdefault(device, []).append((name, box))
         return found
 
-    def gather(self, step: int) -> dict[str, torch.Tensor]:
-        """The outputs of one round of a stream, whole."""
+    def gather(self, step: int, place: int = 0) -> dict[str, torch.Tensor]:
+        """The outputs of one step of a stream, whole; `step` and `place` as in `send`."""
         network, samples = self._network, self.plan.micro_batch_size
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.graph.outputs}
-        for micro_batch in range(self.plan.micro_batches):
+        for micro_batch in range(place, place + self._passes):
             for name, own in rows.items():
                 spec = network.tensors[name]
                 own.append(torch.empty(spec.shape_for(samples), dtype=dtype_of(spec.dtype)))
-            for device, parts in self._returning().items():
+            for device, parts in self.returning.items():
                 tensors = [torch.empty(box.shape, dtype=rows[name][-1].dtype) for name, box in parts]
                 self.endpoint.mailbox.receive(device, step, result_topic(micro_batch), tensors)
                 for (name, box), tensor in zip(parts, tensors):

@@ -83,7 +83,7 @@ class Recorder:
         text = self._text(action)
         self._round.append(text)
         if isinstance(action, (Forward, Backward)):
-            if isinstance(action, Forward) and action.part != "rim":
+            if isinstance(action, Forward) and action.part not in ("rim", "sum"):
                 self.log.operators += action.last - action.first
             self.log.busy_seconds += end - start
         if not (isinstance(action, Reduce) and action.what == "gradients"):

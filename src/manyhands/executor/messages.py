@@ -12,7 +12,7 @@ from manyhands.executor.loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
-from manyhands.facts.plan import ByChannels, BySamples, Plan, Stage
+from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import Action, Receive, Reduce
@@ -106,11 +106,6 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
 def runs_here(plan: Plan, network: Network) -> None:
     """Refuse what the executor cannot run yet, by name; the simulator can."""
     for index, stage in enumerate(plan.stages):
-        if isinstance(stage.share, ByChannels) and len(stage.devices) > 1:
-            raise BadPlan(
-                f"stages[{index}] is shared by channels, which is simulated but not yet executed.",
-                hint="Share it by samples or tiles, or give it to a single device.",
-            )
         shares_samples = isinstance(stage.share, BySamples) and len(stage.devices) > 1
         if not plan.is_training and plan.batch_norm == "synchronised" and shares_samples:
             _has_running_statistics(index, stage, network)

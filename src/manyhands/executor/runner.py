@@ -1,13 +1,14 @@
 """One stage on one device: what the executor asks of it, whichever way the stage is shared.
 
-SegmentRunner (here)    whole samples: segments of the captured graph, recorded by autograd
-TileRunner (tiles.py)   tiles of the image: operator by operator, over boxes
+SegmentRunner (here)          whole samples: segments of the captured graph, recorded by autograd
+TileRunner (tiles.py)         tiles of the image: operator by operator, over boxes
+ChannelRunner (channels.py)   some channels, in inference: the graph rewritten for this device
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -81,6 +82,22 @@ class Runner(Protocol):
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
         """Where numbers stopped being numbers, as far as this device can tell."""
+
+
+class ForwardOnly:
+    """What a runner that has no way back answers to what is asked on one."""
+
+    def settle(self, micro_batch: int) -> None:
+        """Nothing is kept for a way back."""
+
+    def deltas(self) -> list[torch.Tensor]:
+        return []
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AssertionError(f"{type(self).__name__} is for inference")
+
+    backward = own_row = take_rows = gradient = add_gradient = outputs = put_output = _refuse
+    take_gradients = output_gradient = _refuse
 
 
 class SegmentRunner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class Concatenation(TileOperator):
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
-        parts = self._crops(inputs, out)
-        return torch.cat(parts, 1) if into is None else torch.cat(parts, 1, out=into)
+        parts, axis = self._crops(inputs, out), self._axis
+        return torch.cat(parts, axis) if into is None else torch.cat(parts, axis, out=into)
 
     def input_gradients(
         self,
@@ -40,9 +41,61 @@ class Concatenation(TileOperator):
         first = 0
         for number, want in enumerate(wanted):
             box = self.demand(number, out)
-            found.append(Held(box, gradient.narrow(1, first, box.shape[1])) if want else None)
-            first += box.shape[1]
+            size = box.shape[self._axis]
+            found.append(Held(box, gradient.narrow(self._axis, first, size)) if want else None)
+            first += size
         return found
+
+    @property
+    def _axis(self) -> int:
+        return int(self.node.arguments[1]) % len(self.output.shape)
+
+
+class Regrouping(TileOperator):
+    """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
+
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
+        data = inputs[0].view(self.demand(0, out))
+        made = data.permute(self._order) if self._order else data.reshape(out.shape)
+        if into is not None:
+            return into.copy_(made)
+        return made.clone(memory_format=torch.contiguous_format)
+
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        demand = self.demand(0, out)
+        if not self._order:
+            return [Held(demand, gradient.reshape(demand.shape))]
+        return [Held(demand, gradient.permute([self._order.index(axis) for axis in range(len(self._order))]))]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Of axes that are put in another order; none where they are joined or split."""
+        name, rank = self.node.target.split(".")[1], len(self.output.shape)
+        if name == "permute":
+            return [axis % rank for axis in self.node.arguments[1]]
+        if name not in ("transpose", "swapaxes"):
+            return []
+        order = list(range(rank))
+        one, other = (axis % rank for axis in self.node.arguments[1:3])
+        order[one], order[other] = other, one
+        return order
 
 
 class Slice(TileOperator):
@@ -159,6 +212,34 @@ class Shuffle(TileOperator):
         else:
             inner = [(a * factor, b * factor) for a, b in demand.intervals[2:]]
         return Box((*out.intervals[:2], *inner))
+
+
+class ChannelShuffle(TileOperator):
+    """Channels dealt out among groups, place by place; the way back deals them the other way."""
+
+    @unrecorded
+    def forward(
+        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
+        notes: Notes | None = None, may_overwrite: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return placed(torch.channel_shuffle(inputs[0].view(out).contiguous(), self.node.arguments[1]), into)
+
+    @unrecorded
+    def input_gradients(
+        self,
+        inputs: Sequence[Held | None],
+        output: Held | None,
+        gradient: Tensor,
+        out: Box,
+        wanted: Sequence[bool],
+        context: Context,
+        *,
+        notes: Notes | None = None,
+        may_overwrite: bool = False,
+    ) -> list[Held | None]:
+        if not wanted[0]:
+            return [None]
+        return [Held(out, torch.channel_shuffle(gradient.contiguous(), out.shape[1] // self.node.arguments[1]))]
 
 
 class Dropout(TileOperator):

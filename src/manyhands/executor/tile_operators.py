@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.executor.tile_base import Held, Notes, TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
-from manyhands.executor.tile_moves import Concatenation, Dropout, Padding, Shuffle, Slice
+from manyhands.executor.tile_moves import ChannelShuffle, Concatenation, Dropout, Padding, Regrouping, Shuffle, Slice
 from manyhands.executor.tile_pointwise import pointwise
 from manyhands.executor.tile_pooling import AdaptiveAveragePool, AveragePool, MaxPool
 from manyhands.executor.tile_resampling import Resampling
@@ -25,11 +25,14 @@ from manyhands.graph.weights import Weights
 __all__ = ["Held", "Notes", "State", "SumsOperator", "TileOperator", "tile_operator"]
 
 _BY_NAME: dict[str, type[TileOperator]] = {
-    "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool, "avg_pool2d": AveragePool,
-    "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling, "upsample_bilinear2d": Resampling,
-    "pixel_shuffle": Shuffle, "pixel_unshuffle": Shuffle, "dropout": Dropout, "feature_dropout": Dropout,
-    "alpha_dropout": Dropout, "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm,
-    "cat": Concatenation, "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
+    "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool,
+    "avg_pool2d": AveragePool, "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling,
+    "upsample_bilinear2d": Resampling, "pixel_shuffle": Shuffle, "pixel_unshuffle": Shuffle,
+    "channel_shuffle": ChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
+    "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
+    "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),
+                    Regrouping),
 }  # fmt: skip
 
 

@@ -81,6 +81,14 @@ class WeightSpec(msgspec.Struct, frozen=True):
         return self.elements * DTYPE_BYTES[self.dtype]
 
 
+class ChannelWeight(msgspec.Struct, frozen=True):
+    """The axes of a weight along which the channels lie that an operator makes, and those that it reads."""
+
+    name: str
+    makes: int | None
+    reads: int | None
+
+
 class Op(msgspec.Struct, frozen=True):
     """One operator of the graph."""
 
@@ -115,6 +123,11 @@ class Op(msgspec.Struct, frozen=True):
     """Activations, of its inputs and outputs, whose values the gradients of its inputs read."""
     tile_sums: int = 0
     """Numbers per sample that tiles add up for it, forward and again backward (`statistics` apart)."""
+    channels: str = ""
+    """How it is run on some of its channels. "free": as it stands; "shaped": with the shape of the part; "grouped": by
+    whole groups; "shuffle": on parts of every group; "dense": own outputs from all inputs, or partial sums from own
+    inputs; "": on all of them only."""
+    channel_weights: tuple[ChannelWeight, ...] = ()
 
 
 class Layer(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadPlan
 
 LayerName = int | str
-Order = Literal["sequential", "gpipe", "1f1b", "eager", "replay", "stream"]
+Order = Literal["sequential", "gpipe", "1f1b", "eager", "replay", "stream", "interleave"]
 WarmUp = Literal["2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1"]
 BatchNorm = Literal["synchronised", "local"]
 ReplayMode = Literal["grouped", "window"]
@@ -62,9 +62,18 @@ class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_u
 
 
 class ByChannels(msgspec.Struct, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
-    """Each device takes some of the channel groups, in order; `groups` are relative sizes."""
+    """Each device takes some of the channel groups, in order: `groups` says how many. For inference.
+
+    A dense layer (fully connected, or a convolution that is not grouped) reads channels of all devices. Each device
+    fetches them and makes its own outputs; or, *input-based*, makes partial sums from its own inputs, which go to
+    whoever owns the output (DECNN §3.2.2).
+    """
 
     groups: tuple[int, ...]
+    input_based: tuple[LayerName, ...] | None = None
+    """Dense layers, or operators, that are input-based; None: those whose outputs are no more than their inputs."""
+    everywhere: tuple[LayerName, ...] = ()
+    """Of those, the ones whose sums every device gets whole: what reads them needs nothing then."""
 
 
 Share = Single | BySamples | ByTiles | ByChannels
@@ -121,8 +130,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def steps_per_round(self) -> int:
-        """With order replay every micro-batch is a mini-batch of its own: the optimiser steps after each."""
-        return self.micro_batches if self.order == "replay" else 1
+        """With order replay every micro-batch is a mini-batch of its own: the optimiser steps after each. With order
+        interleave each is a sample, or some, to be answered by itself."""
+        return self.micro_batches if self.order in ("replay", "interleave") else 1
 
     @property
     def step_size(self) -> int:
@@ -135,12 +145,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_training(self) -> bool:
-        return self.order != "stream"
+        return self.order not in ("stream", "interleave")
 
     @property
     def may_repeat_devices(self) -> bool:
         """Whether a device may work in several stages: all go through the passes in one order."""
-        return self.order in ("sequential", "gpipe", "stream") or (self.micro_batches == 1 and self.order == "1f1b")
+        in_one_order = self.order in ("sequential", "gpipe", "stream", "interleave")
+        return in_one_order or (self.micro_batches == 1 and self.order == "1f1b")
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -167,7 +178,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
         for stage in kept["stages"]:
             if "share" in stage:
-                stage["share"] = {key: value for key, value in stage["share"].items() if value not in (None, [], ())}
+                said = stage["share"].items()
+                stage["share"] = {
+                    k: v for k, v in said if v not in (None, [], ()) or (k == "input_based" and v is not None)
+                }
         return kept
 
 

@@ -72,6 +72,14 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
         share = msgspec.structs.replace(share, **groups)
         early = tuple(_group(network, g, f"stages[{index}].share.interior_first") for g in share.interior_first)
         share = msgspec.structs.replace(share, interior_first=early)
+    elif isinstance(share, ByChannels):
+        field = f"stages[{index}].share"
+        based = share.input_based
+        share = msgspec.structs.replace(
+            share,
+            input_based=None if based is None else tuple(_group(network, g, f"{field}.input_based") for g in based),
+            everywhere=tuple(_group(network, g, f"{field}.everywhere") for g in share.everywhere),
+        )
     return msgspec.structs.replace(stage, layers=(first, last), share=share)
 
 
@@ -246,6 +254,11 @@ def _check_channels(plan: Plan, field: str, share: ByChannels, count: int) -> No
         raise BadPlan(f"{field}.share.groups has {len(share.groups)} numbers; there are {count} devices.")
     if any(number < 1 for number in share.groups):
         raise BadPlan(f"{field}.share.groups is {list(share.groups)}; every device takes at least 1 group.")
+    if plan.is_training and count > 1:
+        raise BadPlan(
+            f"{field} is shared by channels, which is for inference, and order is {plan.order}.",
+            hint="Use order: stream or interleave (manyhands infer does); to train, share it by samples or tiles.",
+        )
 
 
 def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None:

@@ -189,7 +189,26 @@ class Resampled(AxisRule, frozen=True, tag="resampled"):
         return _clip(0 if a <= self.reach else low, extent if b >= self.inputs else high, extent)
 
 
-Rule = Whole | Window | Spread | Blocks | Shifted | Adaptive | Resampled
+class Dealt(AxisRule, frozen=True, tag="dealt"):
+    """A channel shuffle: element i of group k of the input becomes element i·groups + k of the output."""
+
+    axis: int
+    groups: int
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        return (0, extent) if output[0] < output[1] else (0, 0)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        return (0, extent) if needed[0] < needed[1] else (0, 0)
+
+    def pieces(self, output: Interval, extent: int) -> tuple[Interval, ...]:
+        """Of every group the interval that makes `output`, whose ends are multiples of `groups`."""
+        size = extent // self.groups
+        low, high = output[0] // self.groups, output[1] // self.groups
+        return tuple((group * size + low, group * size + high) for group in range(self.groups))
+
+
+Rule = Whole | Window | Spread | Blocks | Shifted | Adaptive | Resampled | Dealt
 
 
 class Read(msgspec.Struct, frozen=True):

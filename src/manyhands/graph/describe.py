@@ -16,6 +16,7 @@ from manyhands.facts.network import Network, Op, TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
+from manyhands.graph.channels import channels_of
 from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_step
 from manyhands.graph.read_rules import mixes_samples, reads_of
@@ -41,6 +42,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     described = []
     for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
         reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)
+        channels, channel_weights = channels_of(node, specs, weights)
         described.append(
             Op(
                 name=node.name,
@@ -62,6 +64,8 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 tiling=tiling,
                 derives_from=derives_from(node, specs),
                 tile_sums=tile_sums(node, tiling),
+                channels=channels,
+                channel_weights=channel_weights,
             )
         )
     return Network(

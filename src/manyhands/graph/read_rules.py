@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.facts.reads import Adaptive, Blocks, Read, Resampled, Rule, Shifted, Spread, Whole, Window
+from manyhands.facts.reads import Adaptive, Blocks, Dealt, Read, Resampled, Rule, Shifted, Spread, Whole, Window
 from manyhands.graph import ops
 from manyhands.graph.graph import Argument, Node, Samples, Value, Weight, records_of, values_of
 
@@ -103,6 +103,8 @@ def _axes_along(node: Node, source: TensorSpec) -> set[int]:
         return {rank - 2, rank - 1}
     if name in ("layer_norm", "rms_norm", "native_layer_norm"):
         return set(range(rank - len(node.arguments[1]), rank))
+    if name == "channel_shuffle":
+        return {1}
     if name in ("group_norm", "instance_norm") or (node.target in ops.CONVOLUTION | ops.RESAMPLING):
         return set(range(1, rank))
     if node.target in ops.POOLING:
@@ -142,6 +144,8 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return _resampling(node, source, output)
     if name in ("pixel_shuffle", "pixel_unshuffle"):
         return _shuffle(node, rank)
+    if name == "channel_shuffle":
+        return tuple(Dealt(a, node.arguments[1]) if a == 1 else Window(a) for a in range(rank))
     if name == "batch_norm" and is_main:
         return tuple(Window(a) for a in range(rank))
     if name in ("group_norm", "instance_norm") and is_main:
@@ -168,6 +172,8 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return _slice(node, source)
     if name == "embedding":
         return tuple(Window(a) for a in range(rank))
+    if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten") and _keeps_rows(source, output):
+        return _reshaping(source.shape, output.shape)
     if name == "constant_pad_nd" or (name == "pad" and _argument(node, 2, "constant") == "constant"):
         before = dict(zip(range(rank - 1, -1, -1), node.arguments[1][::2]))
         return tuple(Shifted(a, before[a]) if before.get(a) else Window(a) for a in range(rank))
@@ -182,6 +188,41 @@ def _unknown(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
     rows_in, rows_out = source.rows_per_sample, output.rows_per_sample
     same = rows_in == rows_out
     rules[source.batch_axis] = Window(output.batch_axis) if same else Blocks(output.batch_axis, rows_in, rows_out)
+    return tuple(rules)
+
+
+def _keeps_rows(source: TensorSpec, output: TensorSpec) -> bool:
+    rows = source.rows_per_sample == output.rows_per_sample
+    return source.batch_axis == output.batch_axis == 0 and rows and 0 not in source.shape
+
+
+def _reshaping(source: tuple[int, ...], output: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Axes that stay, are split, or are joined; among several that become several others, any may need all."""
+    rules: list[Rule] = []
+    place = 0
+    while len(rules) < len(source):
+        first, last, begin = len(rules), len(rules) + 1, place
+        before, after = source[first], output[place] if place < len(output) else 1
+        place += 1
+        while before != after:
+            if before < after:
+                before, last = before * source[last], last + 1
+            else:
+                after, place = after * output[place], place + 1
+        while last < len(source) and place < len(output) and (source[last] == 1) != (output[place] == 1):
+            last, place = last + (source[last] == 1), place + (output[place] == 1)  # goes with what is before it
+        joined, split = last - first, place - begin
+        if joined == 1 and split == 1 and begin < len(output):
+            rules.append(Window(begin))
+        elif joined == 1 and begin < len(output):
+            size = before // output[begin]
+            rules.append(Blocks(begin, size, 1) if size > 1 else Window(begin))
+        elif split == 1 and begin < len(output):
+            size = before // source[first]
+            rules.append(Blocks(begin, 1, size) if size > 1 else Window(begin))
+            rules.extend(Whole() for _ in range(joined - 1))
+        else:
+            rules.extend(Whole() for _ in range(joined))
     return tuple(rules)
 
 

@@ -1,7 +1,8 @@
 """How a tiled stage computes each operator, what its gradient reads, and which sums tiles exchange for it.
 
 These are facts of an operator as if its inputs were maps: (sample, channel, row, column), split by rows and columns.
-On tensors that every tile has whole, any operator will do.
+Maps of five axes, whose channels are in groups, are only put together and taken apart. On tensors that every tile has
+whole, any operator will do.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ _LOCAL = frozenset({
     "aten.conv2d.default", "aten.conv2d.padding", "aten.conv_transpose2d.input", "aten.max_pool2d.default",
     "aten.avg_pool2d.default", "aten.upsample_nearest2d.vec", "aten.upsample_nearest2d.default",
     "aten.upsample_bilinear2d.vec", "aten.upsample_bilinear2d.default", "aten.pixel_shuffle.default",
-    "aten.pixel_unshuffle.default", "aten.dropout.default", "aten.feature_dropout.default",
-    "aten.alpha_dropout.default",
+    "aten.pixel_unshuffle.default", "aten.channel_shuffle.default", "aten.dropout.default",
+    "aten.feature_dropout.default", "aten.alpha_dropout.default",
 })  # fmt: skip
+# They move channels, if they leave rows and columns as they are.
+_REGROUPING = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"})
 # Their result is a tensor of a shape of its own; the input only says where, and of which type.
 _SHAPED = frozenset(f"aten.new_{what}.default" for what in ("empty", "zeros", "ones", "full"))
 
 _FROM_NOTHING = frozenset({
     "conv2d", "conv_transpose2d", "add", "sub", "rsub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d",
-    "upsample_nearest2d", "upsample_bilinear2d", "pad", "constant_pad_nd", "slice", "pixel_shuffle", "pixel_unshuffle",
-    "mean", "sum", "neg", "clone", "contiguous", "alias", "detach", "to", "_to_copy", "type_as", "dropout",
-    "feature_dropout", "alpha_dropout", "bernoulli", "bernoulli_", "new_empty", "new_zeros", "new_ones", "new_full",
-})  # fmt: skip
+    "upsample_nearest2d", "upsample_bilinear2d", "pad", "constant_pad_nd", "slice", "pixel_shuffle",
+    "pixel_unshuffle", "channel_shuffle", "mean", "sum", "neg", "clone", "contiguous", "alias", "detach", "to",
+    "_to_copy", "type_as", "dropout", "feature_dropout", "alpha_dropout", "bernoulli", "bernoulli_", "new_empty",
+    "new_zeros", "new_ones", "new_full",
+}) | _REGROUPING  # fmt: skip
 _FROM_OUTPUT = frozenset({"relu", "sigmoid", "tanh", "hardtanh", "relu6"})
 
 
@@ -43,6 +47,8 @@ def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
         return "pool"
     if not _is_map(output) or not any(_is_map(specs[name]) for name in values_of(node)):
         return ""
+    if any(len(spec.shape) == 5 for spec in (output, source)):
+        return "local" if _regroups(node, source, output) else ""
     if node.target == "aten.batch_norm.default":
         return "norm" if node.arguments[5] else "local"
     if node.target == "aten.group_norm.default":
@@ -74,8 +80,23 @@ def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs
     return name == "adaptive_avg_pool2d" and 1 not in output.shape[2:]
 
 
+def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
+    """Whether an operator on channels in groups leaves samples, rows and columns in place."""
+    name, rank = node.target.split(".")[1], len(source.shape)
+    if name in ("cat", "concat"):
+        axis = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
+        return len(values_of(node)) == len(node.arguments[0]) and axis in (1, 2)
+    if name in ("transpose", "swapaxes"):
+        return {axis % rank for axis in node.arguments[1:3]} == {1, 2}
+    if name == "permute":
+        order = [axis % rank for axis in node.arguments[1]]
+        return (order[0], *order[-2:]) == (0, rank - 2, rank - 1)
+    kept = (source.shape[0], *source.shape[-2:]) == (output.shape[0], *output.shape[-2:])
+    return name in _REGROUPING and kept and len(values_of(node)) == 1
+
+
 def _is_map(spec: TensorSpec) -> bool:
-    return len(spec.shape) == 4 and spec.batch_axis == 0 and spec.shape[0] == 1
+    return len(spec.shape) in (4, 5) and spec.batch_axis == 0 and spec.shape[0] == 1
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:
@@ -85,7 +106,7 @@ def _is_spread(shape: tuple[int, ...]) -> bool:
 
 def _is_pool(node: Node, source: TensorSpec) -> bool:
     """Whether an operator is the mean or sum of every whole map."""
-    if not _is_map(source):
+    if not _is_map(source) or len(source.shape) != 4:
         return False
     if node.target == "aten.adaptive_avg_pool2d.default":
         return node.outputs[0].shape[2:] == (1, 1)

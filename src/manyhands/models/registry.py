@@ -103,8 +103,13 @@ _ENTRIES = (
 ZOO: dict[str, ModelEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
+DECOUPLED = "decoupled"
+"""`decoupled:NAME` is a model after `mh.decouple`; `decoupled,groups=2,widen=1.75:NAME` says how."""
+
+
 def build(name_or_path: str, **kwargs: Any) -> nn.Module:
-    """A new model with random weights: a zoo name, `module:factory`, `torchvision:NAME` or `timm:NAME`."""
+    """A new model with random weights: a zoo name, `module:factory`, `torchvision:NAME`, `timm:NAME` or
+    `decoupled:` and one of those."""
     return _call(name_or_path, factory(name_or_path), kwargs)
 
 
@@ -115,8 +120,10 @@ def factory(name_or_path: str) -> Callable[..., Any]:
     library, colon, name = name_or_path.partition(":")
     if not colon or not library or not name:
         error = unknown("model", name_or_path, ZOO)
-        how = "Or write module:factory, torchvision:NAME or timm:NAME."
+        how = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
         raise UnknownName(error.message, hint=f"{error.hint} {how}".strip())
+    if _is_decoupled(name_or_path):
+        return _decoupled_factory(name, _decoupled_options(library))
     if library in ("torchvision", "timm"):
         return _library_factory(library, name)
     if os.getcwd() not in sys.path and "" not in sys.path:  # a user's own module lies in the current folder
@@ -168,6 +175,60 @@ def _library_factory(library: str, name: str) -> Callable[..., Any]:
     return lambda **kwargs: module.create_model(name, **{"pretrained": False, **kwargs})
 
 
+def _is_decoupled(name: str) -> bool:
+    library, colon, inner = name.partition(":")
+    return bool(colon and inner) and library.split(",")[0] == DECOUPLED
+
+
+def original_name(name: str) -> str:
+    """The model behind `decoupled:NAME`; any other name is its own."""
+    return original_name(name.partition(":")[2]) if _is_decoupled(name) else name
+
+
+def _decoupled_options(library: str) -> dict[str, Any]:
+    """'decoupled,groups=2,widen=1.75' -> {"groups": 2, "widen": 1.75}"""
+    kinds: dict[str, Callable[[str], Any]] = {
+        "groups": int, "widen": float, "weights": str, "shuffles": lambda text: text if text == "all" else int(text),
+    }  # fmt: skip
+    options: dict[str, Any] = {}
+    for word in library.split(",")[1:]:
+        key, _, value = word.partition("=")
+        if key not in kinds:
+            raise unknown("option of decoupled models", key, kinds)
+        try:
+            options[key] = kinds[key](value)
+        except ValueError as error:
+            raise BadValue(
+                f"'{word}' is not an option of a decoupled model.", hint="Write decoupled,groups=4,shuffles=3:resnet50."
+            ) from error
+    return options
+
+
+def _decoupled_factory(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """A function that builds `name` and decouples it; it takes what `name` takes and how to decouple."""
+    from manyhands.decoupling.decouple import decouple
+
+    inner = factory(name)
+    own = inspect.signature(decouple).parameters
+    how = {key: own[key] for key in ("groups", "shuffles", "widen", "weights")}
+
+    def build_decoupled(**kwargs: Any) -> Any:
+        chosen = {**options, **{key: kwargs.pop(key) for key in how if key in kwargs}}
+        entry = _entry(name)
+        return decouple(_call(name, inner, kwargs), **chosen, inputs=entry.input_shape[1:] if entry else None)
+
+    try:
+        given = inspect.signature(inner).parameters
+    except ValueError:
+        return build_decoupled
+    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in how.values() if one.name not in given]
+    last = [one for one in given.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+    others = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    named: Any = build_decoupled
+    named.__signature__ = inspect.Signature([*others, *keywords, *last])
+    return build_decoupled
+
+
 def _call(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> nn.Module:
     from torch import nn
 
@@ -192,8 +253,14 @@ def _call(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> nn.
     return model
 
 
+def entry_of(name: str) -> ModelEntry | None:
+    """The zoo's entry, also of a decoupled model of the zoo; nothing for a model from elsewhere."""
+    return ZOO.get(original_name(name))
+
+
 def _entry(name: str) -> ModelEntry | None:
     """The zoo's entry, nothing for a model from elsewhere, an error for a name of neither."""
+    name = original_name(name)
     if name not in ZOO and ":" not in name:
         raise unknown("model", name, ZOO)
     return ZOO.get(name)
@@ -214,7 +281,7 @@ def example_batch(
     import torch
 
     entry = _entry(name)
-    own = getattr(sys.modules.get(name.partition(":")[0]), "example_batch", None)
+    own = getattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch", None)
     if entry is None and callable(own) and input_shape is None:
         given: Tensor | dict[str, Tensor] = own(batch_size)
         return given

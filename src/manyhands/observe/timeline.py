@@ -18,8 +18,9 @@ MOST_SPANS = 20_000
 AXIS_LABEL = "seconds (thick: computing; thin: sending above, receiving below)"
 COLOURS = {"forward": "#4C78A8", "backward": "#F58518", "loss": "#5B3A8E", "copy": "#D6A5C9", "step": "#54A24B",
            "value": "#72B7B2", "gradient": "#E45756", "halo": "#B279A2", "halo-gradient": "#FF9DA6",
-           "input": "#9D755D", "output": "#3FA7D6", "output-gradient": "#A23B72", "weights": "#A6D854",
-           "weight-gradient": "#7A8B2F", "reduce": "#EECA3B", "send": "#2F6F73", "receive": "#C4C4C4"}  # fmt: skip
+           "partial": "#8E6C8A", "input": "#9D755D", "output": "#3FA7D6", "output-gradient": "#A23B72",
+           "weights": "#A6D854", "weight-gradient": "#7A8B2F", "reduce": "#EECA3B", "send": "#2F6F73",
+           "receive": "#C4C4C4"}  # fmt: skip
 """A simulated transfer has its message's kind; a measured one is 'send' (handed to the link) or 'receive' (waited)."""
 _MEANINGS = {"send": "send (hand over)", "receive": "receive (wait)"}
 _OTHER_COLOUR = "#888888"

@@ -51,9 +51,9 @@ class CostModel:
         return total
 
     def _forward_part(self, geometry: StageGeometry, device: str, action: Forward) -> float:
-        """How much of an operator the interior of a tile is, or its rim."""
+        """How much of an operator the interior of a tile is, or its rim; adding up partial sums is next to nothing."""
         if not action.part or not isinstance(geometry, TileGeometry):
-            return 1.0
+            return 0.0 if action.part == "sum" else 1.0
         whole = geometry.computed[device][self.network.ops[action.first].outputs[0]].volume
         inside = geometry.interior(device, action.first).volume / whole if whole else 0.0
         return inside if action.part == "interior" else 1.0 - inside
@@ -100,7 +100,7 @@ class CostModel:
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
         """The optimiser reads and writes weights, gradients and its own state once: memory-bound."""
         trainable = sum(
-            weight.bytes * weight_part(geometry, device, weight.shape)
+            weight.bytes * weight_part(geometry, device, weight)
             for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
             if weight.trainable
         )

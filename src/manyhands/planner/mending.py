@@ -199,10 +199,23 @@ class Mending(Cutting):
         if crew.kind == "samples":
             return self._samples(crew, first, last, ahead)
         if crew.kind == "channels":
-            fastest = max(self.speeds[name] for name in crew.devices)
-            groups = proportional(16 * len(crew.devices), [self.speeds[name] / fastest for name in crew.devices])
-            return crew.devices, ByChannels(tuple(max(1, one) for one in groups))
+            return self._channels(crew, first, last)
         return crew.devices, Single()  # tiles get theirs when the stages are known
+
+    def _channels(self, crew: Crew, first: int, last: int) -> tuple[tuple[str, ...], Share]:
+        """As many groups as before, by speed, at least one each: with fewer groups than devices, the fastest ones."""
+        assert crew.old is not None
+        old = crew.old.share
+        assert isinstance(old, ByChannels)
+        total = sum(old.groups)
+        chosen = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)[:total]
+        names = tuple(name for name in crew.devices if name in chosen)
+        if len(names) == 1:
+            return names, Single()
+        more = proportional(total - len(names), [self.speeds[name] for name in names])
+        based = None if old.input_based is None else self._inside(old.input_based, first, last)
+        everywhere = self._inside(old.everywhere, first, last)
+        return names, ByChannels(tuple(1 + one for one in more), based, everywhere)
 
     def _samples(self, crew: Crew, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
         """The best shares; with batch norm by device, none so small that it has no statistics."""

@@ -14,6 +14,8 @@ from manyhands.facts.profile import Profile
 
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
+STREAMS = ("stream", "interleave")
+"""Orders of inference: forward only."""
 Price = Callable[[Plan], float]
 """Simulates a plan: seconds of a step, or OutOfMemory."""
 
@@ -46,11 +48,21 @@ class Task:
     batch_norm: BatchNorm = "synchronised"
     warm_up: WarmUp = "2(P-p)-1"
     tiles: TileWish = TileWish()
+    home: str = ""
+    """The device that has the inputs; empty: they are at hand wherever they are read."""
+
+    @property
+    def is_training(self) -> bool:
+        return self.order not in STREAMS
+
+    def layer_seconds(self, device: str, layer: int, samples: float) -> float:
+        """Forward and, in training, backward of one layer."""
+        forward, backward = self.profile.of(device).layer_seconds(layer, samples)
+        return forward + backward if self.is_training else forward
 
     def step_seconds(self, device: str, samples: int) -> float:
-        """Forward and backward of the whole network on one device."""
-        profile = self.profile.of(device)
-        return sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(self.network.layers)))
+        """The whole network on one device."""
+        return sum(self.layer_seconds(device, layer, samples) for layer in range(len(self.network.layers)))
 
     def fastest(self) -> str:
         return min(self.cluster.names, key=lambda name: self.step_seconds(name, self.batch_size))
@@ -65,6 +77,7 @@ class Task:
             warm_up=self.warm_up,
             batch_norm=self.batch_norm,
             optimizer_slots=self.optimizer_slots,
+            homes=dict.fromkeys(self.network.inputs, self.home) if self.home else {},
         )
 
 

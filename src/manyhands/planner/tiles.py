@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import msgspec
 
@@ -28,7 +29,7 @@ from manyhands.planner.cost import CostModel
 from manyhands.planner.grouping import cheapest_groups
 from manyhands.schedule.tiles import TileGeometry
 
-_AXES = (2, 3)
+_AXES = (-2, -1)
 SPLIT_COST = 0.05
 """What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
 MESSAGE_SECONDS = 100e-6
@@ -92,7 +93,7 @@ class TilePrices:
         self.network, self.cluster = network, cluster
         self.geometry = TileGeometry(plan, stage, network)
         share = self.geometry.share
-        self.weights = {2: share.rows, 3: share.columns}
+        self.weights = {-2: share.rows, -1: share.columns}
         self.devices = self.geometry.devices
         self.samples = plan.micro_batch_size
         self._costs = CostModel(network, cluster, profile)
@@ -152,14 +153,14 @@ class TilePrices:
         return self._owned[key]
 
     def _place(self, place: int, axis: int) -> int:
-        columns = len(self.weights[3])
-        return place // columns if axis == 2 else place % columns
+        columns = len(self.weights[-1])
+        return place // columns if axis == -2 else place % columns
 
     def _area(self, intervals: dict[int, list[Interval]], place: int) -> int:
-        return _length(intervals[2][self._place(place, 2)]) * _length(intervals[3][self._place(place, 3)])
+        return _length(intervals[-2][self._place(place, -2)]) * _length(intervals[-1][self._place(place, -1)])
 
     def _part(self, tensor: str, place: int) -> float:
-        _, _, rows, columns = self.geometry.shape(tensor)
+        *_, rows, columns = self.geometry.shape(tensor)
         return self._area({axis: self.owned(axis, tensor) for axis in _AXES}, place) / (rows * columns)
 
     def _ops(self, first: int, last: int) -> Iterator[tuple[int, Op]]:
@@ -211,8 +212,7 @@ class TilePrices:
 
     def _bytes(self, tensor: str) -> int:
         """Of one place of a map: all channels of all samples."""
-        samples, channels, _, _ = self.geometry.shape(tensor)
-        return samples * channels * DTYPE_BYTES[self.network.tensors[tensor].dtype]
+        return prod(self.geometry.shape(tensor)[:-2]) * DTYPE_BYTES[self.network.tensors[tensor].dtype]
 
     def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]], at: int) -> int:
         """Bytes of a box that lie outside another."""
@@ -231,16 +231,16 @@ class TilePrices:
             compute = hidden = 0.0
             for index, op in self._ops(first, last):
                 made = {axis: needs[axis].made.get(op.outputs[0]) for axis in _AXES}
-                if made[2] is None or made[3] is None:
+                if made[-2] is None or made[-1] is None:
                     continue
-                _, _, rows, columns = self.geometry.shape(op.outputs[0])
+                *_, rows, columns = self.geometry.shape(op.outputs[0])
                 part = self._area(made, place) / (rows * columns)  # type: ignore[arg-type]
                 ahead, back = self._seconds[device][index - self.geometry.first]
                 compute += part * (ahead + back if both_ways else ahead)
                 if index == first and self.network.backward_passes(op) == 2:
                     hidden = part * back / 2  # its weight gradients are computed while the rim travels
             fetched = 0
-            for tensor in needs[2].read:
+            for tensor in needs[-2].read:
                 if self.geometry.is_made_here(tensor):
                     wanted = {axis: needs[axis].read[tensor] for axis in _AXES}
                     fetched += self._beyond(tensor, wanted, {a: self.owned(a, tensor) for a in _AXES}, place)
@@ -276,7 +276,7 @@ class TilePrices:
                 name = op.outputs[0]
                 if not self.network.tensors[name].differentiable:
                     continue
-                _, _, rows, columns = self.geometry.shape(name)
+                *_, rows, columns = self.geometry.shape(name)
                 part = self._area({axis: regions[axis][name] for axis in _AXES}, place) / (rows * columns)
                 if self.network.backward_passes(op) == 2:
                     part = (part + self._part(name, place)) / 2
@@ -285,7 +285,7 @@ class TilePrices:
                 if name in self.network.outputs or any(not first <= reader < last for reader in readers):
                     region = {axis: regions[axis][name] for axis in _AXES}
                     deltas += self._beyond(name, region, {a: self.owned(a, name) for a in _AXES}, place)
-            for tensor in wanted[2]:
+            for tensor in wanted[-2]:
                 if tensor not in self.network.inputs:
                     asked = {axis: wanted[axis][tensor] for axis in _AXES}
                     values += self._beyond(tensor, asked, {a: self._held[a][tensor] for a in _AXES}, place)

@@ -2,8 +2,10 @@
 
 1. Every distinct operator is measured by every kernel (operators.py).
 2. The cheapest path along the network: a format per convolution, with the price of changing it in between.
-3. Whole training steps decide, in turns: the default, the path, and everything alike (channels_last, native).
+3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, native).
 4. The winner meets the default once more. Unless it wins again, the default stays.
+
+For inference a step is a forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from manyhands.graph.graph import Graph, Node, values_of
 from manyhands.graph.kernels import takes_flags, takes_format
 from manyhands.profiler.clock import Timer, Timings, Trial, interleave, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
-from manyhands.profiler.steps import TrainingStep
+from manyhands.profiler.steps import InferenceStep, TrainingStep
 
 DEFAULT = "default"
 PER_OPERATOR = "per operator"
@@ -51,9 +53,11 @@ def choose_kernels(
     threads: int | None = None,
     seconds: float = 60.0,
     inputs: Mapping[str, torch.Tensor] | None = None,
+    training: bool = True,
     timer: Timer = stopwatch,
 ) -> Choice:
-    """The fastest kernels for training `graph` on `samples` samples with `threads` threads (None: as torch is set).
+    """The fastest kernels for training `graph` on `samples` samples with `threads` threads (None: as torch is set), or
+    where `training` is False, for inference.
 
     Takes about `seconds`; a model whose single step takes longer than that gets a few steps nevertheless. With no
     time at all the default is returned unmeasured.
@@ -64,9 +68,9 @@ def choose_kernels(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, timer=timer)
-        candidates = _candidates(graph, cheapest_path(graph, samples, measured))
-        step = TrainingStep(graph, samples, inputs)
+        measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, training=training, timer=timer)
+        candidates = _candidates(graph, cheapest_path(graph, samples, measured, training=training))
+        step = (TrainingStep if training else InferenceStep)(graph, samples, inputs)
         return _decide(step, candidates, seconds, measured.spent_seconds, timer)
     finally:
         torch.set_num_threads(before)
@@ -149,7 +153,7 @@ class _Path:
         return found
 
 
-def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds) -> dict[str, Kernel]:
+def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, training: bool = True) -> dict[str, Kernel]:
     """A kernel per measured operator by dynamic programming over (operator, format of the tensor at hand).
 
     Branches are taken in topological order as if they were a chain; whole steps check the result afterwards.
@@ -161,7 +165,8 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds) -> dict
             continue
         seconds = {kernel: one * (1.0 if _is_plain(kernel) else FLAGS_PRICE) for kernel, one in seconds.items()}
         if takes_format(graph, node) and not is_pixel(graph, node):
-            paths = _through_convolution(graph, node, samples, paths, seconds, measured.convert_seconds_per_byte)
+            each = measured.convert_seconds_per_byte
+            paths = _through_convolution(graph, node, samples, paths, seconds, each, training)
         elif follows_format(graph, node):
             paths = {
                 last: _Path(path.seconds + seconds.get(Kernel(last), math.inf), None, path)
@@ -185,10 +190,12 @@ def _through_convolution(
     paths: dict[bool, _Path],
     seconds: dict[Kernel, float],
     convert_seconds_per_byte: float,
+    training: bool,
 ) -> dict[bool, _Path]:
     spec = graph.network.tensors[values_of(node)[0]]
     # There and back: the input in forward, its gradient in backward.
-    convert = convert_seconds_per_byte * spec.bytes_for(samples) * (1.0 if spec.differentiable else 0.5)
+    has_gradient = training and spec.differentiable
+    convert = convert_seconds_per_byte * spec.bytes_for(samples) * (1.0 if has_gradient else 0.5)
     arrived: dict[bool, _Path] = {}
     for last in (False, True):
         kernels = [kernel for kernel in seconds if kernel.channels_last == last]

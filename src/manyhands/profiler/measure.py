@@ -3,6 +3,9 @@
 Each layer is a piece of its own with detached inputs, as if they had come over a wire (tape.py), and the layers run in
 order, so that each finds the caches as it would in training. The gradient of the first layer's input is not computed.
 The loss is not included: outputs get a gradient of ones.
+
+For inference only the forward pass counts: in evaluation mode, nothing recorded, a tensor dropped when nothing later
+reads it. Backward takes no time then, and kernels are chosen by the forward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class _Pass:
-    """Seconds of every layer in one training step, forward and backward."""
+    """Seconds of every layer in one step, forward and backward."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -56,12 +59,13 @@ def measure_network(
     kernels: Mapping[str, Kernel] | None = None,
     device: str = "local",
     torch_device: str = "cpu",
+    training: bool = True,
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
     """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
 
     Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
-    is always measured.
+    is always measured. `training`: False for inference.
     """
     _check_ladder(ladder)
     say = on_progress or (lambda text: None)
@@ -74,8 +78,8 @@ def measure_network(
         if kernels is None:
             say(f"choosing kernels for {graph.name}")
             samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
-            kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS).kernels
-        layers = _Layers(graph, kernels, torch.device(torch_device))
+            kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS, training=training).kernels
+        layers = _Layers(graph, kernels, torch.device(torch_device), training)
         left = seconds - (time.perf_counter() - start)
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         return _profile(graph, passes, peaks, kernels, device, identify().text)
@@ -163,22 +167,31 @@ def _profile(
 class _Layers:
     """A graph's layers as pieces over one set of weights."""
 
-    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: torch.device) -> None:
-        self.graph, self.device = graph, device
+    def __init__(
+        self, graph: Graph, kernels: Mapping[str, Kernel], device: torch.device, training: bool = True
+    ) -> None:
+        self.graph, self.device, self.training = graph, device, training
         self.weights = Weights.copied(graph, device=device)
         store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
         self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
+        last_readers = {name: index for index, piece in enumerate(self.pieces) for name in piece.inputs}
+        self._unread_after = [
+            [name for name, last in last_readers.items() if last == index and name not in graph.outputs]
+            for index in range(len(self.pieces))
+        ]
 
     def peak_bytes(self, inputs: dict[str, torch.Tensor], samples: int) -> int:
-        """Most tensor bytes alive at once in a training step: weights, inputs, activations, gradients."""
+        """Most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients."""
         peak = PeakBytes([*self.weights.tensors.values(), *inputs.values()])
         with peak:
             self.run(inputs, samples)
         return peak.most_bytes
 
     def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
-        """One training step without the optimiser, each layer timed."""
+        """One training step without the optimiser, or one inference, each layer timed."""
+        if not self.training:
+            return self._inference(inputs, samples)
         for tensor in self.weights.tensors.values():
             tensor.grad = None
         found = _Pass()
@@ -202,6 +215,19 @@ class _Layers:
         found.forward = clock.seconds()
         found.backward = _backward(entered, left, seeds, self.device)
         return found
+
+    @torch.no_grad()
+    def _inference(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
+        clock = _Clock(self.device)
+        values, context = dict(inputs), Context(training=False, samples=samples)
+        for piece, unread in zip(self.pieces, self._unread_after):
+            clock.start()
+            made = piece(values, context)
+            clock.stop()
+            values.update(made)
+            for name in unread:
+                del values[name]
+        return _Pass(clock.seconds(), [0.0] * len(self.pieces))
 
 
 def _backward(

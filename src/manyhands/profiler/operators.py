@@ -1,4 +1,4 @@
-"""Seconds of single operators by kernel: forward and backward, each distinct operator once."""
+"""Seconds of single operators by kernel: forward and, in training, backward; each distinct operator once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def kernels_for(graph: Graph, node: Node) -> list[Kernel]:
     return [Kernel(), Kernel(channels_last=True)] if follows_format(graph, node) else []
 
 
-def measure_operators(graph: Graph, samples: int, *, seconds: float, timer: Timer = stopwatch) -> OperatorSeconds:
+def measure_operators(
+    graph: Graph, samples: int, *, seconds: float, training: bool = True, timer: Timer = stopwatch
+) -> OperatorSeconds:
     """Measure every distinct operator that has a choice, the largest first, until `seconds` are spent."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, node in enumerate(graph.nodes):
@@ -92,7 +94,7 @@ def measure_operators(graph: Graph, samples: int, *, seconds: float, timer: Time
     for group in order:
         if found.spent_seconds >= seconds:
             break
-        measured = _measure(graph, group[0], samples, found, seconds, timer)
+        measured = _measure(graph, group[0], samples, found, seconds, timer, training)
         for index in group:
             found.by_kernel[graph.nodes[index].name] = measured
     return found
@@ -104,23 +106,24 @@ def _weight(graph: Graph, index: int) -> int:
 
 
 def _measure(
-    graph: Graph, index: int, samples: int, found: OperatorSeconds, seconds: float, timer: Timer
+    graph: Graph, index: int, samples: int, found: OperatorSeconds, seconds: float, timer: Timer, training: bool
 ) -> dict[Kernel, float]:
     node = graph.nodes[index]
     left = seconds - found.spent_seconds
-    first = _time(graph, index, samples, kernels_for(graph, node), left, timer, found)
+    first = _time(graph, index, samples, kernels_for(graph, node), left, timer, found, training)
     best = min(first, key=first.__getitem__)
     small = first[best] < SMALL_SECONDS and torch.get_num_threads() > 1
     if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
         single = Kernel(best.channels_last, best.onednn, threads=1)
-        first.update(_time(graph, index, samples, [best, single], left, timer, found))
+        first.update(_time(graph, index, samples, [best, single], left, timer, found, training))
     return {kernel: one for kernel, one in first.items() if one < math.inf}
 
 
 def _time(
-    graph: Graph, index: int, samples: int, kernels: list[Kernel], left: float, timer: Timer, found: OperatorSeconds
-) -> dict[Kernel, float]:
-    trials = dict(zip(kernels, _trials(graph, index, samples, kernels)))
+    graph: Graph, index: int, samples: int, kernels: list[Kernel], left: float, timer: Timer, found: OperatorSeconds,
+    training: bool,
+) -> dict[Kernel, float]:  # fmt: skip
+    trials = dict(zip(kernels, _trials(graph, index, samples, kernels, training)))
     least, most = REPEATS
     timings = interleave(
         list(trials.values()), repeats=most, least_repeats=least if left > 0 else 1, seconds=min(left, REPEAT_SECONDS),
@@ -130,8 +133,8 @@ def _time(
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
 
 
-def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel]) -> Iterator[Trial]:
-    """One operator as a piece of its own, forward and backward, for each kernel."""
+def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[Trial]:
+    """One operator as a piece of its own, for each kernel."""
     node = graph.nodes[index]
     for kernel in kernels:
         choice = {node.name: kernel} if takes_flags(graph, node) else {}
@@ -143,8 +146,8 @@ def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel]) -> It
             spec = graph.network.tensors[name]
             tensor = random_tensor(spec, samples)
             tensor = reformat(tensor, kernel.channels_last) if tensor.dim() in (4, 5) else tensor
-            inputs[name] = tensor.requires_grad_(spec.differentiable)
-        yield Trial(f"{node.name}: {kernel}", _Run(piece, inputs, samples))
+            inputs[name] = tensor.requires_grad_(spec.differentiable and training)
+        yield Trial(f"{node.name}: {kernel}", _Run(piece, inputs, samples, training))
 
 
 def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, Any]:
@@ -153,15 +156,19 @@ def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, 
 
 
 class _Run:
-    """Forward and backward of a piece; gradients are made, not added up."""
+    """Forward and, in training, backward of a piece; gradients are made, not added up."""
 
-    def __init__(self, piece: Piece, inputs: dict[str, torch.Tensor], samples: int) -> None:
-        self.piece, self.inputs, self.context = piece, inputs, Context(samples=samples)
+    def __init__(self, piece: Piece, inputs: dict[str, torch.Tensor], samples: int, training: bool) -> None:
+        self.piece, self.inputs, self.context = piece, inputs, Context(training=training, samples=samples)
         leaves = [*inputs.values(), *piece.weights.tensors.values()]
         self.leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self.seeds: list[torch.Tensor] = []
 
     def __call__(self) -> None:
+        if not self.context.training:
+            with torch.no_grad():
+                self.piece(self.inputs, self.context)
+            return
         roots = [made for made in self.piece(self.inputs, self.context).values() if made.requires_grad]
         if not self.seeds:
             self.seeds = [torch.ones_like(root) for root in roots]

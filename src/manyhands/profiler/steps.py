@@ -1,4 +1,4 @@
-"""Whole training steps of a captured graph: forward, backward and SGD, by any choice of kernels."""
+"""Whole steps of a captured graph by any choice of kernels: of training (forward, backward and SGD), or inferences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.facts.network import TensorSpec
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
-from manyhands.graph.piece import Piece
+from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.clock import Trial
 
@@ -82,3 +82,11 @@ class TrainingStep:
         roots = [made[name] for name in self.graph.outputs if made[name].requires_grad]
         torch.autograd.backward([root.sum() for root in roots])
         self.optimizer.step()
+
+
+class InferenceStep(TrainingStep):
+    """One graph in evaluation mode: a step is a forward pass, and nothing is recorded."""
+
+    @torch.no_grad()
+    def run(self, piece: Piece) -> None:
+        piece(self.inputs, Context(training=False))

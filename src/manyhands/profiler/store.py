@@ -1,6 +1,7 @@
 """Profiles on disk: one readable JSON file per model, input, granularity and machine, reused until asked otherwise.
 
 profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
+profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8_inference.json    forward only
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ def profiles_folder() -> Path:
     return cache_folder() / "profiles"
 
 
-def profile_path(network: Network, machine: Machine, folder: Path | None = None) -> Path:
-    """Where the profile of a network on a machine is kept."""
+def profile_path(network: Network, machine: Machine, folder: Path | None = None, *, training: bool = True) -> Path:
+    """Where the profile of a network on a machine is kept; that of inference beside that of training."""
     parts = (network.name, network.input_text, network.granularity)
     readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60].strip("-") for part in parts)
-    return (folder or profiles_folder()) / f"{readable}_{machine.slug}_{network.fingerprint}.json"
+    kind = "" if training else "_inference"
+    return (folder or profiles_folder()) / f"{readable}_{machine.slug}_{network.fingerprint}{kind}.json"
 
 
 def save_profile(profile: DeviceProfile, path: str | Path) -> None:
@@ -68,19 +70,22 @@ def profile_network(
     device: str = "local",
     refresh: bool = False,
     folder: Path | None = None,
+    training: bool = True,
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
     """The stored profile of `graph` on this machine, or a new one, which is stored.
 
     A stored one is taken as it is, whatever ladder it has; `refresh` measures anew. A damaged one is an error.
+    `training`: False for inference, which is kept apart.
     """
-    path = profile_path(graph.network, identify(threads), folder)
+    path = profile_path(graph.network, identify(threads), folder, training=training)
     if path.exists() and not refresh:
         found = load_profile(path, graph.network, identify(threads))
         return msgspec.structs.replace(found, device=device)
     profile = measure_network(
-        graph, ladder=ladder, threads=threads, seconds=seconds, repeats=repeats, device=device, on_progress=on_progress
-    )
+        graph, ladder=ladder, threads=threads, seconds=seconds, repeats=repeats, device=device, training=training,
+        on_progress=on_progress,
+    )  # fmt: skip
     try:
         save_profile(profile, path)
     except BadFile as error:  # the measurement is worth more than the cache

@@ -35,7 +35,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -296,6 +296,8 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """None: the fastest are to be found first."""
     optimizer: dict[str, Any] | None
     """Whose step is timed too."""
+    training: bool = True
+    """False: forward only, in evaluation mode."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
@@ -335,6 +337,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     generation: int
     diagnose_step: int = -1
     """Say first in which layer of this stage the numbers of that step stopped being numbers."""
+    with_log: bool = False
+    """Say first what was done: a stream has no last step."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, tag="diagnosis"):

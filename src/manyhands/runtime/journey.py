@@ -20,8 +20,10 @@ from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
-from manyhands.runtime.control import Arrival, Failed, Holding, Leave, Retain, Survey
+from manyhands.runtime.control import Arrival, Failed, Holding, Retain, Survey
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.crew import Crew, Tell
+from manyhands.runtime.crew import Endurance as Endurance
 from manyhands.runtime.members import Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
@@ -30,22 +32,6 @@ from manyhands.runtime.state import Located
 SURVEY_SECONDS = 120.0
 """A worker answers when it has ended what it is computing."""
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Endurance:
-    """How hard a job tries to go on."""
-
-    replan: str = "auto"
-    """"light" (shares, tiles and cuts move), "heavy" (planned anew), or "auto"."""
-    least: int = 1
-    """With fewer workers it waits for more."""
-    most: int | None = None
-    """More are not used."""
-    wait_seconds: float = 0.0
-    """How long it waits for them."""
-    attempts: int = 5
-    """Losses in a row, with no step done between them, after which it gives up."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +66,6 @@ class Pilot(Protocol):
 
     def began(self, plan: Plan, steps_done: int) -> None:
         """The first round by a plan is done."""
-
-
-class Tell(Protocol):
-    """Told what happens: what, and facts that can be written down."""
-
-    def __call__(self, event: str, /, **facts: Any) -> None: ...
 
 
 @dataclass
@@ -142,9 +122,7 @@ class Journey:
         """Steps that were done and reported; those that are run again are not reported twice."""
         self._safe = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
-        self._known: set[Member] = set()
-        """Who was there when the plan was made."""
-        self._dismissed: set[Member] = set()
+        self._crew = Crew(coordinator, endurance, self.tell)
         self._failures = 0
         self._since = coordinator.new_generation()
         """Before all of this job's: what workers have of earlier jobs is none of its state."""
@@ -155,7 +133,7 @@ class Journey:
 
     def run(self) -> Travelled:
         order = self.order
-        self._known = set(self.coordinator.alive())
+        self._crew.know_all()
         while True:
             leg = self._leg(order)
             run = self._run = Run(
@@ -229,20 +207,12 @@ class Journey:
         self._safe = step
         self.batches.forget_before(step)
 
-    def _available(self) -> list[Member]:
-        """Those who may compute, at most so many."""
-        members = [member for member in self.coordinator.alive() if not member.is_leaving]
-        known = [member for member in members if member in self._known]
-        return [*known, *(one for one in members if one not in self._known)][: self.endurance.most]
-
     def _should_pause(self) -> bool:
         """Whether somebody has come, or wants to go, since the plan was made."""
         run = self._run
         assert run is not None
-        if any(member.is_leaving and member.name in run.names for member in self.coordinator.alive()):
-            return len(self._available()) >= max(1, self.endurance.least)
-        if any(member not in self._known for member in self._available()):
-            return True
+        if self._crew.has_changed(run.names) or self._crew.is_leaving(run.names):
+            return self._crew.has_changed(run.names)
         if self.pilot is None or run.steps_updated == run.first:  # each plan has one step at least
             return False
         return self.pilot.should_change(max(self._furthest, run.steps_updated))
@@ -255,12 +225,8 @@ class Journey:
     def _dismiss(self, *, everybody: bool = False) -> None:
         """Those who were asked to go, and are no longer needed, go."""
         run = self._run
-        needed = set() if run is None else set(run.names if everybody else run.everybody)
-        for member in self.coordinator.alive():
-            if member.is_leaving and member.name not in needed and member not in self._dismissed:
-                self._dismissed.add(member)
-                self.coordinator.say(member.name, Leave())
-                self.tell("left", device=member.name)
+        names = () if run is None else run.names if everybody else run.everybody
+        self._crew.dismiss(names)
 
     # When members change
 
@@ -277,22 +243,18 @@ class Journey:
 
     def _after_pause(self, run: Run, order: Order) -> Order:
         since = time.monotonic()
-        for member in self.coordinator.alive():
-            if member.is_leaving and member.name in run.names:
-                self.tell("leaving", device=member.name)
-            elif member not in self._known:
-                self.tell("joined", device=member.name)
+        self._crew.tell_of_change(run.names)
         return self._next(order, since, WorkerLost("Nobody is left."))
 
     def _next(self, order: Order, since: float, error: ManyhandsError, lost: str = "") -> Order:
         """The order of the next generation. Whoever is lost while it is made is not in it."""
         located = self._surveyed(error)
         while True:
-            available = self._available()
-            if len(available) < max(1, self.endurance.least):  # lost since they were counted
+            available = self._crew.available()
+            if len(available) < self._crew.least:  # lost since they were counted
                 located = self._surveyed(error)
                 continue
-            self._known = set(self.coordinator.alive())
+            self._crew.know_all()
             try:
                 change = self.replan(order.plan, tuple(member.name for member in available), self.endurance.replan)
                 break
@@ -321,7 +283,7 @@ class Journey:
         patience = self.coordinator.security.patience
         limit = time.monotonic() + SURVEY_SECONDS * patience
         while True:
-            self._wait_for_enough(error)
+            self._crew.wait_for_enough(error)
             answers = self._ask(self.coordinator.alive(), limit)
             if answers is not None:
                 break
@@ -357,18 +319,6 @@ class Journey:
             elif isinstance(message, Failed) and message.generation == generation:
                 return None
         return found
-
-    def _wait_for_enough(self, error: ManyhandsError) -> None:
-        least = max(1, self.endurance.least)
-        if len(self._available()) >= least:
-            return
-        wait_seconds = self.endurance.wait_seconds
-        self.tell("waiting", workers=len(self._available()), least=least, seconds=wait_seconds)
-        end = time.monotonic() + wait_seconds
-        while len(self._available()) < least:
-            if time.monotonic() > end:
-                raise error
-            self.coordinator.next_event(_POLL_SECONDS)
 
 
 def _moving_bytes(run: Run) -> int:

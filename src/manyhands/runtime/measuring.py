@@ -32,15 +32,17 @@ def measure_on(
     seconds: float,
     kernels: Mapping[str, Kernel] | None,
     optimizer: Optimizer | None = None,
+    training: bool = True,
 ) -> dict[str, Measured]:
-    """Device -> what it measured, in about `seconds`."""
+    """Device -> what it measured, in about `seconds`; `training`: False for inference."""
     generation = coordinator.new_generation()
     document = to_document(graph)
     given = dict(kernels) if kernels is not None else None
     stepping = optimizer.to_dict() if optimizer is not None else None
     wanted = list(coordinator.muster(names))
     for name in wanted:
-        coordinator.say(name, Measure(generation, document, graph.network, ladder, seconds, given, stepping))
+        asked = Measure(generation, document, graph.network, ladder, seconds, given, stepping, training)
+        coordinator.say(name, asked)
     what = f"measure {graph.name}"
     return _answers(coordinator, generation, wanted, Measured, what, seconds + LIMIT_SECONDS)
 

@@ -1,4 +1,4 @@
-"""One run over joined workers: hand out the parts, feed batches, follow the progress, gather state and results.
+"""One run over joined workers: hand out the parts, feed batches, follow the progress, gather state.
 
 The coordinator feeds a few steps ahead and no further: that is what keeps fast devices from running away. It never
 waits without watching: every event of every worker passes through `_follow`, and silence beyond the limit is an error.
@@ -63,6 +63,7 @@ LEAST_FED_AHEAD = 3
 PREPARE_SECONDS = 120.0
 CONNECT_SECONDS = 30.0
 _STOP_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
 _DIAGNOSIS_SECONDS = 5.0
 
 Batch = tuple[int, Any, Any]
@@ -87,7 +88,6 @@ class Outcome:
 OnStep = Callable[[int, float | None, float], None]
 OnSnapshot = Callable[[RunState], None]
 OnArrivals = Callable[[str, tuple[Arrival, ...]], None]
-OnResult = Callable[[int, dict[str, torch.Tensor]], None]
 
 
 class Run:
@@ -100,7 +100,6 @@ class Run:
         *,
         on_step: OnStep | None = None,
         on_snapshot: OnSnapshot | None = None,
-        on_result: OnResult | None = None,
         on_safe: Callable[[int], None] | None = None,
         should_pause: Callable[[], bool] | None = None,
         on_arrivals: OnArrivals | None = None,
@@ -111,7 +110,6 @@ class Run:
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
-        self.on_result = on_result
         self.on_arrivals = on_arrivals or (lambda name, arrivals: None)
         self.schedule = Schedule(order.plan, order.graph.network)
         self.stride = order.plan.steps_per_round
@@ -185,6 +183,15 @@ class Run:
         constants = [name for name in self.located.here if name.startswith(state.LOSS)]
         return self.located.wanted_by(self.weights[name]) + constants
 
+    def _part(self, device: str, entry: TensorEntry) -> TensorEntry:
+        """What a device gets of a tensor: by channels, its own part of a weight."""
+        box = self.schedule.lowering.work[device].weight_box(state.weight_of(entry.name))
+        return entry if box is None else msgspec.structs.replace(entry, shape=box.shape)
+
+    def _part_of(self, device: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        box = self.schedule.lowering.work[device].weight_box(state.weight_of(name)) if device in self.names else None
+        return tensor if box is None else tensor[box.slices()]
+
     @property
     def wanted_snapshot(self) -> int | None:
         """The oldest snapshot that is not saved yet."""
@@ -234,7 +241,13 @@ class Run:
             self.coordinator.set_clocks(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:
-        return {} if self.order.plan.is_training else self.feeder.expected_results()
+        """(device, topic) -> bytes of every message of a round that comes here."""
+        return {}
+
+    @property
+    def worker_wait_seconds(self) -> float:
+        """How long a worker waits for a message of which nothing comes."""
+        return self.order.wait_limit_seconds
 
     @property
     def keepers(self) -> tuple[str, ...]:
@@ -251,11 +264,12 @@ class Run:
             graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
-            state=tuple(located.entries[one] for one in self._wanted(name)), sources=self.sources[name],
+            state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
+            sources=self.sources[name],
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step,
-            wait_limit_seconds=order.wait_limit_seconds, held=tuple(sorted(self.feeder.held_by(name))),
+            wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.held_by(name))),
         )  # fmt: skip
 
     # Running
@@ -287,7 +301,7 @@ class Run:
     def _start(self) -> None:
         here, keepers, order = self.located.here, self.keepers, self.order
         for name, tensors in self.gives.get(COORDINATOR, {}).items():
-            own = [here[one].detach().cpu().contiguous() for one in tensors]
+            own = [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
             self.coordinator.endpoint.send(name, self.first, STATE, own)
         for name in self.everybody:
             snapshots = order.snapshots if name in keepers else ()
@@ -318,10 +332,6 @@ class Run:
                 return self._steps_done() > done or may_feed() or (not self.is_paused and self.should_pause())
 
             self._follow(moved, self._hear, f"to end step {done}", self.order.wait_limit_seconds + 30)
-            if self.on_result is not None:
-                for step in range(done, self._steps_done()):
-                    self.on_result(step, self.feeder.gather(step))
-                    self.coordinator.endpoint.mailbox.begin_step(step + 1)
 
     def _may_be_fed(self) -> int:
         """Steps. Where a round has several, as many as can be under way: a change of plans waits for what was fed."""
@@ -396,15 +406,21 @@ class Run:
             self._gathering.take(name, message, listed)
         self.backups.kept(name, message, listed)
 
-    def _progress(self, name: str, message: Progress) -> None:
+    def _noted(self, name: str, message: Progress) -> bool:
+        """A device has ended a round; False where that was known."""
         if message.step <= self._done_step[name]:
-            return
+            return False
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
         self._done_step[name] = self._updated[name] = message.step
         self.on_arrivals(name, message.arrivals)
         self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})
+        return True
+
+    def _progress(self, name: str, message: Progress) -> None:
+        if not self._noted(name, message):
+            return
         told = self._told[message.step]
         told[name] = message
         if len(told) < len(self.names):
@@ -432,15 +448,13 @@ class Run:
         """Take events until `is_done`; a loss or a failure ends the run with the error that explains it."""
         heard = time.monotonic()
         while not is_done():
-            event = self.coordinator.next_event(0.2)
-            self._gathering.check()
-            if event is None:
+            event = self.coordinator.next_event(self._look_seconds())
+            self._check()
+            name, message = event or ("", None)
+            if name not in self.members or message is None or isinstance(message, Joined):
                 if time.monotonic() - heard > limit_seconds:
                     waiting = ", ".join(self.names)
                     raise TimedOut(f"Waited {limit_seconds:g} s for {waiting} {what}; nobody said anything.")
-                continue
-            name, message = event
-            if name not in self.members or isinstance(message, Joined):
                 continue
             if isinstance(message, Lost):
                 has_given = name not in self.names and bool(self.first_round_began)
@@ -453,6 +467,14 @@ class Run:
             if isinstance(message, Failed):
                 raise self._failed(name, message)
             hear(name, message)
+
+    def _check(self) -> None:
+        """Raise what has gone wrong on this side."""
+        self._gathering.check()
+
+    def _look_seconds(self) -> float:
+        """How long to wait for the next event before looking around."""
+        return _LOOK_SECONDS
 
     # When something goes wrong
 

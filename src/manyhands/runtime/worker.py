@@ -328,6 +328,8 @@ class Worker:
             elif isinstance(command, Stop):
                 if command.diagnose_step >= 0 and self.prepared is not None and self.prepared.executor is not None:
                     self._say(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
+                if command.with_log and self.prepared is not None and self.prepared.executor is not None:
+                    self._say(Done(generation, _apart(self.prepared.executor.log, self.prepared.state_bytes)))
                 self._drop()
         except _Stopped:
             pass
@@ -536,9 +538,9 @@ class Worker:
         graph.state.update(random_state(graph))
         profile = measure_network(
             graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name,
-            torch_device=self.joining.compute,
+            torch_device=self.joining.compute, training=command.training,
         )  # fmt: skip
-        if command.optimizer is not None:
+        if command.optimizer is not None and command.training:
             optimizer = Optimizer.from_dict(command.optimizer)
             profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
                                       torch_device=self.joining.compute)  # fmt: skip

@@ -4,6 +4,7 @@ forward s0 m3 0:12                                  operators 0..11 of stage 0 o
 loss s1 m3                                          the loss, and the gradients of what the network returns
 backward s0 m3 0:12
 forward s0 m3 4:5 interior                          what operator 4 makes without other tiles' data; 'rim': the rest
+forward s0 m3 8:9 partial                           sums over this device's own inputs; 'sum': of everybody's
 forward s0 m3 0:12 ahead                            keeps what comes in only: it is run 'again' before its backward pass
 backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
@@ -26,12 +27,21 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadSchedule
 
 Kind = Literal[
-    "value", "gradient", "halo", "halo-gradient", "input", "output", "output-gradient", "weights", "weight-gradient"
+    "value",
+    "gradient",
+    "halo",
+    "halo-gradient",
+    "partial",
+    "input",
+    "output",
+    "output-gradient",
+    "weights",
+    "weight-gradient",
 ]
 ReduceKey = tuple[int, str, int, int, int, bool]
 LONGEST_TOPIC = 1000
 KINDS: tuple[str, ...] = get_args(Kind)
-ForwardPart = Literal["", "interior", "rim", "ahead", "again"]
+ForwardPart = Literal["", "interior", "rim", "partial", "sum", "ahead", "again"]
 BackwardPart = Literal["", "inputs", "weights"]
 
 
@@ -77,8 +87,9 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     first: int
     last: int
     part: ForwardPart = ""
-    """Of one operator only what needs nothing from other tiles, or only the rest. Of a whole stage: without what a
-    backward pass needs; or once more with it, on the weights of now (SPLIT Eq. 3): the same masks, no buffer moves."""
+    """Of one operator only what needs nothing from other tiles, or only the rest; or partial sums from own channels,
+    and then the sum of everybody's. Of a whole stage: without what a backward pass needs; or once more with it, on the
+    weights of now (SPLIT Eq. 3): the same masks, no buffer moves."""
 
     def __str__(self) -> str:
         part = f" {self.part}" if self.part else ""
@@ -186,7 +197,9 @@ def is_urgent(what: object) -> bool:
     return isinstance(what, Reduce) and what.what == "statistics"
 
 
-_COMPUTE = re.compile(r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim|ahead|again))?")
+_COMPUTE = re.compile(
+    r"(forward|backward) s(\d+) m(\d+) (\d+):(\d+)(?: (inputs|weights|interior|rim|partial|sum|ahead|again))?"
+)
 _LOSS = re.compile(r"loss s(\d+) m(\d+)")
 _BOX = r"\[(?:-?\d+:-?\d+(?:,-?\d+:-?\d+)*)?\]"
 _NAME = r"[^\[\]+=\s]+"

@@ -7,30 +7,34 @@ through the operators' read rules gives the box each device must have of every t
     inside        computed over the needed box, redundantly, no communication
     group output  owned
 
-By samples nothing is ever missing; by tiles halos are; by channels whatever a dense operator reads of the others.
+By samples nothing is ever missing (here); by tiles halos are (tiles.py); by channels whatever an operator reads of the
+others (channels.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import pairwise
-from math import prod
 
-from manyhands.facts.boxes import Box, Layout, cut_points
-from manyhands.facts.moves import Move, moves
+from manyhands.facts.boxes import Box, Layout
+from manyhands.facts.moves import Move
 from manyhands.facts.network import Network, Op
-from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Single, Stage
+from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import op_range
 
 
 @dataclass(frozen=True)
 class Group:
-    """Operators [first, last) run without communication, after `fetches`: moves of each tensor that it reads."""
+    """Operators [first, last) run without communication, after `fetches`: moves of each tensor that it reads.
+
+    `sums`: what its operator made are partial sums, which go to whoever owns the result.
+    """
 
     first: int
     last: int
     fetches: dict[str, tuple[Move, ...]]
+    sums: dict[str, tuple[Move, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,15 @@ class Walk:
 class StageGeometry:
     """The boxes of one stage, for one micro-batch."""
 
+    is_split_inside = False
+    """Whether devices of this stage exchange activations among themselves."""
+
     def __init__(self, plan: Plan, index: int, network: Network) -> None:
         self.plan, self.index, self.network = plan, index, network
         self.stage: Stage = plan.stages[index]
         self.devices = self.stage.devices
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
-
-    @cached_property
-    def is_split_inside(self) -> bool:
-        """Whether devices of this stage exchange activations among themselves."""
-        return isinstance(self.stage.share, (ByTiles, ByChannels)) and len(self.devices) > 1
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -90,23 +92,20 @@ class StageGeometry:
 
     def _owned_layout(self, tensor: str) -> Layout:
         spec, share, shape = self.network.tensors[tensor], self.stage.share, self.shape(tensor)
-        if isinstance(share, Single) or len(self.devices) == 1:
+        if len(self.devices) == 1 or spec.batch_axis is None:
             return Layout.whole(shape, self.devices)
-        if isinstance(share, BySamples):
-            if spec.batch_axis is None:
-                return Layout.whole(shape, self.devices)
-            rows = {d: n * spec.rows_per_sample for d, n in zip(self.devices, share.samples)}
-            return Layout.split_counts(shape, spec.batch_axis, rows)
-        assert isinstance(share, ByChannels), "tiles have a geometry of their own"
-        if len(shape) < 2:
-            return Layout.whole(shape, self.devices)
-        points = cut_points(shape[1], share.groups)
-        return Layout.split(shape, 1, {d: (points[i], points[i + 1]) for i, d in enumerate(self.devices)})
+        assert isinstance(share, BySamples), "tiles and channels have geometries of their own"
+        rows = {d: n * spec.rows_per_sample for d, n in zip(self.devices, share.samples)}
+        return Layout.split_counts(shape, spec.batch_axis, rows)
+
+    def weight_box(self, device: str, name: str) -> Box | None:
+        """The part of a weight that a device has; None: all of it."""
+        return None
 
     @cached_property
     def group_starts(self) -> tuple[int, ...]:
         """Operators at which a forward group starts."""
-        return tuple(range(self.first, self.last)) if self.is_split_inside else (self.first,)
+        return (self.first,)
 
     @cached_property
     def computed(self) -> dict[str, dict[str, Box]]:
@@ -121,18 +120,7 @@ class StageGeometry:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Forward groups with what must be fetched before each."""
-        if not self.is_split_inside:
-            return (Group(self.first, self.last, {}),)
-        found = []
-        for walk in self._walks:
-            inside = {
-                tensor: moves(self.owned(tensor), Layout.of({d: [box] for d, box in boxes.items()}))
-                for tensor, boxes in walk.read.items()
-                if self.is_made_here(tensor)
-            }
-            crossing = {t: tuple(m for m in ms if not m.is_local) for t, ms in inside.items()}
-            found.append(Group(walk.first, walk.last, {t: ms for t, ms in crossing.items() if ms}))
-        return tuple(found)
+        return (Group(self.first, self.last, {}),)
 
     def is_made_here(self, tensor: str) -> bool:
         return self.first <= self.network.producer.get(tensor, -1) < self.last
@@ -195,15 +183,9 @@ class StageGeometry:
 
     def fractions(self, device: str) -> tuple[float, ...]:
         """How much of each operator this device computes, as a part of the whole micro-batch."""
-        if not self.is_split_inside:
-            share = self.stage.share
-            own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
-            return (own / self.samples,) * (self.last - self.first)
-        boxes = self.computed[device]
-        return tuple(
-            max((boxes[name].volume / prod(self.shape(name)) for name in op.outputs if name in boxes), default=0.0)
-            for op in self.network.ops[self.first : self.last]
-        )
+        share = self.stage.share
+        own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
+        return (own / self.samples,) * (self.last - self.first)
 
     def backward_fractions(self, device: str) -> tuple[float, ...]:
         """How much of each operator's gradient this device computes: what it computed, unless said otherwise."""

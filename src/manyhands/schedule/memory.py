@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
-from manyhands.facts.boxes import cut_points
-from manyhands.facts.network import DTYPE_BYTES, Network, Op
-from manyhands.facts.plan import ByChannels, Plan
+from manyhands.facts.network import DTYPE_BYTES, Network, Op, WeightSpec
+from manyhands.facts.plan import Plan
 from manyhands.schedule.actions import Action, Backward, Discard, Forward, Message, Receive, Send, Step
 from manyhands.schedule.geometry import StageGeometry
 
@@ -44,7 +43,7 @@ class DeviceMemory:
     def act(self, action: Action) -> float:
         """Follow one action; returns the most bytes held during it."""
         now = self.static_bytes + self.held_bytes
-        if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo", "output"):
+        if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo", "partial", "output"):
             size = self._unpacked_bytes(action.message)
             self._received[action.message.stage, action.message.micro_batch] += size
             self.held_bytes += size
@@ -60,8 +59,8 @@ class DeviceMemory:
             now = self.static_bytes + self.held_bytes
         elif isinstance(action, Forward) and action.part != "rim":
             stage = self.stages[action.stage]
-            saved, workspace = stage.range(action.first, action.last)
-            is_first = action.first == stage.first and action.part != "again"
+            saved, workspace = stage.range(action.first, action.last) if action.part != "sum" else (0.0, 0.0)
+            is_first = action.first == stage.first and action.part not in ("again", "sum")
             if is_first and stage is next(iter(self.stages.values())):
                 self.micro_batches_held += 1
                 self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
@@ -75,7 +74,7 @@ class DeviceMemory:
                 now = self.static_bytes + self.held_bytes + workspace
             else:
                 now += workspace
-                if action.last == stage.last and action.part != "interior":
+                if action.last == stage.last and action.part not in ("interior", "partial"):
                     self._release(action.stage, action.micro_batch)
         elif isinstance(action, Backward) and action.part != "weights":
             stage = self.stages[action.stage]
@@ -149,7 +148,7 @@ def _tensor_bytes(network: Network, name: str, samples: int) -> int:
 
 def _trained_bytes(network: Network, op: Op, geometry: StageGeometry, device: str) -> float:
     weights = (network.weights[name] for name in op.weights)
-    return sum(one.bytes * weight_part(geometry, device, one.shape) for one in weights if one.trainable)
+    return sum(one.bytes * weight_part(geometry, device, one) for one in weights if one.trainable)
 
 
 def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:
@@ -157,15 +156,11 @@ def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device:
     for name in network.weights_of(geometry.first, geometry.last):
         weight = network.weights[name]
         copies = 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1
-        total += weight.bytes * copies * weight_part(geometry, device, weight.shape)
+        total += weight.bytes * copies * weight_part(geometry, device, weight)
     return round(total)
 
 
-def weight_part(geometry: StageGeometry, device: str, shape: tuple[int, ...]) -> float:
-    """By channels a device keeps the rows of a weight that make its own channels; otherwise all of it."""
-    share = geometry.stage.share
-    if not isinstance(share, ByChannels) or not shape or len(geometry.devices) == 1:
-        return 1.0
-    points = cut_points(shape[0], share.groups)
-    place = geometry.devices.index(device)
-    return (points[place + 1] - points[place]) / shape[0]
+def weight_part(geometry: StageGeometry, device: str, weight: WeightSpec) -> float:
+    """By channels a device keeps what its own channels need of a weight; otherwise all of it."""
+    box = geometry.weight_box(device, weight.name)
+    return 1.0 if box is None or not weight.elements else box.volume / weight.elements

@@ -6,6 +6,7 @@ Drawn for three stages and four micro-batches, forward as digits, backward as le
     gpipe        0123abcd            all forward, then all backward: M micro-batches are held
     1f1b, K=3    012a3bcd            K_p forward passes ahead, then one backward, one forward in turn (ASTEROID §3.2)
     stream       0123                inference: no backward, samples never overtake each other
+    interleave   0.0.1.1.2           the same; while one waits for others the next is computed (interleave.py)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ what has arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -19,8 +19,8 @@ Answer = Action | Literal["wait", "done"]
 class DeviceState:
     """What a policy may look at: the messages that have arrived at this device, as (source, message), and its feed."""
 
-    arrived: set[tuple[str, Message]] = field(default_factory=set)
-    fed: set[int] | None = None
+    arrived: Container[tuple[str, Message]] = field(default_factory=set)
+    fed: Container[int] | None = None
     """Micro-batches whose inputs and targets are at hand; None: all are."""
 
 

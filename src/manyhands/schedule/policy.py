@@ -7,10 +7,12 @@ executor ask the same policies; what they were answered is the log, and the log 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.schedule.actions import Action
+from manyhands.schedule.interleave import InterleavedOrder, in_chunks
 from manyhands.schedule.orders import passes
 from manyhands.schedule.policies import EagerOrder, FixedOrder, Policy
 from manyhands.schedule.replay import PlainOrder, ReplayOrder, plain_list
@@ -23,8 +25,9 @@ class Schedule:
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan, self.network = plan, network
         self.lowering = Lowering(plan, network)
-        self.is_fixed = plan.order not in ("eager", "replay")
+        self.is_fixed = plan.order not in ("eager", "replay", "interleave")
         self.actions: dict[str, tuple[Action, ...]] = {}
+        self._chunks: dict[tuple[str, int], tuple[Action, ...]] = {}
         if self.is_fixed:
             self.actions = {device: tuple(self._list(work)) for device, work in self.lowering.work.items()}
 
@@ -61,6 +64,11 @@ class Schedule:
         if self.plan.order == "replay":
             yield from plain_list(work, count)
             return
+        if self.plan.order == "interleave":
+            for number in range(count):
+                yield from work.inputs(number)
+                yield from self.chunks(device, number)
+            return
         for number in range(count):
             yield from work.inputs(number)
             if work.geometries:
@@ -78,9 +86,26 @@ class Schedule:
             if not work.geometries or work.geometries[-1].is_last:
                 return PlainOrder(work, mini_batches)
             return ReplayOrder(work, mini_batches, self.plan.replay, self._ahead(work))
+        if self.plan.order == "interleave":
+            return InterleavedOrder(
+                work, self.plan.micro_batches if count is None else count, partial(self.chunks, device)
+            )
         if not work.geometries:
             return FixedOrder(self._list(work))
         return EagerOrder(work, self.plan.micro_batches, self.plan.warm_up_of(work.stage), self._lead)
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether it is the same messages that travel in every round, not others like them."""
+        return self.is_fixed or self.plan.order == "interleave"
+
+    def chunks(self, device: str, number: int) -> tuple[Action, ...]:
+        """A forward pass of a micro-batch on a device, in parts that are short (order interleave)."""
+        found = self._chunks.get((device, number))
+        if found is None:
+            passed = self.lowering.work[device].forward(number)
+            found = self._chunks[device, number] = tuple(in_chunks(passed, self.network))
+        return found
 
     def _ahead(self, work: DeviceWork) -> int | None:
         """How many mini-batches a plan lets a stage run ahead, where it says so; those beyond K are discarded."""

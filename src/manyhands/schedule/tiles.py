@@ -1,6 +1,7 @@
 """The boxes of a stage shared by tiles (TILE §4): who owns, computes, fetches and differentiates what.
 
-    map          (sample, channel, row, column): each device owns one box of the grid
+    map          (sample, channel, row, column): each device owns one box of the grid. Channels may be two axes, group
+                 and channel of it: rows and columns are the last two
     replicated   what was made by adding up over a whole map (global pooling, squeeze-excitation), and what is made from
                  such tensors alone: every device has all of it, and of its gradient its own part of a sum
 
@@ -31,6 +32,7 @@ from manyhands.schedule.geometry import Group, StageGeometry
 
 Boxes = dict[str, dict[str, Box]]
 """Tensor -> device -> box."""
+MAP_AXES = (4, 5)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], in
 
 def _is_map(network: Network, tensor: str, least: int) -> bool:
     spec = network.tensors[tensor]
-    return len(spec.shape) == 4 and spec.batch_axis == 0 and spec.shape[2] * spec.shape[3] >= least
+    return len(spec.shape) in MAP_AXES and spec.batch_axis == 0 and prod(spec.shape[-2:]) >= least
 
 
 def tileable_layers(network: Network) -> tuple[int, Op | None]:
@@ -84,6 +86,8 @@ def _ops(network: Network, layer: int) -> tuple[Op, ...]:
 
 class TileGeometry(StageGeometry):
     """The boxes of one tiled stage, for one micro-batch."""
+
+    is_split_inside = True
 
     def __init__(self, plan: Plan, index: int, network: Network) -> None:
         super().__init__(plan, index, network)
@@ -132,9 +136,10 @@ class TileGeometry(StageGeometry):
         """Whether an operator reads more of a map than the place it makes."""
         if op.tiling == "pool":
             return False
+        rank = len(self.network.tensors[op.outputs[0]].shape) if op.outputs else 0
         return any(
-            rule != Window(axis) for read in op.reads if read.tensor in self.maps for axis, rule in list(
-                enumerate(read.rules))[2:]
+            rule != Window(axis) for read in op.reads if read.tensor in self.maps
+            for axis, rule in enumerate(read.rules[-2:], rank - 2)
         )  # fmt: skip
 
     # Forward
@@ -143,7 +148,7 @@ class TileGeometry(StageGeometry):
         shape = self.shape(tensor)
         if tensor not in self.maps:
             return Layout.whole(shape, self.devices)
-        return Layout.grid(shape, 2, 3, self.share.rows, self.share.columns, self.devices)
+        return Layout.grid(shape, len(shape) - 2, len(shape) - 1, self.share.rows, self.share.columns, self.devices)
 
     def own(self, device: str, tensor: str) -> Box:
         return self.owned(tensor).hull(device)

@@ -18,6 +18,7 @@ from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, ByTiles, Codec, Plan
 from manyhands.schedule.actions import Action, Backward, Forward, Kind, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.reduction import completed_at
 from manyhands.schedule.tiles import TileGeometry
@@ -68,6 +69,12 @@ class DeviceWork:
         """The weights it needs, each once."""
         found = (name for g in self.geometries for name in g.network.weights_of(g.first, g.last))
         return tuple(dict.fromkeys(found))
+
+    def weight_box(self, name: str) -> Box | None:
+        """The part of a weight that it needs; None: all of it."""
+        readers = (g for g in self.geometries if name in g.network.weights_of(g.first, g.last))
+        boxes = {g.weight_box(self.device, name) for g in readers}
+        return boxes.pop() if len(boxes) == 1 else None
 
     def inputs(self, micro_batch: int) -> list[Action]:
         """Sending the inputs that others read."""
@@ -122,8 +129,11 @@ def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
 
 def geometry_of(plan: Plan, index: int, network: Network) -> StageGeometry:
     stage = plan.stages[index]
-    is_tiled = isinstance(stage.share, ByTiles) and len(stage.devices) > 1
-    return TileGeometry(plan, index, network) if is_tiled else StageGeometry(plan, index, network)
+    if isinstance(stage.share, ByTiles) and len(stage.devices) > 1:
+        return TileGeometry(plan, index, network)
+    if isinstance(stage.share, ByChannels) and len(stage.devices) > 1:
+        return ChannelGeometry(plan, index, network)
+    return StageGeometry(plan, index, network)
 
 
 class Handed(NamedTuple):
@@ -258,7 +268,7 @@ class Lowering:
 
     def _statistics(self, geometry: StageGeometry, first: int, last: int) -> list[int]:
         """Operators in a range at which the devices of a stage must add up."""
-        if len(geometry.devices) == 1 or isinstance(geometry.stage.share, ByChannels):
+        if len(geometry.devices) == 1 or isinstance(geometry, ChannelGeometry):
             return []
         if isinstance(geometry, TileGeometry):
             return [i for i in range(first, last) if geometry.adds_up(self.network.ops[i])]
@@ -293,6 +303,11 @@ class Lowering:
                     start += 1
                 else:
                     out += _receives(device, halos)
+                if group.sums:
+                    sums = self._packed(group.sums, "partial", stage)
+                    out += [Forward(stage, 0, start, group.last, "partial"), *_sends(device, sums)]
+                    out += [*_receives(device, sums), Forward(stage, 0, start, group.last, "sum")]
+                    continue
                 for op in self._statistics(geometry, group.first, group.last):
                     if op > start:
                         out.append(Forward(stage, 0, start, op))
@@ -418,7 +433,7 @@ class Lowering:
 
     def _buckets(self, geometry: StageGeometry) -> dict[int, Reduce]:
         """Operator at which a bucket of gradients is complete in backward -> its reduction."""
-        if len(geometry.devices) == 1 or isinstance(geometry.stage.share, ByChannels):
+        if len(geometry.devices) == 1 or isinstance(geometry, ChannelGeometry):
             return {}
         if geometry.stage.reduce == "gateway":
             return {}

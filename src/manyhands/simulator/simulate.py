@@ -79,7 +79,7 @@ class _Device:
     policy: Policy
     memory: DeviceMemory
     result: DeviceResult
-    state: DeviceState = field(default_factory=DeviceState)
+    arrived: set[tuple[str, Message]] = field(default_factory=set)
     mail: Counter[tuple[str, Message]] = field(default_factory=Counter)
     held: Action | None = None
     """An action that waits: it is tried again when something arrives."""
@@ -147,7 +147,7 @@ class _Run:
         while not device.is_done:
             action = device.held
             if action is None:
-                answer = device.policy.next(device.state)
+                answer = device.policy.next(DeviceState(device.arrived))
                 if answer == DONE:
                     device.is_done = True
                     device.result.finished_seconds = self.now
@@ -274,7 +274,7 @@ class _Run:
         assert isinstance(transfer.label, Message)
         key = (transfer.source, transfer.label)
         device.mail[key] += 1
-        device.state.arrived.add(key)
+        device.arrived.add(key)
         device.result.bytes_received += transfer.label.bytes
         self._count_transfer(transfer.target, -1)
         self.runnable.extend(self.waiting.pop((device.name, key), ()))

@@ -1,0 +1,257 @@
+"""The body of a request: how much of it is read, and the samples in it. Data, never code.
+
+A picture, the bytes of a .npy file with one sample or many, or a form with several such files. What it is is seen from
+its first bytes, since clients name the type of a body as they like.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.message import Message
+from typing import Protocol
+
+from manyhands.data.sample_arrays import MAGIC, read_array
+from manyhands.data.samples import read_picture
+from manyhands.data.wanted import Sample, Samples, Wanted
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.units import format_bytes
+
+FORM = "multipart/form-data"
+SINGLE = ("image/", "application/octet-stream", "application/x-npy", "application/x-www-form-urlencoded")
+"""Types of a body that is one file; the last is what curl says where it is told nothing."""
+_PIECE_BYTES = 1 << 16
+_LONGEST_HEADERS = 8192
+_LONGEST_NAME = 200
+_LONGEST_LINE = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask, so that others are answered too."""
+
+    body_bytes: int = 64 * 10**6
+    held_bytes: int = 256 * 10**6
+    """Of the bodies of all requests together, and of the pictures decoded from one."""
+    pixel_count: int = 25_000_000
+    samples: int = 10_000
+    """Of one request."""
+    connections: int = 64
+    idle_seconds: float = 15.0
+    """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
+    body_seconds: float = 60.0
+    """Until all of a body has come."""
+    request_seconds: float = 300.0
+    """From then until everything is answered."""
+    under_way: int = 8
+    """Samples of one request that are asked before the first of them is answered."""
+    drain_seconds: float = 30.0
+    """How long requests under way are waited for in the end."""
+
+
+class Refusal(Exception):
+    """A request that is not answered as asked: the status, and why."""
+
+    def __init__(self, status: int, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.status, self.message, self.hint = status, message, hint
+
+    def told(self) -> dict[str, str]:
+        return {"error": self.message, **({"hint": self.hint} if self.hint else {})}
+
+
+class Room:
+    """Bytes that all requests share."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            if count > self._left:
+                raise Refusal(503, "Too much is being received from others just now.", "Try again in a moment.")
+            self._left -= count
+
+    def give(self, count: int) -> None:
+        with self._lock:
+            self._left += count
+
+
+class Source(Protocol):
+    """Where a body comes from."""
+
+    def read(self, count: int, /) -> bytes: ...
+
+    def readline(self, most: int, /) -> bytes: ...
+
+
+class Body:
+    """A request's body while it is held; leaving gives its room to others."""
+
+    def __init__(self, file: Source, headers: Message, limits: Limits, room: Room) -> None:
+        self.file, self.headers, self.limits, self.room = file, headers, limits, room
+        self.length = announced(headers, limits)
+        self._held = 0
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.room.give(self._held)
+        self._held = 0
+
+    def read(self) -> bytes:
+        """All of it, or a refusal."""
+        if self.length is not None:
+            self._hold(self.length)
+            content = bytearray()
+            self._read_into(content, self.length)
+            return bytes(content)
+        content = bytearray()
+        while size := self._chunk_size():
+            if len(content) + size > self.limits.body_bytes:
+                raise too_long(self.limits)
+            self._hold(size)
+            self._read_into(content, size)
+            if self.file.read(2) != b"\r\n":
+                raise Refusal(400, "A chunk of the body is longer than it said.")
+        while self.file.readline(_LONGEST_LINE).strip():  # trailers
+            pass
+        return bytes(content)
+
+    def _hold(self, count: int) -> None:
+        self.room.take(count)
+        self._held += count
+
+    def _read_into(self, content: bytearray, count: int) -> None:
+        end = len(content) + count
+        while len(content) < end:
+            piece = self.file.read(min(_PIECE_BYTES, end - len(content)))
+            if not piece:
+                raise Refusal(400, f"The body ended after {len(content):,} of {end:,} bytes.")
+            content += piece
+
+    def _chunk_size(self) -> int:
+        line = self.file.readline(_LONGEST_LINE)
+        match = re.fullmatch(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n", line)
+        if match is None:
+            raise Refusal(400, "The body is not chunked as it says.")
+        return int(match.group(1), 16)
+
+
+def announced(headers: Message, limits: Limits) -> int | None:
+    """The length of a body before it is read; None: it comes in chunks."""
+    lengths, coding = set(headers.get_all("Content-Length", [])), headers.get("Transfer-Encoding", "")
+    if coding and (lengths or coding.strip().lower() != "chunked"):
+        raise Refusal(400, "The body has a length and a transfer coding, or one other than chunked.")
+    if coding:
+        return None
+    if not lengths:
+        raise Refusal(411, "The request does not say how long its body is.", "Send Content-Length, or chunks.")
+    length = lengths.pop()
+    if lengths or not re.fullmatch(r"\d{1,18}", length):
+        raise Refusal(400, "The length of the body is no number.")
+    if int(length) > limits.body_bytes:
+        raise too_long(limits, int(length))
+    return int(length)
+
+
+def too_long(limits: Limits, length: int = 0) -> Refusal:
+    said = f"The body is {format_bytes(length)} long" if length else "The body is too long"
+    return Refusal(413, f"{said}; at most {format_bytes(limits.body_bytes)} are read.", "Send fewer samples at a time.")
+
+
+# Samples
+
+
+def samples_in(content: bytes, content_type: str, name: str, wanted: Wanted, limits: Limits) -> Samples:
+    """The samples of a body, in its order. A single one that cannot be read refuses all, named."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == FORM:
+        files = _files(content, content_type, limits)
+    elif not kind or kind.startswith(SINGLE):
+        files = [(name, content)]
+    else:
+        raise Refusal(
+            415, f"Nothing is made of a body of {kind:.80}.",
+            "Send image/png or another picture, application/x-npy, or multipart/form-data with several files.",
+        )  # fmt: skip
+    sample_bytes = wanted.dtype.itemsize
+    for extent in wanted.shape:
+        sample_bytes *= extent
+    try:
+        return _joined([_read(file, own, wanted, limits, sample_bytes * len(files)) for own, file in files], limits)
+    except ManyhandsError as error:
+        raise Refusal(400, error.message, error.hint) from error
+
+
+def _read(content: bytes, name: str, wanted: Wanted, limits: Limits, decoded_bytes: int) -> Samples:
+    if not content:
+        raise Refusal(400, f"{name}: is empty.", "Send a picture, or the bytes of a .npy file.")
+    if content.startswith(MAGIC):
+        return read_array(content, name, wanted)
+    if decoded_bytes > limits.held_bytes:
+        raise Refusal(413, f"The pictures take {format_bytes(decoded_bytes)} decoded.", "Send fewer at a time.")
+    value = read_picture(content, name, wanted, largest_pixel_count=limits.pixel_count)
+    return Samples(1, lambda index: value, lambda index: name)
+
+
+def _joined(parts: list[Samples], limits: Limits) -> Samples:
+    """One after another."""
+    places = [(part, index) for part in parts for index in range(min(len(part), limits.samples + 1))]
+    if len(places) > limits.samples:
+        raise Refusal(413, f"More than {limits.samples:,} samples in one request.", "Send fewer at a time.")
+
+    def make(index: int) -> Sample:
+        part, place = places[index]
+        return part[place]
+
+    def name(index: int) -> str:
+        part, place = places[index]
+        return part.name(place)
+
+    return Samples(len(places), make, name)
+
+
+def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
+    """The files of a form, by name."""
+    boundary = _header("Content-Type", content_type).get_boundary("") or ""
+    if not 1 <= len(boundary) <= 70:  # RFC 2046
+        raise Refusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
+    pieces = (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"), limits.samples + 2)
+    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
+        what = "has too many parts" if len(pieces) > limits.samples + 2 else "is cut off, or its parts are not marked"
+        raise Refusal(400, f"The form {what}.")
+    files: list[tuple[str, bytes]] = []
+    for piece in pieces[1:-1]:
+        head, gap, body = piece.partition(b"\r\n\r\n")
+        if not gap or len(head) > _LONGEST_HEADERS:
+            raise Refusal(400, "A part of the form has no end of its headers.")
+        fields = _fields(head)
+        disposition = _header("Content-Disposition", fields.get("content-disposition", ""))
+        name = disposition.get_filename("")
+        if name or "content-type" in fields:  # else a plain field
+            files.append((plain_name(name) or f"file {len(files)}", body))
+    if not files:
+        raise Refusal(400, "There is no file in the form.", "curl -F file=@picture.png URL")
+    return files
+
+
+def _fields(head: bytes) -> Mapping[str, str]:
+    lines = head.decode("utf-8", "replace").split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip().lower(): value.strip() for key, colon, value in pairs if colon}
+
+
+def _header(name: str, value: str) -> Message:
+    message = Message()
+    message[name] = value.replace("\r", " ").replace("\n", " ")
+    return message
+
+
+def plain_name(name: str) -> str:
+    """A name that can be printed anywhere."""
+    return "".join(letter for letter in name if letter.isprintable())[:_LONGEST_NAME]

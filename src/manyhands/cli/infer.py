@@ -1,0 +1,247 @@
+"""`manyhands infer`: a network over several devices, on pictures or arrays, or as a service."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from manyhands.cli.infer_show import SHOWN, InferShow
+from manyhands.cli.options import Json
+
+if TYPE_CHECKING:
+    from manyhands.api.answering_model import Known
+    from manyhands.api.inference import Inference
+    from manyhands.data.wanted import Samples
+
+TOP = 5
+
+
+def infer(
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="A name from `manyhands models`, or module:factory. Default: tiny."),
+    ] = "",
+    weights: Annotated[
+        str,
+        typer.Option("--weights", "-w", help="A run's folder, or a .safetensors file. Default: random."),
+    ] = "",
+    input: Annotated[
+        str,
+        typer.Option("--input", "-i", help="A folder of pictures, a picture, samples.npy, .npz, or digits."),
+    ] = "",
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Write answers here: .npy (all outputs) or .jsonl (a line each).")
+    ] = "",
+    objective: Annotated[
+        str, typer.Option("--for", help="latency (one sample at a time) or throughput (a stream of many).")
+    ] = "latency",
+    share: Annotated[
+        str | None,
+        typer.Option(
+            "--share",
+            "-s",
+            help="How to share the work: auto (fastest), single, samples, tiles, deepthings, modnn, coates, channels, "
+            "pipeline or split. Default: auto.",
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --for ... --out), or as --share.")
+    ] = None,
+    home: Annotated[
+        str, typer.Option("--home", help="The device that has the samples, which --share split and auto plan with.")
+    ] = "",
+    decouple: Annotated[
+        str, typer.Option("--decouple", help="Decouple the network first: groups,shuffles,widening like 4,3,1.5.")
+    ] = "",
+    shape: Annotated[
+        str, typer.Option("--shape", help="Shape of one sample, like 3x64x64. Default: the run's, or the model's own.")
+    ] = "",
+    top: Annotated[int, typer.Option("--top", min=1, max=1000, help="So many classes of each answer.")] = TOP,
+    raw: Annotated[bool, typer.Option("--raw", help="All numbers of each answer in place of classes.")] = False,
+    serve: Annotated[
+        int | None,
+        typer.Option("--serve", min=0, max=65535, help="Answer HTTP requests at this port until Ctrl-C; 0: any."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Of --serve: 0.0.0.0 for others too, with TLS and a token.")
+    ] = "127.0.0.1",
+    bearer: Annotated[
+        str,
+        typer.Option("--bearer", envvar="MANYHANDS_BEARER", help="What clients must know. Default: a new one."),
+    ] = "",
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", help="Of --serve: seconds that a request is given. Default: 300.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", "-n", help="How many workers, like 4; or 2:6. Default: one a core, up to 4."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
+    ] = None,
+    lab: Annotated[
+        str | None, typer.Option("--lab", help="A preset or cluster.yaml to play on this machine (as root).")
+    ] = None,
+    scale: Annotated[float | None, typer.Option("--scale", help="Of --lab: so many times slower than in life.")] = None,
+    slots: Annotated[int | None, typer.Option("--slots", min=1, max=16, help="Of --lab: workers on a device.")] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option("--trace", help="Of --lab: [DEVICE=]FILE of rates that its port follows.")
+    ] = None,
+    listen: Annotated[
+        str, typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join.")
+    ] = "",
+    token: Annotated[
+        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
+    ] = "",
+    gpus: Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")] = None,
+    json: Json = False,
+) -> None:
+    """Run a network on several devices: faster than the best of them, and on through the loss of some."""
+    from manyhands.api import answering_job as job
+    from manyhands.api import jobs
+    from manyhands.facts.errors import BadValue
+    from manyhands.planner.inference import objective_named
+
+    if bool(input) == (serve is not None):
+        raise BadValue(
+            "There is nothing to answer." if not input else "--input and --serve both say what is to be answered.",
+            hint="Give one of them: --input FOLDER, --input samples.npy, --input digits or --serve 8080.",
+        )
+    if time_limit is not None and not time_limit > 0:
+        raise BadValue(f"--time-limit is {time_limit:g}; it must be more than 0 seconds.")
+    chosen, objective = job.plan_named(share, plan), objective_named(objective)
+    given = {
+        "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
+        "traces": tuple(trace) if trace else None,
+    }  # fmt: skip
+    with InferShow(quiet=json) as show:
+        if output:
+            from manyhands.api.answering_stream import check_output
+
+            check_output(Path(output))
+        from manyhands.api.answering_model import MODEL, load_known
+
+        name = job.decoupled_name(model or MODEL, decouple) if decouple else model
+        known = load_known(name, weights, shape, source=input)
+        samples = _samples(known, input) if input else None
+        _check_served(known, serve)
+        wish = job.wish_for(given, chosen, listen)
+        with (
+            jobs.machines_for(wish, listen, token, show.say) as machines,
+            job.opened(
+                known, machines, wish, chosen, objective, show.say, home=home, others_may_join=bool(listen or cluster)
+            ) as running,
+        ):  # fmt: skip
+            show.ready(running, known)
+            if samples is None:
+                _serve(running, known, (host, serve or 0), bearer, time_limit, show, json)
+            else:
+                told = _answer_all(running, known, samples, output, top, raw, show)
+    if samples is None:
+        return
+    if json:
+        from manyhands.cli.show import print_json
+
+        print_json(told)
+    else:
+        show.finished(told, output)
+
+
+def _samples(known: Known, source: str) -> Samples:
+    from manyhands.data.samples import read_samples
+
+    return read_samples(source, known.wanted)
+
+
+def _check_served(known: Known, port: int | None) -> None:
+    from manyhands.facts.errors import BadValue
+
+    if port is not None and isinstance(known.wanted, dict):
+        raise BadValue(
+            f"{known.name} takes several arrays for a sample, which no request here holds: {', '.join(known.wanted)}.",
+            hint="Give them in a file: --input samples.npz",
+        )
+
+
+def _answer_all(
+    running: Inference, known: Known, samples: Samples, output: str, top: int, raw: bool, show: InferShow
+) -> dict[str, Any]:
+    """Everything in order; what --json prints."""
+    from manyhands.api.answering_stream import UNDER_WAY, Output, Tally, in_order
+
+    lines: list[dict[str, Any]] = []
+    tally = Tally()
+    with contextlib.ExitStack() as stack:
+        if samples.note:
+            show.say(samples.note)
+        file = Output(Path(output), len(samples), known.labels, top=top, raw=raw) if output else None
+        if file is not None:
+            stack.enter_context(file)
+        show.begin(len(samples))
+        at_once = 1 if running.objective == "latency" else UNDER_WAY
+        found = stack.enter_context(contextlib.closing(in_order(running, samples, at_once)))
+        for answer in found:
+            tally.add(answer, known.labels, samples)
+            if file is not None:
+                file.add(answer)
+            if show.quiet or len(lines) < SHOWN:
+                lines.append(known.labels.told(answer, top=top, raw=raw))
+            show.answered(answer.seconds)
+    return {
+        "answers": lines,
+        **tally.told(),
+        "network": running.graph.name,
+        "objective": running.objective,
+        "predicted_seconds": running.predicted_seconds,
+        "reruns": running.reruns,
+        "recoveries": list(running.recoveries),
+        "weights": known.note,
+        "plan": running.plan.to_dict(),
+    }
+
+
+def _serve(
+    running: Inference, known: Known, address: tuple[str, int], bearer: str, time_limit: float | None, show: InferShow,
+    json: bool,
+) -> None:  # fmt: skip
+    """Until Ctrl-C or SIGTERM; requests under way are answered then. A stream that ended by itself is an error."""
+    from dataclasses import replace
+
+    from manyhands.api.answering import Answering
+    from manyhands.api.answering_job import health
+    from manyhands.api.answering_requests import Limits
+    from manyhands.api.answering_stream import failed
+    from manyhands.cli.show import print_json
+    from manyhands.data.wanted import Wanted
+
+    assert isinstance(known.wanted, Wanted)
+    limits = Limits() if time_limit is None else replace(Limits(), request_seconds=time_limit)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Answering(
+            running, known.wanted, known.labels, host=address[0], port=address[1], bearer=bearer, limits=limits,
+            health=lambda: health(running),
+        ) as served:  # fmt: skip
+            show.stop()
+            if json:
+                print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command()})
+            else:
+                typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\nCtrl-C ends it.")
+            sys.stdout.flush()
+            try:
+                while (error := failed(running)) is None:
+                    time.sleep(0.2)
+            except KeyboardInterrupt:
+                show.say("Ending: what was asked is answered first. Ctrl-C again ends it at once.")
+            else:
+                raise error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if not json:
+        typer.echo(f"Answered {running.answered:,} samples; devices came or went {len(running.recoveries)} time(s).")

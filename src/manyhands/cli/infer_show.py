@@ -1,0 +1,109 @@
+"""What a person sees of an inference job: a spinner, the plan in short, a bar, a table of answers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from manyhands.cli.following import PLAIN_LINES, Show
+
+if TYPE_CHECKING:
+    from manyhands.api.answering_model import Known
+    from manyhands.api.inference import Inference
+
+SHOWN = 20
+
+
+class InferShow(Show):
+    """A spinner, the plan in short, a bar, a table."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__("manyhands infer", quiet=quiet)
+        self._answers = 0
+        self._had_terminal = False
+
+    def stop(self) -> None:
+        self._stop()
+
+    def ready(self, running: Inference, known: Known) -> None:
+        """What will be done, and by whom."""
+        if self.quiet:
+            return
+        from manyhands.cli.tables import share_text
+        from manyhands.facts.plan_check import layer_range
+        from manyhands.facts.units import format_seconds
+
+        self._had_terminal = self._live is not None
+        self._stop()
+        plan, network = running.plan, running.graph.network
+        typer.echo(f"{network.name} ({network.input_text}) for {running.objective}, order {plan.order}:")
+        for stage in plan.stages:
+            first, last = layer_range(stage)
+            shares = [f"{device} ({share_text(stage.share, place)})" for place, device in enumerate(stage.devices)]
+            typer.echo(f"  layers {first}-{last - 1}: {', '.join(shares)}")
+        typer.echo(f"Predicted: {format_seconds(running.predicted_seconds)} a sample. {known.note}")
+        sys.stdout.flush()
+
+    def begin(self, count: int) -> None:
+        self._steps = count
+        if not self.quiet and self._had_terminal:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._live = Progress(*columns, console=Console(stderr=True))
+            self._task = self._live.add_task("answering", total=count)
+            self._live.start()
+
+    def answered(self, seconds: float) -> None:
+        self._answers += 1
+        if self._live is not None and not self.quiet:
+            self._live.update(self._task, advance=1)
+        elif not self.quiet and self._steps >= SHOWN:
+            done, every = self._answers, max(1, self._steps // PLAIN_LINES)
+            if done % every == 0 or done == self._steps:
+                self.say(f"{done} of {self._steps} answered")
+
+    def finished(self, told: dict[str, Any], output: str) -> None:
+        from manyhands.api.answering_lines import short_text
+        from manyhands.cli.show import print_table
+        from manyhands.facts.units import format_seconds
+
+        rows = [
+            [line["name"], short_text(line) or _numbers(line), format_seconds(line["seconds"])]
+            for line in told["answers"][:SHOWN]
+        ]
+        print_table(told["network"], ["input", "answer", "after"], rows, numbers=["after"])
+        if told["samples"] > SHOWN:
+            where = output or "--output answers.jsonl has all"
+            typer.echo(f"... and {told['samples'] - SHOWN:,} more: {where}.")
+        elif output:
+            typer.echo(f"Answers: {output}")
+        if told["accuracy"] is not None:
+            typer.echo(f"Accuracy: {told['accuracy']:.1%} of {told['samples']:,} samples")
+        predicted, median = told["predicted_seconds"], told["median_latency_seconds"]
+        if told["objective"] == "latency":
+            typer.echo(
+                f"A sample took {format_seconds(median)} (median), predicted {format_seconds(predicted)}: "
+                f"{median / predicted if predicted else 0:.2f} times the prediction"
+            )
+        else:
+            rate = told["samples_per_second"]
+            typer.echo(
+                f"{rate:,.1f} samples/s, predicted {1 / predicted if predicted else 0:,.1f}; an answer came "
+                f"{format_seconds(median)} after its sample (median, {told['samples']:,} samples)"
+            )
+        if told["recoveries"]:
+            typer.echo(
+                f"Devices came or went {len(told['recoveries'])} time(s); {told['reruns']} sample(s) were run again."
+            )
+        if told["weights"].startswith("The weights are random"):
+            typer.echo(told["weights"])
+
+
+def _numbers(line: dict[str, Any]) -> str:
+    """The start of an output that is no choice among classes."""
+    text = str(line.get("output", ""))
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,153 @@
+"""Samples to run a network on: a folder of pictures, one picture, arrays, or the held-out part of a data set.
+
+They become what the network was trained on: pictures are squeezed into the input's height and width, bytes from 0 to
+255 become numbers by the same mean and deviation.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+
+from manyhands.data.pictures import FORMATS, LARGEST_PIXEL_COUNT, check_all, eight_bits, reason
+from manyhands.data.plain_files import entries
+from manyhands.data.sample_arrays import HOW, read_npy, read_npz, read_several
+from manyhands.data.sets import NAMES, STAND_INS, load
+from manyhands.data.wanted import Sample, Samples, Wanted, misfit
+from manyhands.facts.errors import BadData, BadFile
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
+LARGEST_FILE_COUNT = 1_000_000
+
+
+def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
+    """A folder of pictures, one picture, .npy, .npz, or the held-out samples of a data set by its name.
+
+    `wanted` is one for each argument where the network takes several; then a .npz file has an array for each.
+    """
+    path = Path(source).expanduser()
+    if source in (*NAMES, *STAND_INS):
+        return _data_set(source, wanted)
+    if not path.exists():
+        raise BadFile(
+            f"{source}: there is no such file, folder or data set.",
+            hint=f"Give a folder of pictures, a picture, a .npy or .npz file, or {', '.join(NAMES)}.",
+        )
+    suffix = path.suffix.lower()
+    if not isinstance(wanted, Wanted):
+        if suffix != ".npz":
+            raise BadData(
+                f"{path}: the network takes several arrays for a sample: {', '.join(wanted)}.",
+                hint=f"Write them with numpy.savez('samples.npz', {', '.join(f'{key}={key}' for key in wanted)}).",
+            )
+        return read_several(path, wanted)
+    if path.is_dir():
+        from manyhands.data.cifar import cifar_root
+
+        return _data_set(source, wanted) if cifar_root(path) is not None else _folder(path, wanted)
+    if suffix == ".npy":
+        return read_npy(path, wanted)
+    if suffix == ".npz":
+        from manyhands.data.cifar import is_jpeg_copy
+
+        return _data_set(source, wanted) if is_jpeg_copy(path) else read_npz(path, wanted)
+    _check_pictures(str(path), wanted)
+    return Samples(1, lambda index: read_picture(path, str(path), wanted), lambda index: path.name)
+
+
+# Pictures
+
+
+def read_picture(
+    source: Path | bytes, name: str, wanted: Wanted, *, largest_pixel_count: int = LARGEST_PIXEL_COUNT
+) -> Tensor:
+    """One picture, decoded as for training."""
+    _check_pictures(name, wanted)
+    channels, height, width = wanted.shape
+    mode = "RGB" if channels == 3 else "L"
+    try:
+        if isinstance(source, Path) and not source.is_file():  # opening a pipe would wait for ever
+            raise OSError("no such file" if not source.exists() else "not a plain file")
+        with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS) as image:
+            pixel_count = image.width * image.height
+            if pixel_count > largest_pixel_count:
+                raise OSError(f"{pixel_count:,} pixels; at most {largest_pixel_count:,} are decoded")
+            if image.mode == "F":
+                raise OSError("its pixels are floats, not 0 to 255")
+            image.draft(mode, (2 * width, 2 * height))  # a large JPEG need not be decoded in full
+            pixels = eight_bits(image).convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+    except Exception as error:  # Pillow's decoders raise nearly anything
+        raise BadData(
+            f"{name}: the picture cannot be read: {reason(error)}.", hint=f"Read are: {', '.join(FORMATS)}."
+        ) from error
+    array = numpy.array(pixels, dtype=numpy.float32).reshape(height, width, channels)
+    value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    return ((value / 255 - wanted.mean) / wanted.deviation).to(wanted.dtype)
+
+
+def _check_pictures(name: str, wanted: Wanted) -> None:
+    if not wanted.takes_pictures:
+        raise BadData(
+            f"{name}: pictures have 1 or 3 channels, a height and a width; the network takes {wanted.text}.", hint=HOW
+        )
+
+
+def _folder(folder: Path, wanted: Wanted) -> Samples:
+    """Every picture below a folder, by name; all are looked at first, so that the last one cannot end a long job."""
+    _check_pictures(str(folder), wanted)
+    files, others = _below(folder)
+    if not files:
+        beside = f"; {others} other file(s)" if others else ""
+        raise BadData(f"{folder}: there is no picture in it{beside}.", hint=f"Looked for: {', '.join(SUFFIXES)}.")
+    check_all(folder, files)
+    return Samples(
+        len(files),
+        lambda index: read_picture(files[index], str(files[index]), wanted),
+        lambda index: files[index].relative_to(folder).as_posix(),
+        note=f"{others} file(s) in {folder} are no pictures by their names and were left out." if others else "",
+    )
+
+
+def _below(folder: Path) -> tuple[list[Path], int]:
+    """The pictures below a folder, and how many files are none. Links to folders may lead in a circle."""
+    files: list[Path] = []
+    others = 0
+    for entry in entries(folder, most=LARGEST_FILE_COUNT):
+        if entry.is_dir():
+            if not entry.is_symlink():
+                found, rest = _below(entry)
+                files, others = files + found, others + rest
+        elif entry.suffix.lower() in SUFFIXES:
+            files.append(entry)
+        else:
+            others += 1
+    return files, others
+
+
+def _data_set(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
+    """The held-out samples; all of them where none are."""
+    sets = load(source, input_shape=wanted.shape if isinstance(wanted, Wanted) else None)
+    data: Any = sets.test if sets.test is not None else sets.train
+
+    def make(index: int) -> Sample:
+        value = data[index][0]
+        if isinstance(wanted, Wanted) and isinstance(value, Tensor):
+            if tuple(value.shape) != wanted.shape:
+                raise misfit(f"{source}: sample {index}", tuple(value.shape), wanted)
+            return value.to(wanted.dtype)
+        made: Sample = value
+        return made
+
+    targets = [int(data[index][1]) for index in range(len(data))] if sets.num_classes and not sets.has_boxes else ()
+    part = "held-out " if sets.test is not None else ""
+    return Samples(
+        len(data), make, lambda index: f"{sets.name}[{index}]", targets=targets,
+        note=f"The {len(data)} {part}samples of {sets.name}.",
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""Which convolutions become grouped and which stay dense, and where the shuffles go.
+
+Shuffles are evenly spaced by depth, counted in convolutions, and avoid large tensors: around each of the evenly spaced
+places the smallest tensor is taken. Inside a bottleneck that is the narrow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from manyhands.decoupling import operators
+from manyhands.decoupling.forms import Layer
+from manyhands.decoupling.reading import Reading
+from manyhands.decoupling.report import Noted
+from manyhands.decoupling.tracing import CONVOLUTIONS, operator_name, shape_of
+from manyhands.decoupling.widths import Widths
+
+ALL = "all"
+GATE = "gate (squeeze and excitation): one small reduction over all channels"
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A convolution's new number of groups, and why it is dense where it is."""
+
+    groups: int
+    dense: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tensor that may be shuffled before a convolution reads it."""
+
+    convolution: fx.Node
+    depth: int
+    elements: int
+
+
+def group_layers(reading: Reading, widths: Widths) -> dict[str, Grouped]:
+    """What becomes of every convolution."""
+    found = {}
+    for name, layer in reading.layers.items():
+        if isinstance(layer.module, CONVOLUTIONS):
+            found[name] = _grouped(name, layer, reading, widths)
+    return found
+
+
+def _grouped(name: str, layer: Layer, reading: Reading, widths: Widths) -> Grouped:
+    module: nn.Conv2d = layer.module  # type: ignore[assignment]
+    if module.groups > 1 and module.groups == module.in_channels:
+        return Grouped(widths.width(layer.reads))  # depthwise, as before
+    if widths.groups == 1:
+        return Grouped(module.groups)
+    groups = math.lcm(module.groups, widths.groups)
+    dense = ""
+    if reading.gates.intersection(layer.calls):
+        dense = GATE
+    elif name in reading.heads:
+        dense = "makes the network's output"
+    elif reading.forms[layer.calls[0]].is_pooled:
+        dense = "part of the classifier"
+    elif not widths.is_grouped(layer.reads):
+        dense = f"reads {widths.why_pinned(layer.reads) or 'channels that cannot be divided'}"
+        dense += f" ({widths.old(layer.reads)} channels)"
+    elif widths.width(layer.makes) % groups or widths.width(layer.reads) % groups:
+        dense = f"{widths.width(layer.makes)} outputs of {widths.width(layer.reads)} inputs do not divide"
+    return Grouped(module.groups if dense else groups, dense)
+
+
+def stays_dense(reading: Reading, grouped: dict[str, Grouped]) -> Iterator[Noted]:
+    """Everything that reads all channels, and why."""
+    for name, layer in reading.layers.items():
+        if name in grouped and grouped[name].dense:
+            yield Noted(name, grouped[name].dense)
+        elif isinstance(layer.module, nn.Linear):
+            yield Noted(name, GATE if reading.gates.intersection(layer.calls) else "linear layer")
+    for name, why in reading.mixing.items():
+        yield Noted(name, why)
+
+
+def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -> Iterator[Noted]:
+    """Convolutions that make as many channels as before, whatever `widen` says, and why."""
+    for name in grouped:
+        why = widths.why_pinned(reading.layers[name].makes)
+        if why:
+            yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {why}")
+
+
+def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[Candidate]:
+    """Inputs of grouped convolutions that groups have worked on alone since they were last mixed."""
+    mixed: dict[fx.Node, bool] = {}
+    found: list[Candidate] = []
+    depth = 0
+    for node in reading.graph.nodes:
+        if node not in reading.forms:
+            continue
+        sources = [source for source in node.all_input_nodes if source in reading.forms]
+        mixed[node] = all(mixed[source] for source in sources)
+        name = str(node.target)
+        if node.op != "call_module" or name not in grouped:
+            continue
+        own, module = grouped[name], reading.layers[name].module
+        if own.dense:
+            mixed[node] = not reading.gates.intersection([node])
+        elif own.groups != module.in_channels or module.groups != own.groups:
+            form = reading.forms[sources[0]]
+            if not mixed[sources[0]] and len(reading.layers[name].calls) == 1 and widths.can_shuffle(form.width):
+                places = math.prod((shape_of(sources[0]) or ())[2:])
+                found.append(Candidate(node, depth, widths.width(form.width) * places))
+            mixed[node] = False
+        depth += 1
+    return found
+
+
+def choose(reading: Reading, wanted: int | str, possible: list[Candidate], convolutions: int) -> list[Candidate]:
+    """The shuffles, in order of depth."""
+    if wanted == ALL:
+        return _one_in_every_block(reading, possible)
+    assert isinstance(wanted, int)
+    chosen: list[Candidate] = []
+    left = list(possible)
+    spacing = convolutions / (wanted + 1)
+    for number in range(1, min(wanted, len(possible)) + 1):
+        target = number * spacing
+        near = [one for one in left if abs(one.depth - target) <= spacing / 2] or [
+            min(left, key=lambda one: (abs(one.depth - target), one.depth))
+        ]
+        best = min(near, key=lambda one: (one.elements, abs(one.depth - target), one.depth))
+        chosen.append(best)
+        left.remove(best)
+    return sorted(chosen, key=lambda one: one.depth)
+
+
+def _one_in_every_block(reading: Reading, possible: list[Candidate]) -> list[Candidate]:
+    """The smallest tensor of every residual branch; elsewhere, before every convolution."""
+    blocks: dict[fx.Node, list[Candidate]] = {}
+    for one in possible:
+        blocks.setdefault(_end_of_block(reading, one.convolution), []).append(one)
+    best = [min(block, key=lambda one: (one.elements, one.depth)) for block in blocks.values()]
+    return sorted(best, key=lambda one: one.depth)
+
+
+def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:
+    """The addition a convolution's branch ends in, or itself where it is in none."""
+    node = convolution
+    while True:
+        readers = [user for user in node.users if user in reading.forms and user not in reading.gates]
+        if len(readers) != 1:
+            return convolution
+        node = readers[0]
+        if node.op != "call_module" and operator_name(node) in operators.JOINING and _adds(node, reading):
+            return node
+
+
+def _adds(node: fx.Node, reading: Reading) -> bool:
+    """Whether maps are joined, rather than scaled by a gate or a number."""
+    maps = [arg for arg in node.all_input_nodes if arg in reading.forms and not reading.forms[arg].is_pooled]
+    return len(maps) > 1

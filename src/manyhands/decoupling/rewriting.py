@@ -1,0 +1,180 @@
+"""The new graph and its layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from manyhands.decoupling import weights as making
+from manyhands.decoupling.forms import Layer
+from manyhands.decoupling.grouping import Candidate, Grouped
+from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat, dealt_order
+from manyhands.decoupling.reading import Reading
+from manyhands.decoupling.tracing import CONVOLUTIONS
+from manyhands.decoupling.widths import Widths
+
+
+class Rewriting:
+    """Edits the graph that was read; afterwards `parts` has everything that it names."""
+
+    def __init__(
+        self, model: nn.Module, reading: Reading, widths: Widths, grouped: Mapping[str, Grouped], *, original: bool
+    ) -> None:
+        self.parts: dict[str, Any] = {}
+        self.concats: list[str] = []
+        self.shuffles: list[str] = []
+        self._model = model
+        self._reading = reading
+        self._widths = widths
+        self._grouped = grouped
+        self._original = original
+        self._shuffled: set[str] = set()
+
+    def rewrite(self, chosen: Iterable[Candidate]) -> None:
+        for one in chosen:
+            self._shuffle(one.convolution)
+        for node in self._reading.concats:
+            self._concat(node)
+        for node in self._reading.reshapes:
+            self._reshape(node)
+        for node in list(self._reading.graph.nodes):
+            if node.meta.get("dropout") is not None:
+                self._call(node, "dropout", node.meta["dropout"], node.args[:1])
+        for node in self._reading.graph.nodes:
+            name = str(node.target)
+            if name in self.parts or node.op not in ("call_module", "get_attr"):
+                continue
+            if name in self._reading.layers:
+                self.parts[name] = self._layer(name, self._reading.layers[name])
+            elif node.op == "call_module":
+                self.parts[name] = copy.deepcopy(self._model.get_submodule(name))
+            else:
+                self.parts[name] = self._weight(name)
+
+    # The graph
+
+    def _name(self, stem: str) -> str:
+        taken = {name.partition(".")[0] for name, _ in self._model.named_modules()} | set(self.parts)
+        taken |= set(vars(self._model)) | set(self._model._parameters) | set(self._model._buffers)
+        return next(name for number in range(1, 10**6) if (name := f"{stem}_{number}") not in taken)
+
+    def _call(self, node: fx.Node, stem: str, module: nn.Module, args: tuple[Any, ...]) -> str:
+        """Put a call of a layer in the place of a node."""
+        name = self._name(stem)
+        self.parts[name] = module
+        with self._reading.graph.inserting_before(node):
+            made = self._reading.graph.create_node("call_module", name, args)
+        node.replace_all_uses_with(made)
+        self._reading.graph.erase_node(node)
+        return name
+
+    def _shuffle(self, convolution: fx.Node) -> None:
+        name = self._name("shuffle")
+        self.parts[name] = ChannelShuffle(self._widths.groups)
+        source = convolution.all_input_nodes[0]
+        with self._reading.graph.inserting_before(convolution):
+            made = self._reading.graph.create_node("call_module", name, (source,))
+        convolution.replace_input_with(source, made)
+        self.shuffles.append(name)
+        self._shuffled.add(str(convolution.target))
+
+    def _concat(self, node: fx.Node) -> None:
+        if self._widths.groups == 1 or not self._widths.is_grouped(self._reading.forms[node].width):
+            return
+        parts = node.args[0] if node.args else node.kwargs["tensors"]
+        self.concats.append(
+            self._call(node, "grouped_concat", GroupedConcat(self._widths.groups), tuple(parts))  # type: ignore[arg-type]
+        )
+
+    def _reshape(self, node: fx.Node) -> None:
+        """A view that may have old widths written into it."""
+        how, form = self._reading.reshapes[node], self._reading.forms[node]
+        made, graph = node.all_input_nodes[0], self._reading.graph
+        with graph.inserting_before(node):
+            if how.unfolded:
+                sizes = (self._widths.width(form.width), *how.unfolded)
+                made = graph.call_function(torch.unflatten, (made, 1, sizes))
+            elif how.axis:
+                made = graph.call_function(torch.flatten, (made, how.axis))
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+    # Layers and weights
+
+    def _layer(self, name: str, layer: Layer) -> nn.Module:
+        old: Any = layer.module
+        made, read = self._widths.origin(layer.makes), self._widths.origin(layer.reads)
+        if isinstance(old, CONVOLUTIONS):
+            new = _convolution(old, len(read), len(made), self._grouped[name].groups)
+        elif isinstance(old, nn.Linear):
+            new = _empty(nn.Linear, old, len(read) * layer.places, len(made), bias=old.bias is not None)
+        else:
+            new = self._per_channel(old, len(made) * layer.places)
+        if not self._original:
+            making.start_fresh(new)
+        elif isinstance(old, CONVOLUTIONS):
+            if name in self._shuffled:
+                read = [read[channel] for channel in dealt_order(len(read), self._widths.groups)]
+            making.take_convolution(new, old, made, read)
+        elif isinstance(old, nn.Linear):
+            making.take_linear(new, old, made, read, layer.places)
+        else:
+            making.take_per_channel(new, old, made, layer.places)
+        if self._original:
+            for weight, given in zip(new.parameters(), old.parameters(), strict=True):
+                weight.requires_grad_(given.requires_grad)
+        made_layer: nn.Module = new.train(old.training)
+        return made_layer
+
+    def _per_channel(self, old: Any, width: int) -> nn.Module:
+        """A copy with room for other widths, its weights not yet set."""
+        groups = old.num_groups if isinstance(old, nn.GroupNorm) else 0
+        new: Any = copy.deepcopy(old)
+        given = dict(old.named_parameters(recurse=False)) | dict(old.named_buffers(recurse=False))
+        for name, tensor in given.items():
+            if tensor.dim() and tensor.shape[0] > 1:
+                wider = tensor.new_zeros(width, *tensor.shape[1:])
+                setattr(new, name, nn.Parameter(wider) if isinstance(tensor, nn.Parameter) else wider)
+        for attribute in ("num_features", "num_channels"):
+            if hasattr(new, attribute):
+                setattr(new, attribute, width)
+        if isinstance(new, nn.PReLU) and new.num_parameters > 1:
+            new.num_parameters = width
+        if groups and width % self._widths.groups == 0:
+            wanted = math.lcm(groups, self._widths.groups)
+            new.num_groups = wanted if width % wanted == 0 else groups
+        made: nn.Module = new
+        return made
+
+    def _weight(self, name: str) -> Any:
+        """A weight or buffer of the network itself."""
+        path, _, attribute = name.rpartition(".")
+        given = getattr(self._model.get_submodule(path), attribute)
+        if not isinstance(given, Tensor):
+            return copy.deepcopy(given)
+        made = given.detach().clone()
+        if name in self._reading.weights:
+            width, axis = self._reading.weights[name]
+            made = making.take_channels(given, self._widths.origin(width), axis)
+        return nn.Parameter(made, requires_grad=given.requires_grad) if isinstance(given, nn.Parameter) else made
+
+
+def _empty(kind: Any, old: Any, *sizes: int, **options: Any) -> Any:
+    """A layer whose weights are not yet set."""
+    where = {"dtype": old.weight.dtype, "device": old.weight.device}
+    return nn.utils.skip_init(kind, *sizes, **where, **options)  # type: ignore[no-untyped-call]
+
+
+def _convolution(old: Any, inputs: int, outputs: int, groups: int) -> Any:
+    kind = next(kind for kind in CONVOLUTIONS if isinstance(old, kind))
+    options: dict[str, Any] = {
+        name: getattr(old, name) for name in ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    }
+    if isinstance(old, making.TRANSPOSED):
+        options["output_padding"] = old.output_padding
+    return _empty(kind, old, inputs, outputs, groups=groups, bias=old.bias is not None, **options)

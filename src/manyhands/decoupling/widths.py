@@ -1,0 +1,184 @@
+"""How many channels every tensor has, before and after: classes of tensors that must be equally wide.
+
+    same       tensors that are added or multiplied have one width           x + f(x)
+    pinned     keeps its old width                                           the picture, the network's output
+    multiple   a new width is a multiple of it                               groups; groups² where it is shuffled
+    parts      as wide as its parts together                                 concatenation
+    times      a fixed number of times as wide as another                    pixel_unshuffle
+
+A class also knows which old channel each new one stands for (`origin`), for weights taken from the original.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from manyhands.facts.errors import CaptureFailed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a concatenation is made of."""
+
+    widths: tuple[int, ...]
+    by_group: bool
+
+
+@dataclass
+class _Class:
+    old: int
+    parent: int
+    pinned: str = ""
+    is_picture: bool = False
+    multiple: int = 1
+    parts: list[Parts] = field(default_factory=list)
+    times: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Widths:
+    """Union-find over widths. `solve` gives them numbers."""
+
+    def __init__(self, groups: int, widen: float) -> None:
+        self.groups = groups
+        self.widen = widen
+        self._classes: list[_Class] = []
+        self._origins: dict[int, list[int]] = {}
+
+    # What is known
+
+    def new(self, old: int) -> int:
+        self._classes.append(_Class(old, len(self._classes)))
+        return len(self._classes) - 1
+
+    def find(self, width: int) -> int:
+        while self._classes[width].parent != width:
+            self._classes[width].parent = self._classes[self._classes[width].parent].parent
+            width = self._classes[width].parent
+        return width
+
+    def _of(self, width: int) -> _Class:
+        return self._classes[self.find(width)]
+
+    def same(self, one: int, other: int) -> None:
+        """Both have one width from now on."""
+        one, other = self.find(one), self.find(other)
+        if one == other:
+            return
+        kept, gone = self._classes[one], self._classes[other]
+        if kept.old != gone.old:
+            raise CaptureFailed(
+                f"A layer or a sum reads {kept.old} channels at one place and {gone.old} at another.",
+                hint="Give each place a layer of its own.",
+            )
+        gone.parent = one
+        kept.pinned = kept.pinned or gone.pinned
+        kept.is_picture = kept.is_picture or gone.is_picture
+        kept.multiple = math.lcm(kept.multiple, gone.multiple)
+        kept.parts += gone.parts
+        kept.times += gone.times
+
+    def pin(self, width: int, why: str, *, is_picture: bool = False) -> None:
+        """It keeps its old width."""
+        own = self._of(width)
+        own.pinned = own.pinned or why
+        own.is_picture = own.is_picture or is_picture
+
+    def require(self, width: int, multiple: int) -> None:
+        own = self._of(width)
+        own.multiple = math.lcm(own.multiple, multiple)
+
+    def joined(self, parts: tuple[int, ...], *, by_group: bool) -> int:
+        """The width of some tensors one after the other: in every group, or as a whole."""
+        made = self.new(sum(self.old(part) for part in parts))
+        self._classes[made].parts.append(Parts(parts, by_group))
+        return made
+
+    def scaled(self, width: int, factor: int) -> int:
+        """A width that is always `factor` times another."""
+        made = self.new(self.old(width) * factor)
+        self._classes[made].times.append((width, factor))
+        return made
+
+    # What follows
+
+    def old(self, width: int) -> int:
+        return self._of(width).old
+
+    def why_pinned(self, width: int) -> str:
+        return self._of(width).pinned
+
+    def spread(self) -> None:
+        """Carry what is asked of widths over to those they are made of."""
+        changed = True
+        while changed:
+            before = [(own.pinned, own.multiple) for own in self._classes]
+            for index, own in enumerate(self._classes):
+                if self.find(index) != index:
+                    continue
+                for part in (part for parts in own.parts for part in parts.widths):
+                    if own.pinned:
+                        self.pin(part, own.pinned)
+                    self.require(part, own.multiple)
+                for base, factor in own.times:
+                    if own.pinned:
+                        self.pin(base, own.pinned)
+                    self.require(base, own.multiple // math.gcd(own.multiple, factor))
+            changed = before != [(own.pinned, own.multiple) for own in self._classes]
+        self._origins.clear()
+
+    def width(self, width: int) -> int:
+        """The new width."""
+        return len(self.origin(width))
+
+    def is_grouped(self, width: int) -> bool:
+        """Whether its channels are divided among the groups, evenly and in order."""
+        own = self._of(width)
+        if own.parts or own.times:
+            apart = all(parts.by_group and self.is_grouped(part) for parts in own.parts for part in parts.widths)
+            return apart and all(self.is_grouped(base) for base, _ in own.times)
+        return not own.is_picture and self.width(width) % self.groups == 0
+
+    def can_shuffle(self, width: int) -> bool:
+        """Whether it is, or may be made, a multiple of groups²."""
+        own = self._of(width)
+        if own.pinned:
+            return self.is_grouped(width) and own.old % self.groups**2 == 0
+        inner = [part for parts in own.parts for part in parts.widths] + [base for base, _ in own.times]
+        return all(self.can_shuffle(part) for part in inner)
+
+    def origin(self, width: int) -> list[int]:
+        """For every new channel, the old one it stands for. Group by group they are the old groups' channels."""
+        root = self.find(width)
+        if root not in self._origins:
+            self._origins[root] = self._origin(self._classes[root])
+        return self._origins[root]
+
+    def _origin(self, own: _Class) -> list[int]:
+        found = [self._joined(parts) for parts in own.parts]
+        found += [[old * factor + k for old in self.origin(base) for k in range(factor)] for base, factor in own.times]
+        if own.pinned:
+            found.append(list(range(own.old)))
+        if not found:
+            count = math.ceil(own.old * self.widen - 1e-9)
+            count = math.ceil(count / own.multiple) * own.multiple
+            found.append([channel * own.old // count for channel in range(count)])
+        if any(other != found[0] for other in found[1:]):
+            raise CaptureFailed(
+                f"A tensor of {own.old} channels is added to one that is put together otherwise: their channels "
+                "cannot be widened alike.",
+                hint="Use widen=1, or give both a convolution of their own before they are added.",
+            )
+        return found[0]
+
+    def _joined(self, parts: Parts) -> list[int]:
+        starts = [sum(self.old(part) for part in parts.widths[:number]) for number in range(len(parts.widths))]
+        apart = parts.by_group and all(self.is_grouped(part) for part in parts.widths)
+        groups = self.groups if apart else 1
+        made: list[int] = []
+        for group in range(groups):
+            for start, part in zip(starts, parts.widths):
+                own = self.origin(part)
+                size = len(own) // groups
+                made += [start + old for old in own[group * size : (group + 1) * size]]
+        return made

@@ -1,0 +1,109 @@
+"""Samples to the batches that a network takes, and a batch's outputs to the answers to its samples.
+
+A sample is what a data set has as an input: without the axis of samples. So is its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.facts.errors import BadData
+from manyhands.facts.network import TensorSpec
+from manyhands.graph.graph import Graph
+from manyhands.graph.tape import bind_inputs, outputs_of
+
+
+def named_sample(graph: Graph, sample: Any) -> dict[str, torch.Tensor]:
+    """Copies of one sample's tensors by the names of the network's inputs, in their types."""
+    given = bound("A sample is", lambda: bind_inputs(graph, sample), sample)
+    specs = {spec.name: spec for spec in graph.inputs}
+    return {name: _fitting(specs[name], value) for name, value in given.items()}
+
+
+def bound_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
+    """A batch's tensors by the names of the network's inputs."""
+    return bound("A batch's inputs are", lambda: bind_inputs(graph, batch), batch)
+
+
+def bound(what: str, bind: Callable[[], dict[str, Any]], given: Any) -> dict[str, Any]:
+    """Tensors by name, if what was given is built as the example was that the network was captured with."""
+    try:
+        return bind()
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadData(
+            f"{what} a {type(given).__name__} that does not fit the example the network was captured with "
+            f"({type(error).__name__}: {error}).",
+            hint="Give tensors, tuples and dicts in the same places, with the same keys.",
+        ) from None
+
+
+def _fitting(spec: TensorSpec, value: Any) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(f"A sample's '{spec.name}' is a {type(value).__name__}; it must be a tensor.") from error
+    shape, dtype = _shape(spec), getattr(torch, spec.dtype)
+    if tuple(tensor.shape) != shape:
+        hint = "All samples must have one shape: crop, resize or pad them."
+        if tuple(tensor.shape[1:]) == shape:
+            hint = "It has an axis of samples: give them one by one."
+        told = f"A sample's '{spec.name}' has shape {tuple(tensor.shape)}; the network was captured for {shape}."
+        raise BadData(told, hint=hint)
+    if tensor.is_floating_point() and not dtype.is_floating_point:
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise BadData(f"A sample's '{spec.name}' is {given}; it must be {spec.dtype}.")
+    return tensor.detach().to("cpu", dtype, copy=True)
+
+
+def _shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Of one sample."""
+    shape, axis = spec.shape_for(1), spec.batch_axis
+    return shape if axis is None or spec.rows_per_sample > 1 else (*shape[:axis], *shape[axis + 1 :])
+
+
+def batch_of(graph: Graph, samples: Sequence[Mapping[str, torch.Tensor]], size: int) -> dict[str, torch.Tensor]:
+    """Samples side by side; the last one stands in for those that are missing."""
+    rows = [*samples, *[samples[-1]] * (size - len(samples))]
+    return {spec.name: _beside(spec, [row[spec.name] for row in rows]) for spec in graph.inputs}
+
+
+def _beside(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if spec.batch_axis is None:
+        return parts[0]
+    if spec.rows_per_sample > 1:
+        return torch.cat(list(parts), spec.batch_axis)
+    return torch.stack(list(parts), spec.batch_axis)
+
+
+def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) -> list[Any]:
+    """The answers to the first samples of a batch, each as the module would return it. They share no memory."""
+    specs = graph.network.tensors
+
+    def cut(name: str, place: int) -> torch.Tensor:
+        spec, tensor = specs[name], outputs[name]
+        if spec.batch_axis is None:
+            return tensor.clone()
+        rows = spec.rows_per_sample
+        found = tensor.narrow(spec.batch_axis, place * rows, rows)
+        return (found if rows > 1 else found.squeeze(spec.batch_axis)).clone()
+
+    return [outputs_of(graph, {name: cut(name, place) for name in graph.outputs}) for place in range(count)]
+
+
+def joined(graph: Graph, answers: Sequence[Any]) -> Any:
+    """Answers as the module would return them for all samples at once."""
+    specs = graph.network.tensors
+
+    def visit(tree: Any, parts: Sequence[Any]) -> Any:
+        if isinstance(tree, str):
+            return _beside(specs[tree], parts)
+        if isinstance(tree, dict):
+            return {key: visit(branch, [part[key] for part in parts]) for key, branch in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return [visit(branch, [part[place] for part in parts]) for place, branch in enumerate(tree)]
+        return tree
+
+    return visit(graph.output_tree, answers)

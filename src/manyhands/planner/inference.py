@@ -1,0 +1,107 @@
+"""Plans for inference by name; `auto` takes the fastest of them, for latency or for throughput.
+
+single      the fastest device alone
+samples     micro-batches of several samples, each device takes some (throughput only)
+tiles       the maps cut into a grid; where boundaries are exchanged, and how deep, is chosen
+deepthings  tiles that exchange nothing, up to some depth
+modnn       rows over all devices, exchanged at every layer that needs it
+coates      rows and columns, the same
+channels    channel groups to devices: a decoupled network's own, else parts of all channels
+pipeline    stages of one device each
+split       two stages: the first on the device that has the input, the rest on another
+
+Latency: seconds of one sample alone. Throughput: seconds between two answers in a long stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, ManyhandsError, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.profile import Profile
+from manyhands.planner.channel_plans import channels
+from manyhands.planner.inference_stages import one_sample_only, pipelines, sample_shares, singles, splits
+from manyhands.planner.inference_tiles import MOST_TILES, coates, deepthings, modnn, tiles
+from manyhands.planner.pricing import OBJECTIVES as OBJECTIVES
+from manyhands.planner.pricing import Objective, Pricer
+from manyhands.planner.task import Candidate, Task
+
+INFERENCE_STRATEGIES = (
+    "auto", "single", "samples", "tiles", "deepthings", "modnn", "coates", "channels", "pipeline", "split",
+)  # fmt: skip
+Maker = Callable[[Task, Pricer], list[Candidate]]
+
+
+def inference_task(network: Network, cluster: Cluster, profile: Profile, home: str = "") -> Task:
+    """What is to be planned: one sample after another, forward only."""
+    if home:
+        cluster.device(home)
+    return Task(network, cluster, profile, 1, 1, order="stream", optimizer_slots=0, home=home)
+
+
+def objective_named(name: str) -> Objective:
+    """What a plan is to be good at, by name."""
+    known: dict[str, Objective] = {one: one for one in OBJECTIVES}
+    if name not in known:
+        raise unknown("objective", name, known)
+    return known[name]
+
+
+def _single(task: Task, pricer: Pricer) -> list[Candidate]:
+    return pricer.rank(singles(task))
+
+
+def _samples(task: Task, pricer: Pricer) -> list[Candidate]:
+    if pricer.is_latency:
+        raise one_sample_only(task)
+    _needs_two(task, "Samples")
+    return pricer.rank(sample_shares(task))
+
+
+def _pipeline(task: Task, pricer: Pricer) -> list[Candidate]:
+    _needs_two(task, "A pipeline")
+    return pricer.rank(pipelines(task))
+
+
+def _split(task: Task, pricer: Pricer) -> list[Candidate]:
+    _needs_two(task, "A split")
+    return pricer.rank(splits(task))
+
+
+def _needs_two(task: Task, what: str) -> None:
+    count = len(task.cluster.names)
+    if count < 2:
+        raise BadPlan(f"{what} need(s) at least two devices; cluster {task.cluster.name} has {count}.")
+
+
+MAKERS: dict[str, Maker] = {
+    "single": _single, "samples": _samples, "pipeline": _pipeline, "split": _split, "channels": channels,
+    "tiles": tiles, "modnn": modnn, "coates": coates, "deepthings": deepthings,
+}  # fmt: skip
+
+
+def inference_plans(strategy: str, task: Task, pricer: Pricer) -> list[Candidate]:
+    """The plans of a named strategy that were priced (all but `auto`, which chooses), the fastest first."""
+    if strategy not in MAKERS:
+        raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
+    return MAKERS[strategy](task, pricer)
+
+
+def inference_candidates(task: Task, pricer: Pricer) -> list[Candidate]:
+    """The best plan of every strategy, the fastest first; those that cannot run last, with the reason. Ties go to the
+    simpler one: one device alone before all others."""
+    found = []
+    for name, make in MAKERS.items():
+        if len(task.cluster.names) < 2 and name != "single":
+            continue
+        if name == "split" and not task.home:
+            continue  # nobody in particular has the input: a pipeline of two looks at more
+        if name in ("modnn", "coates") and len(task.cluster.names) > MOST_TILES:
+            continue  # they take all devices, and so many do not help
+        try:
+            found.append(make(task, pricer)[0])
+        except ManyhandsError as error:
+            found.append(Candidate(name, None, float("inf"), error.message))
+    return sorted(found, key=lambda one: one.seconds)

@@ -1,0 +1,163 @@
+"""Plans for inference whose devices never wait for each other inside a stage: one device, samples, pipeline, split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from manyhands.facts.errors import BadPlan
+from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.planner.pricing import Named, alike
+from manyhands.planner.simple import single
+from manyhands.planner.task import Task
+
+MOST_SAMPLES = 64
+"""Samples of a micro-batch that is shared by samples."""
+MOST_STAGES = 12
+MOST_IN_ORDER = 8
+"""Up to so many devices a pipeline tries them in any order; beyond it, in order of speed."""
+
+
+_State = tuple[int, frozenset[str], str]
+"""Layers given to devices, which, and the last of them."""
+_Chosen = tuple[float, tuple[tuple[int, str], ...]]
+"""The slowest stage or transfer, and where each stage ends, on which device."""
+
+
+def singles(task: Task) -> Iterator[Named]:
+    """Each kind of device alone."""
+    seen: set[int] = set()
+    for name, kind in sorted(alike(task).items(), key=lambda one: task.step_seconds(one[0], 1)):
+        if kind not in seen:
+            seen.add(kind)
+            yield f"single on {name}", single(task, name)
+
+
+def sample_shares(task: Task) -> Iterator[Named]:
+    """Micro-batches of several samples, each device as many as make the slowest fastest; some may get none."""
+    count = len(task.cluster.names)
+    sizes = [size for size in (count * 2**power for power in range(4)) if size <= max(count, MOST_SAMPLES)]
+    for size in sizes:
+        counts = fair_samples(task, size)
+        names = [name for name, own in counts.items() if own]
+        if len(names) < 2:
+            continue
+        share = BySamples(tuple(counts[name] for name in names))
+        stage = Stage((0, len(task.network.layers)), tuple(names), share)
+        plan = Plan(
+            network=task.network.name, batch_size=size, stages=(stage,), order="stream", optimizer_slots=0,
+            homes=dict.fromkeys(task.network.inputs, task.home) if task.home else {},
+        )  # fmt: skip
+        yield f"{size} samples over {len(names)}", plan
+
+
+def fair_samples(task: Task, size: int) -> dict[str, int]:
+    """Device -> samples: one after another to whoever is done first with it, which is best where time only grows."""
+    counts = dict.fromkeys(task.cluster.names, 0)
+    ready = {name: task.step_seconds(name, 1) for name in counts}
+    for _ in range(size):
+        name = min(ready, key=ready.__getitem__)
+        counts[name] += 1
+        ready[name] = task.step_seconds(name, counts[name] + 1)
+    return counts
+
+
+def splits(task: Task) -> Iterator[Named]:
+    """Two stages: the first at home, which has the input, the second on any other device; every cut.
+
+    One side may do everything: at home, or elsewhere with the input sent there.
+    """
+    network, layers = task.network, len(task.network.layers)
+    home = task.home or task.cluster.names[0]
+    yield f"split: all on {home}", single(task, home)
+    for name in task.cluster.names:
+        if name == home:
+            continue
+        for cut in range(1, layers):
+            stages = [Stage((0, cut), (home,)), Stage((cut, layers), (name,))]
+            yield f"split before {network.layers[cut].name}, {home} to {name}", task.plan(stages, 1)
+        if task.home:
+            yield f"split: all on {name}", single(task, name)
+
+
+def pipelines(task: Task) -> Iterator[Named]:
+    """One device for each stage, of two stages, three and so on: cuts, devices and their order so that the slowest
+    stage or transfer is as fast as can be."""
+    for count in range(2, min(len(task.cluster.names), len(task.network.layers), MOST_STAGES) + 1):
+        stages = balanced_pipeline(task, count)
+        if stages is not None:
+            yield f"pipeline of {count}", task.plan(stages, 1)
+
+
+def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:
+    """The pipeline of `count` stages whose slowest stage or transfer is fastest; None: memory has no room for any."""
+    names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, 1))
+    kinds = alike(task)
+    layers = len(task.network.layers)
+    if len(names) > MOST_IN_ORDER:
+        names = names[:count]
+    running = {name: _running(task, name) for name in names}
+    weights = _weight_bytes(task)
+    cuts = [task.network.cut_bytes(layer) for layer in range(layers + 1)]
+    fixed_order = len(task.cluster.names) > MOST_IN_ORDER
+
+    best: dict[_State, _Chosen] = {(0, frozenset(), ""): (0.0, ())}
+    for place in range(count):
+        further: dict[_State, _Chosen] = {}
+        for (first, used, before), (slowest, stages) in best.items():
+            for name in _next_devices(names, used, kinds, place if fixed_order else None):
+                arriving = _transfer(task, before, name, cuts[first]) if before else 0.0
+                lasts = (layers,) if place == count - 1 else range(first + 1, layers - (count - place - 1) + 1)
+                for last in lasts:
+                    if weights[last] - weights[first] > task.cluster.device(name).memory_bytes:
+                        break
+                    own = max(slowest, arriving, running[name][last] - running[name][first])
+                    key = (last, used | {name}, name)
+                    if own < further.get(key, (inf, ()))[0]:
+                        further[key] = (own, (*stages, (last, name)))
+        best = further
+    if not best:
+        return None
+    _, chosen = min(best.values(), key=lambda one: one[0])
+    starts = [0, *(last for last, _ in chosen[:-1])]
+    return [Stage((first, last), (name,)) for first, (last, name) in zip(starts, chosen)]
+
+
+def _next_devices(names: list[str], used: frozenset[str], kinds: dict[str, int], place: int | None) -> Iterator[str]:
+    """Devices that may come next, of equal ones the first; `place`: only the one at this place."""
+    if place is not None:
+        yield names[place]
+        return
+    seen: set[int] = set()
+    for name in names:
+        if name not in used and kinds[name] not in seen:
+            seen.add(kinds[name])
+            yield name
+
+
+def _running(task: Task, name: str) -> list[float]:
+    """[n]: seconds of the first n layers."""
+    found = [0.0]
+    for layer in range(len(task.network.layers)):
+        found.append(found[-1] + task.layer_seconds(name, layer, 1))
+    return found
+
+
+def _weight_bytes(task: Task) -> list[int]:
+    """[n]: bytes of the weights of the first n layers."""
+    found = [0]
+    for layer in task.network.layers:
+        found.append(found[-1] + layer.parameter_bytes + layer.buffer_bytes)
+    return found
+
+
+def _transfer(task: Task, source: str, target: str, size: int) -> float:
+    """How long a cut keeps a link busy: its delay is waited for but keeps nobody from the next sample."""
+    return size / task.cluster.bytes_per_second_between(source, target)
+
+
+def one_sample_only(task: Task) -> BadPlan:
+    return BadPlan(
+        f"A single sample of {task.network.name} cannot be shared by samples.",
+        hint="Ask for throughput (--for throughput), or share it by tiles, channels or as a pipeline.",
+    )

@@ -1,0 +1,152 @@
+"""What plans for inference are chosen by: seconds of a sample, alone (latency) or in a long stream (throughput).
+
+Both are simulated, a stream by the difference of a long and a short one, so that filling and draining do not count. A
+stream is expensive to simulate, so plans are looked at once first: what the busiest device or port needs for one sample
+is the least that a stream of them can take, and plans that cannot win any more are not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, ManyhandsError
+from manyhands.facts.plan import ByChannels, ByTiles, Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.planner.task import Candidate, Task
+
+Objective = Literal["latency", "throughput"]
+OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
+ROUND = 16
+"""Samples of a round with order interleave."""
+MOST_STREAMS = 12
+"""Streams that are simulated of one strategy, the most promising first."""
+_SLACK = 0.999
+"""A stream's least is not quite its least: the clock is a float's."""
+
+Named = tuple[str, Plan]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One micro-batch alone."""
+
+    seconds: float
+    busiest_seconds: float
+    """What its busiest device or port needs: a stream cannot be faster."""
+
+
+Once = Callable[[Plan], Look]
+"""Simulates one micro-batch, or OutOfMemory."""
+Steady = Callable[[Plan], float]
+"""Simulates a stream: seconds a sample, or OutOfMemory."""
+
+
+class Pricer:
+    """Prices plans by an objective."""
+
+    def __init__(self, task: Task, objective: Objective, once: Once, steady: Steady) -> None:
+        self.task, self.objective = task, objective
+        self._once, self._steady = once, steady
+        self.best = inf
+        """The least seconds of a sample so far: plans that cannot be faster are not simulated as streams."""
+
+    @property
+    def is_latency(self) -> bool:
+        return self.objective == "latency"
+
+    def may_win(self, plan: Plan) -> bool:
+        """Whether a plan, as a stream, may be faster than the fastest so far."""
+        if self.is_latency or self.best == inf:
+            return True
+        try:
+            return _SLACK * self._once(plan).busiest_seconds < self.best
+        except ManyhandsError:
+            return False
+
+    def rank(self, plans: Iterable[Named], *, most: int = MOST_STREAMS, may_interleave: bool = True) -> list[Candidate]:
+        """Plans with their prices, the fastest first; ties go to what was named first.
+
+        Raises the first refusal where none can run. `may_interleave`: a stream's samples may overlap inside a stage.
+        """
+        looks: list[tuple[float, str, Plan]] = []
+        refusal: ManyhandsError | None = None
+        seen: set[bytes] = set()
+        for name, given in plans:
+            try:
+                plan = resolve(given, self.task.network, self.task.cluster)
+                key = msgspec.msgpack.encode(plan)
+                if key in seen:
+                    continue
+                seen.add(key)
+                look = self._once(plan)
+            except ManyhandsError as error:
+                refusal = refusal or error
+                continue
+            looks.append((look.seconds if self.is_latency else look.busiest_seconds, name, plan))
+        if not looks:
+            raise refusal or BadPlan(f"There is no such plan of {self.task.network.name}.")
+        looks.sort(key=lambda one: one[0])
+        if self.is_latency:
+            return [Candidate(name, plan, seconds) for seconds, name, plan in looks]
+        return self._streams(looks, most, may_interleave)
+
+    def _streams(self, looks: list[tuple[float, str, Plan]], most: int, may_interleave: bool) -> list[Candidate]:
+        found: list[Candidate] = []
+        refusal: ManyhandsError | None = None
+        for tried, (least, name, plan) in enumerate(looks):
+            if tried >= most or (found and _SLACK * least >= self.best):
+                break
+            for words, stream in self._orders(name, plan, may_interleave):
+                if found and _SLACK * least >= self.best:
+                    break
+                try:
+                    seconds = self._steady(stream)
+                except ManyhandsError as error:
+                    refusal = refusal or error
+                    continue
+                found.append(Candidate(words, stream, seconds))
+                self.best = min(self.best, seconds)
+        if not found:
+            assert refusal is not None
+            raise refusal
+        return sorted(found, key=lambda one: one.seconds)
+
+    def _orders(self, name: str, plan: Plan, may_interleave: bool) -> list[Named]:
+        """One sample after another; and two under way at a time, where devices wait for each other inside a stage."""
+        is_split = any(isinstance(s.share, (ByTiles, ByChannels)) and len(s.devices) > 1 for s in plan.stages)
+        if not is_split or not may_interleave:
+            return [(name, plan)]
+        overlapped = msgspec.structs.replace(
+            plan, order="interleave", micro_batches=ROUND, batch_size=ROUND * plan.micro_batch_size
+        )
+        return [(f"{name}, interleaved", overlapped), (name, plan)]
+
+
+def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
+    """Some of a cluster's devices, in its order."""
+    kept = set(names)
+    devices = tuple(device for device in cluster.devices if device.name in kept)
+    links = tuple(one for one in cluster.links if one.sender in kept and one.receiver in kept)
+    return Cluster(cluster.name, devices, cluster.link, links)
+
+
+def alike(task: Task) -> dict[str, int]:
+    """Device -> its kind: devices of one kind can change places without changing a plan's price."""
+    named = {name for one in task.cluster.links for name in (one.sender, one.receiver)} | {task.home}
+    kinds: list[tuple[object, object]] = []
+    found: dict[str, int] = {}
+    for device in task.cluster.devices:
+        own = task.profile.of(device.name)
+        is_own = device.name in named or device.host or any(d.host == device.name for d in task.cluster.devices)
+        facts = device.name if is_own else msgspec.structs.replace(device, name="any", source="")
+        key = (facts, own.layers)
+        if key not in kinds:
+            kinds.append(key)
+        found[device.name] = kinds.index(key)
+    return found

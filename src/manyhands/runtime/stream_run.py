@@ -1,0 +1,181 @@
+"""One generation of a stream: batches in as they come, answers out in order, for as long as anybody asks.
+
+Nobody knows how many batches there will be, and none may come for hours: while nothing is under way nobody's patience
+ends. Workers wait as long as the coordinator is there; that what is under way gets on is the coordinator's to watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.plan import Plan
+from manyhands.runtime.control import Progress, Stop
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.order import Order
+from manyhands.runtime.run import STEPS_FED_AHEAD, Outcome, Run
+
+IDLE_SECONDS = 10 * 365 * 24 * 3600.0
+"""How long a worker waits for its feed: a coordinator that is gone is noticed otherwise."""
+MOST_FED_AHEAD = 6
+"""Less than the rounds before its time that a message is taken in (mailbox.STEPS_AHEAD)."""
+_LOG_SECONDS = 10.0
+
+
+class Flow(Protocol):
+    """Where a stream's batches come from, and where its answers go. Asked from the coordinator's loop: never waits."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no batch will come any more."""
+
+    def ready_in(self, size: int) -> float:
+        """Seconds until a batch of so many samples is to be taken, as far as is known now; inf: nothing waits."""
+
+    def take(self, step: int, size: int) -> Mapping[str, torch.Tensor] | None:
+        """The batch of a step, by the names of the network's inputs; None: there is none after all."""
+
+    def answered(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
+        """What the network returns for it. Steps come in order."""
+
+    def check(self) -> None:
+        """Raise where nobody wants the answers any more."""
+
+
+class StreamRun(Run):
+    """Feeds what comes until the flow is over or it is to pause; then everything that was fed has been answered."""
+
+    def __init__(
+        self, coordinator: Coordinator, order: Order, flow: Flow, *, should_pause: Callable[[], bool] | None = None
+    ) -> None:
+        super().__init__(coordinator, order, should_pause=should_pause)
+        self.flow = flow
+        self.fed = self.answered = self.first
+        self.began_at = 0.0
+        """When everybody was ready."""
+        self.ahead = fed_ahead(order.plan)
+
+    def _aligned(self, order: Order) -> Order:
+        return order
+
+    def _check(self) -> None:
+        super()._check()
+        self.flow.check()
+
+    def _expected(self) -> dict[tuple[str, str], int]:
+        return self.feeder.expected_results()
+
+    @property
+    def worker_wait_seconds(self) -> float:
+        return IDLE_SECONDS
+
+    def stream(self, *, with_logs: bool = False) -> Outcome:
+        """Returns when the flow is over, or when it is to pause and nothing is under way.
+
+        `with_logs`: everybody says what it did.
+        """
+        try:
+            self._start()
+            self.began_at = time.monotonic()
+            self._flow()
+            if with_logs:
+                self._end_round()
+        except BaseException as error:
+            self._end(error)
+        if with_logs:
+            self._ask_for_logs()
+        self._stop()
+        return self.outcome
+
+    def _flow(self) -> None:
+        while not self._is_over():
+            while self._may_feed():
+                self._feed_next()
+            limit = math.inf if self.fed == self.answered else self.order.wait_limit_seconds
+            self._follow(self._has_news, self._hear, f"to answer batch {self.answered}", limit)
+            self._answer()
+
+    def _is_over(self) -> bool:
+        self.is_paused = self.is_paused or self.should_pause()
+        return self.fed == self.answered and (self.is_paused or self.flow.is_over)
+
+    def _has_news(self) -> bool:
+        return self._answerable() > self.answered or self._is_over() or self._may_feed()
+
+    def _look_seconds(self) -> float:
+        usual = super()._look_seconds()
+        return min(usual, self.flow.ready_in(self._size)) if self._has_room() else usual
+
+    # Feeding
+
+    @property
+    def _size(self) -> int:
+        return self.order.plan.step_size
+
+    def _has_room(self) -> bool:
+        return not self.is_paused and self.fed < self._taken() + self.ahead
+
+    def _taken(self) -> int:
+        """Batches that no longer count as fed ahead."""
+        return self.steps_updated if self.stride == 1 else self._answerable()
+
+    def _may_feed(self) -> bool:
+        return self._has_room() and self.flow.ready_in(self._size) <= 0
+
+    def _feed_next(self) -> None:
+        batch = self.flow.take(self.fed, self._size)
+        if batch is None:
+            return
+        first = self.round_of(self.fed)
+        self.feeder.send_values(first, batch, self.fed - first)
+        self.fed += 1
+
+    # Answers
+
+    def _progress(self, name: str, message: Progress) -> None:
+        self._noted(name, message)
+
+    def _answerable(self) -> int:
+        """Batches of which everybody who returns something has done so."""
+        return min(self._updated[name] for name in self.feeder.returning) + 1
+
+    def _answer(self) -> None:
+        for step in range(self.answered, self._answerable()):
+            first = self.round_of(step)
+            outputs = self.feeder.gather(first, step - first)
+            if self.round_of(step + 1) != first:
+                self.coordinator.endpoint.mailbox.begin_step(step + 1)
+            self.answered = step + 1
+            self.flow.answered(step, outputs)
+
+    # The end
+
+    def _end_round(self) -> None:
+        """A round of several batches that not all came of is shorter: everybody ends it."""
+        if self.stride > 1:
+            self._end_early(self.fed)
+        self._follow(lambda: self._steps_done() >= self.fed, self._hear, "to end", self.order.wait_limit_seconds)
+
+    def _ask_for_logs(self) -> None:
+        """Who does not answer has none: everything that was asked has been answered."""
+        for name in self.names:
+            self.coordinator.say(name, Stop(self.generation, with_log=True))
+
+        def are_here() -> bool:
+            return len(self.outcome.logs) == len(self.names)
+
+        with contextlib.suppress(ManyhandsError):
+            self._follow(are_here, self._hear, "to say what they did", _LOG_SECONDS)
+
+
+def fed_ahead(plan: Plan) -> int:
+    """As many batches as keep everybody busy: what is under way when a device is lost is run again."""
+    if plan.steps_per_round > 1:
+        return STEPS_FED_AHEAD
+    return min(max(STEPS_FED_AHEAD, len(plan.stages) + 1), MOST_FED_AHEAD)

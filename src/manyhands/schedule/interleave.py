@@ -1,0 +1,104 @@
+"""Two samples under way on a device (DECNN Algorithm 1): while one waits for others, the next is computed.
+
+    sample 0   ####..##..####          . waits at a synchronisation point
+    sample 1       ##  ##    ..####    computed meanwhile, layer by layer; never further than sample 0 is
+
+Whatever the current sample needs next goes first as soon as it is there, so the next one costs it a layer at most. The
+next one never waits: it is left alone as soon as something it needs has not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from manyhands.facts.network import Network
+from manyhands.schedule.actions import Action, Forward, Receive, Reduce
+from manyhands.schedule.policies import DeviceState
+from manyhands.schedule.replay import MiniBatches
+from manyhands.schedule.work import DeviceWork
+
+
+def in_chunks(actions: Sequence[Action], network: Network) -> Iterator[Action]:
+    """The same with every forward action cut at each operator that computes much: what is run of the next sample before
+    looking at the current one again."""
+    for action in actions:
+        if not isinstance(action, Forward) or action.part:
+            yield action
+            continue
+        heavy = [op for op in range(action.first + 1, action.last) if network.ops[op].macs]
+        ends = [*heavy, action.last]
+        for first, last in zip([action.first, *heavy], ends):
+            yield msgspec.structs.replace(action, first=first, last=last)
+
+
+class InterleavedOrder(MiniBatches):
+    """The current sample first; while it waits, the next, which does not overtake it."""
+
+    def __init__(self, work: DeviceWork, count: int, chunks: Callable[[int], Sequence[Action]]) -> None:
+        super().__init__(work, count)
+        self._chunks = chunks
+        self._lists: dict[int, Sequence[Action]] = {}
+        self._places: dict[int, int] = {}
+        """Micro-batch under way -> how many of its actions were begun."""
+        if not work.geometries:
+            self.done = count
+        self.answered = 0
+        """Samples of which everything has been done, not only begun."""
+
+    def _list(self, number: int) -> Sequence[Action]:
+        found = self._lists.get(number)
+        if found is None:
+            found = self._lists[number] = self._chunks(number)
+            self._places[number] = 0
+        return found
+
+    def _choose(self, state: DeviceState) -> None:
+        self.answered = self.done
+        if self.done >= self.count:
+            return
+        current = self.done
+        if self._goes_on(current, state):
+            self._begin(current, to_the_end=True)
+            if self._places[current] == len(self._list(current)):
+                self._lists.pop(current)
+                self._places.pop(current)
+                self.done += 1
+        elif current + 1 < self.count and self._may_follow(current) and self._goes_on(current + 1, state):
+            self._begin(current + 1)
+
+    def _may_follow(self, current: int) -> bool:
+        """Whether the next sample is behind the current one, and would not wait for anybody."""
+        following = self._list(current + 1)
+        place = self._places[current + 1]
+        return place < self._places[current] and not isinstance(following[place], Reduce)
+
+    def _goes_on(self, number: int, state: DeviceState) -> bool:
+        """Whether a sample's next action has what it needs."""
+        actions = self._list(number)
+        place = self._places[number]
+        if place == 0 and state.fed is not None and number not in state.fed:
+            return False
+        action = actions[place]
+        return not isinstance(action, Receive) or (action.source, action.message) in state.arrived
+
+    def _begin(self, number: int, *, to_the_end: bool = False) -> None:
+        """Its next action; of computing a chunk, or all up to where something else is to be done."""
+        actions, place = self._lists[number], self._places[number]
+        action = actions[place]
+        place += 1
+        while to_the_end and place < len(actions) and (joined := _joined(action, actions[place])) is not None:
+            action = joined
+            place += 1
+        self._pending = [action]
+        self._places[number] = place
+
+
+def _joined(action: Action, following: Action) -> Action | None:
+    """Two forward actions of which one continues the other, as one."""
+    if not isinstance(action, Forward) or not isinstance(following, Forward) or action.part or following.part:
+        return None
+    if action.stage != following.stage or action.last != following.first:
+        return None
+    return msgspec.structs.replace(action, last=following.last)

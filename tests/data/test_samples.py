@@ -1,0 +1,244 @@
+"""Inputs of a network that runs: pictures and arrays become what training would have made of them, or are refused."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from manyhands.data import sample_arrays
+from manyhands.data.arrays import load_arrays
+from manyhands.data.pictures import PictureData
+from manyhands.data.sample_arrays import read_array, shape_in
+from manyhands.data.samples import read_picture, read_samples
+from manyhands.data.wanted import Sample, Wanted
+from manyhands.facts.errors import BadData, BadFile
+
+COLOUR, GREY = Wanted((3, 12, 10)), Wanted((1, 16, 16))
+
+
+def drawn(*shape: int, seed: int = 0) -> numpy.ndarray:
+    return numpy.random.default_rng(seed).integers(0, 256, shape).astype(numpy.uint8)
+
+
+def packed(array: numpy.ndarray) -> bytes:
+    file = io.BytesIO()
+    numpy.save(file, array)
+    return file.getvalue()
+
+
+def tensor(sample: Sample) -> torch.Tensor:
+    assert isinstance(sample, torch.Tensor)
+    return sample
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pictures of several kinds and sizes, one of them below, and a file that is none."""
+    (tmp_path / "deep").mkdir()
+    Image.fromarray(drawn(40, 30, 3)).save(tmp_path / "b.png")
+    Image.fromarray(drawn(90, 120, 3, seed=1)).save(tmp_path / "a.jpg", quality=90)
+    Image.fromarray(drawn(20, 20, seed=2)).save(tmp_path / "deep" / "c.bmp")
+    Image.fromarray(drawn(9, 9).astype(numpy.uint16) * 256).save(tmp_path / "d.png")
+    (tmp_path / "notes.txt").write_text("not a picture")
+    return tmp_path
+
+
+@pytest.mark.parametrize("wanted", [COLOUR, GREY], ids=["colour", "grey"])
+def test_a_folder_is_read_as_for_training(folder: Path, wanted: Wanted) -> None:
+    samples = read_samples(str(folder), wanted)
+    names = [samples.name(index) for index in range(len(samples))]
+    assert names == ["a.jpg", "b.png", "d.png", "deep/c.bmp"]
+    assert "1 file(s)" in samples.note
+    trained_on = PictureData([folder / name for name in names], [0] * 4, wanted.shape)
+    for index, sample in enumerate(samples):
+        assert torch.equal(tensor(sample), trained_on[index][0])
+
+
+def test_bytes_and_a_file_are_the_same_picture(folder: Path) -> None:
+    alone = read_samples(str(folder / "a.jpg"), COLOUR)
+    assert len(alone) == 1
+    assert torch.equal(tensor(alone[0]), read_picture((folder / "a.jpg").read_bytes(), "x", COLOUR))
+
+
+def test_the_mean_is_that_of_training(folder: Path) -> None:
+    usual = tensor(read_samples(str(folder / "b.png"), COLOUR)[0])
+    other = tensor(read_samples(str(folder / "b.png"), Wanted(COLOUR.shape, torch.float64, 0.25, 2.0))[0])
+    assert other.dtype == torch.float64
+    torch.testing.assert_close(other * 2 + 0.25, (usual * 0.5 + 0.5).double(), rtol=0, atol=1e-6)
+
+
+def test_a_broken_picture_is_named(folder: Path) -> None:
+    (folder / "deep" / "broken.jpg").write_bytes((folder / "a.jpg").read_bytes()[:500])
+    with pytest.raises(BadData, match=r"deep/broken\.jpg"):
+        read_samples(str(folder), COLOUR)
+    with pytest.raises(BadData, match="from afar: the picture cannot be read"):
+        read_picture(b"\x89PNG no picture", "from afar", COLOUR)
+
+
+def test_a_picture_that_unpacks_to_too_much_is_refused() -> None:
+    file = io.BytesIO()
+    Image.new("L", (3000, 3000)).save(file, "PNG")
+    with pytest.raises(BadData, match="9,000,000 pixels; at most 1,000,000"):
+        read_picture(file.getvalue(), "bomb", GREY, largest_pixel_count=1_000_000)
+
+
+def test_pictures_need_a_network_for_pictures(folder: Path) -> None:
+    with pytest.raises(BadData, match="the network takes 8"):
+        read_samples(str(folder), Wanted((8,)))
+
+
+def test_a_folder_without_pictures_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="no picture"):
+        read_samples(str(tmp_path), COLOUR)
+    with pytest.raises(BadFile, match="no such file"):
+        read_samples(str(tmp_path / "away"), COLOUR)
+
+
+# Arrays
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["first", "last", "other size", "one"]),
+    st.booleans(),
+    st.sampled_from([">f8", "<f4", "uint8", "f2"]),
+)
+def test_arrays_are_read_as_for_training(tmp_path_factory: Any, way: str, fortran: bool, kind: str) -> None:
+    """Also in the other byte order, with the first index fastest, and from bytes that came over a wire."""
+    shape = {"first": (5, 3, 12, 10), "last": (5, 12, 10, 3), "other size": (5, 3, 7, 9), "one": (3, 12, 10)}[way]
+    array = drawn(*shape).astype(kind)
+    if way == "last" and kind != "uint8":
+        return  # channels are moved in pictures of bytes only
+    array = numpy.asfortranarray(array) if fortran else array
+    path = tmp_path_factory.mktemp("arrays") / "x.npy"
+    numpy.save(path, array)
+    whole = array[None] if way == "one" else array
+    numpy.savez(path.with_suffix(".npz"), x=numpy.repeat(whole, 2, 0)[:5], y=numpy.arange(min(5, 2 * len(whole))) % 2)
+    trained_on: Any = load_arrays(path.with_suffix(".npz"), input_shape=COLOUR.shape)
+    samples = read_samples(str(path), COLOUR)
+    assert len(samples) == len(whole)
+    first = trained_on.train.dataset[0][0] if hasattr(trained_on.train, "dataset") else trained_on.train[0][0]
+    torch.testing.assert_close(tensor(samples[0]), first.float(), rtol=0, atol=1e-6)
+    for one, other in zip(samples, read_array(path.read_bytes(), "wire", COLOUR), strict=True):
+        assert torch.equal(tensor(one), tensor(other))
+    assert torch.equal(tensor(read_samples(str(path.with_suffix(".npz")), COLOUR)[0]), tensor(samples[0]))
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (
+            numpy.zeros((4, 12, 10, 3), numpy.float32),
+            r"12x10x3; the network takes 3x12x10(.|\n)*transpose\(0, 3, 1, 2\)",
+        ),
+        (numpy.zeros((4, 360), numpy.float32), r"360; the network takes 3x12x10(.|\n)*reshape\(-1, 3, 12, 10\)"),
+        (numpy.zeros((4, 5), numpy.float32), r"of 5; the network takes 3x12x10(.|\n)*--shape 5"),
+        (numpy.zeros((0, 3, 12, 10), numpy.float32), "no sample"),
+        (numpy.zeros((2, 3, 12, 10), numpy.complex64), "complex64"),
+        (numpy.zeros((2, 3, 12, 10), numpy.int64), "int64 pictures"),
+    ],
+    ids=["channels last", "flat", "strange", "empty", "complex", "integers"],
+)
+def test_what_does_not_fit_is_refused_with_both_shapes(tmp_path: Path, array: numpy.ndarray, words: str) -> None:
+    numpy.save(tmp_path / "x.npy", array)
+    numpy.savez(tmp_path / "x.npz", x=array)
+    for read in (
+        lambda: read_samples(str(tmp_path / "x.npy"), COLOUR),
+        lambda: read_samples(str(tmp_path / "x.npz"), COLOUR),
+        lambda: read_array(packed(array), "wire", COLOUR),
+    ):
+        with pytest.raises(BadData, match=words):
+            read()
+
+
+def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
+    array = numpy.zeros((3, 4), numpy.float32)
+    array[1, 2] = numpy.nan
+    numpy.save(tmp_path / "x.npy", array)
+    samples = read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    assert tensor(samples[0]).sum() == 0
+    with pytest.raises(BadData, match="sample 1 has a NaN"):
+        samples[1]
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    array = numpy.array([{"a": 1}, None], dtype=object)
+    numpy.save(tmp_path / "x.npy", array, allow_pickle=True)
+    with pytest.raises(BadData, match="could be programs"):
+        read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    with pytest.raises(BadData, match="could be programs"):
+        read_array((tmp_path / "x.npy").read_bytes(), "wire", Wanted((4,)))
+
+
+def lying(shape: str) -> bytes:
+    """A header that says more than there is."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text += b" " * (63 - (10 + len(text)) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content", [lying("(1000000000000, 4)"), lying("(3, 4)"), b"\x93NUMPY", b"\x93NUMPY\x01\x00\xff"]
+)
+def test_a_header_is_not_believed(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is allocated for it."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("was read")
+
+    (tmp_path / "x.npy").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
+        file.writestr("x.npy", content)
+    with pytest.raises((BadData, BadFile)):
+        read_array(content, "wire", Wanted((4,)))
+    with pytest.raises((BadData, BadFile)):
+        read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    monkeypatch.setattr(sample_arrays.numpy, "load", refuse)
+    with pytest.raises((BadData, BadFile)):
+        read_samples(str(tmp_path / "x.npz"), Wanted((4,)))
+
+
+def test_a_large_file_is_not_loaded(tmp_path: Path) -> None:
+    """A terabyte with nothing in it: only the pages of the sample that is asked for are read."""
+    with open(tmp_path / "x.npy", "wb") as file:
+        file.write(lying("(62500000000, 4)"))
+        file.truncate(file.tell() + 62500000000 * 16)
+    samples = read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    assert len(samples) == 62500000000
+    assert tensor(samples[62499999999]).tolist() == [0, 0, 0, 0]
+
+
+def test_several_inputs_come_by_name(tmp_path: Path) -> None:
+    wanted = {"films": Wanted((5,), torch.int64), "age": Wanted(())}
+    numpy.savez(tmp_path / "x.npz", films=numpy.arange(15).reshape(3, 5), age=numpy.array([1.0, 2.0, 3.0]))
+    samples = read_samples(str(tmp_path / "x.npz"), wanted)
+    last = samples[2]
+    assert isinstance(last, dict)
+    assert last["films"].tolist() == [10, 11, 12, 13, 14]
+    assert float(last["age"]) == 3.0
+    numpy.savez(tmp_path / "y.npz", films=numpy.arange(15).reshape(3, 5))
+    with pytest.raises(BadData, match="no age"):
+        read_samples(str(tmp_path / "y.npz"), wanted)
+
+
+def test_the_shape_of_arrays_is_known_from_the_file(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "x.npy", numpy.zeros((4, 2, 3)))
+    numpy.savez(tmp_path / "x.npz", x=numpy.zeros((4, 7)), y=numpy.zeros(4))
+    assert shape_in(str(tmp_path / "x.npy")) == (2, 3)
+    assert shape_in(str(tmp_path / "x.npz")) == (7,)
+    assert shape_in(str(tmp_path)) is None
+
+
+def test_digits_have_their_classes() -> None:
+    samples = read_samples("digits", GREY)
+    assert len(samples.targets) == len(samples) > 300
+    assert tensor(samples[0]).shape == (1, 16, 16)
