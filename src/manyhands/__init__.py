@@ -8,6 +8,7 @@
     graph = mh.capture(module, example_batch)                  # any nn.Module -> layers, shapes, costs
     planned = mh.plan(graph.network, mh.Cluster.local(4))      # who does what
     predicted = mh.simulate(planned.plan, graph.network, mh.Cluster.local(4))
+    mh.explain(planned, graph.network, mh.Cluster.local(4)).binding.text    # what limits it
 
 Names are loaded when first used, so that importing manyhands does not import torch.
 """
@@ -22,6 +23,7 @@ from manyhands.facts.version import __version__
 if TYPE_CHECKING:
     from manyhands.api.comparing import Comparison, compare
     from manyhands.api.evaluation import EvaluateResult, evaluate
+    from manyhands.api.explaining import Explanation, explain
     from manyhands.api.inference import Inference, infer
     from manyhands.api.job import TrainResult
     from manyhands.api.pipelining import pipeline_plan
@@ -56,6 +58,8 @@ _HOMES = {
     "Planned": ("api.public", "Planned"),
     "read_plan": ("api.public", "read_plan"),
     "simulate": ("api.public", "simulate"),
+    "explain": ("api.explaining", "explain"),
+    "Explanation": ("api.explaining", "Explanation"),
     "compare": ("api.comparing", "compare"),
     "Comparison": ("api.comparing", "Comparison"),
     "pipeline_plan": ("api.pipelining", "pipeline_plan"),
@@ -85,10 +89,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Graph",
-    "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Plan", "Planned", "Profile", "SplitResult", "Stage",
-    "TrainResult", "__version__", "capture", "compare", "decouple", "evaluate", "infer", "load_cluster", "load_graph",
-    "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate", "split_train", "tile_plan", "train",
+    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Explanation",
+    "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Plan", "Planned", "Profile", "SplitResult",
+    "Stage", "TrainResult", "__version__", "capture", "compare", "decouple", "evaluate", "explain", "infer",
+    "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
+    "split_train", "tile_plan", "train",
 ]  # fmt: skip
 
 

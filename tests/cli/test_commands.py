@@ -96,7 +96,7 @@ def test_plan_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_plan_auto_lists_what_it_looked_at() -> None:
-    planned = run_json("plan", "-m", "tiny", "-c", "env-c", "-b", "32")
+    planned = run_json("plan", "-m", "tiny", "-c", "env-c", "-b", "32", "--no-what-if")
     seconds = [c["seconds"] for c in planned["candidates"] if c["seconds"] is not None]
     assert seconds == sorted(seconds)
     assert planned["simulation"]["seconds"] == pytest.approx(seconds[0])

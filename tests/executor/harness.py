@@ -260,8 +260,9 @@ def alone(
     *,
     seed: int = 0,
     micro_batches: int = 1,
+    before_step: Callable[[Weights], None] = lambda weights: None,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same by one piece and plain autograd: the reference."""
+    """The same by one piece and plain autograd: the reference. `before_step` may look at the gradients."""
     weights = Weights.copied(graph)
     stepper, piece, loss = build(optimizer or SGD, weights.trainable()), Piece(graph, weights), Loss(graph)
     part = 1.0 if graph.loss_combination == "sum" else 1.0 / micro_batches
@@ -279,6 +280,7 @@ def alone(
             torch.autograd.backward([tensor for tensor, _ in roots], [g for _, g in roots])
             total += float(value) * part
         losses.append(total)
+        before_step(weights)
         stepper.step()
         stepper.zero()
     return {name: tensor.detach() for name, tensor in weights.tensors.items()}, losses

@@ -6,38 +6,42 @@ with numbers that would be noticed: a device that reads what it was never sent c
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from harness import SGD, Batch, Ran, alone, held, relative, run, schedule_of
-from hypothesis import HealthCheck, Phase, assume, currently_in_test_context, given, note, settings
+from harness import relative, run, schedule_of
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiled_networks import ZOO, LinearExcite, Residual, Shape, networks, same
+from tiled_cases import (
+    DRAWN,
+    PICTURES,
+    Case,
+    case_of,
+    small_case,
+    tail_of,
+    tiled,
+    unwritten_memory_noticed,
+    zoo_case,
+)
+from tiled_networks import ZOO, LinearExcite, Residual, networks, same
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drawn_plans import plans
+from drawn_plans import drawn_tiles, plans
 from groups import by_name, slow_if
-from manyhands.executor.boxes import place_of
 from manyhands.executor.messages import plan_bytes
-from manyhands.executor.tile_operators import Held
-from manyhands.executor.tiles import TileRunner
-from manyhands.facts.boxes import Box, Layout, cut_points
+from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BySamples, ByTiles, Codec, LayerName, Order, Plan, Single, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Codec, Order, Plan, Single, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
-from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import takes_format
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
@@ -47,37 +51,11 @@ from manyhands.schedule.checker import check
 from manyhands.schedule.reduction import pair_bytes
 from manyhands.schedule.tiles import TileGeometry
 
-GRIDS: tuple[tuple[Sequence[float], Sequence[float]], ...] = (
-    ((1,), (1, 1)), ((1, 1), (1,)), ((1, 1), (1, 1)), ((1, 1, 1), (1, 1)), ((2, 1), (1, 3)), ((1, 3, 1), (1,)),
-)  # fmt: skip
-PICTURES: tuple[tuple[int, int], ...] = ((17, 23), (16, 12), (13, 14), (24, 9))
-
-
-DRAWN = settings(suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.reuse, Phase.generate))
-"""A failing example is told as it was drawn: making it smaller would take minutes."""
-
 
 @pytest.fixture(autouse=True, scope="module")
-def _unwritten_memory_is_noticed() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    original = TileRunner._room
-
-    def room(self: TileRunner, tensor: str, inside: Box) -> Held:
-        made = original(self, tensor, inside)
-        true = made.box.intersect(Box.whole(self.geometry.shape(tensor)))
-        if not true.is_empty and made.tensor.is_floating_point():
-            made.tensor[place_of(true, made.box)] = 1e3
-        return made
-
-    patch.setattr(TileRunner, "_room", room)
-    patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)  # devices are threads that wait for each other at every turn
-    yield
-    sys.setswitchinterval(interval)
-    torch.use_deterministic_algorithms(False)
-    patch.undo()
+def _unwritten_memory() -> Iterator[None]:
+    with unwritten_memory_noticed():
+        yield
 
 
 def test_unwritten_memory_is_no_number() -> None:
@@ -120,150 +98,7 @@ def less(box: Box) -> Box:
     return box.replace(3, (start, stop - 1))
 
 
-def stirred(module: nn.Module) -> nn.Module:
-    """In float64, to be trained, and with no bias at zero: one whose gradient is zero (before a norm) would be compared
-    with its own rounding."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.rand_like(parameter) - 0.5)
-    return module.double().train()
-
-
-def target_shape(module: nn.Module, x: Tensor) -> tuple[int, ...]:
-    with torch.no_grad():
-        return tuple(module(x).shape)
-
-
-@dataclass
-class Case:
-    """A captured network with batches, and what one device makes of them."""
-
-    graph: Graph
-    batches: list[Batch]
-
-    @property
-    def network(self) -> Network:
-        return self.graph.network
-
-    @property
-    def count(self) -> int:
-        return len(self.network.layers)
-
-    @cache  # noqa: B019
-    def expected(self, micro_batches: int) -> tuple[dict[str, Tensor], list[float]]:
-        return alone(self.graph, self.batches, SGD, seed=7, micro_batches=micro_batches)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def plan(self, *stages: Stage, micro_batches: int = 1, order: Order = "sequential", **options: Any) -> Plan:
-        samples = len(self.batches[0][0])
-        return Plan(self.network.name, samples, stages, micro_batches, order, **options)
-
-    def tiled(
-        self, share: ByTiles, first: LayerName = 0, last: LayerName | None = None, reduce: Any = "allreduce"
-    ) -> Stage:
-        """Layers [first, last) on t0, t1, ..."""
-        devices = tuple(f"t{number}" for number in range(len(share.rows) * len(share.columns)))
-        return Stage((first, self.count if last is None else last), devices, share, reduce=reduce)
-
-    def check(self, plan: Plan, **options: Any) -> Ran:
-        if currently_in_test_context():
-            note(str(plan))
-        ran = run(self.graph, plan, self.batches, SGD, seed=7, **options)
-        ran.assert_as_planned(len(self.batches))
-        ran.assert_equals(*self.expected(plan.micro_batches))
-        for executor in ran.executors.values():
-            assert not held(executor)
-        return ran
-
-
-def case_of(module: nn.Module, shape: Shape, *, samples: int = 2, steps: int = 2, seed: int = 0) -> Case:
-    """Mean squares against a random target."""
-    if currently_in_test_context():
-        note(f"{shape} {module}")
-    module = stirred(module)
-    torch.manual_seed(seed)
-    x = torch.randn(samples, *shape, dtype=torch.float64)
-    target = target_shape(module, x)
-    y = torch.randn(target, dtype=torch.float64)
-    graph = capture(module, x, loss=functional.mse_loss, target=y, granularity="operators", name="drawn")
-    batches = [(torch.randn_like(x), torch.randn_like(y)) for _ in range(steps)]
-    return Case(graph, batches)
-
-
-@cache
-def zoo_case(name: str) -> Case:
-    build, shape = ZOO[name]
-    torch.manual_seed(1)
-    module = build()
-    if name != "unet":
-        return case_of(module, shape)
-    module = stirred(module)
-    generator = torch.Generator().manual_seed(2)
-    batches = [
-        (torch.randn(2, *shape, dtype=torch.float64, generator=generator),
-         torch.randint(0, 2, (2, *shape[1:]), generator=generator))
-        for _ in range(3)
-    ]  # fmt: skip
-    graph = capture(
-        module, batches[0][0], loss=functional.cross_entropy, target=batches[0][1], granularity="operators", name=name
-    )
-    return Case(graph, batches[1:])
-
-
-@cache
-def small_case(build: Callable[[], nn.Module], shape: Shape, samples: int = 2) -> Case:
-    """Captured once for all plans of it."""
-    torch.manual_seed(0)
-    return case_of(build(), shape, samples=samples)
-
-
-def tiled(name: str) -> pytest.MarkDecorator:
-    """Tests of one network go to one process, which captures it once."""
-    return pytest.mark.xdist_group(f"tiled {name}")
-
-
-def tail_of(case: Case) -> int:
-    """The layer at which the maps end: the pooling of a classifier."""
-    network = case.network
-    op = next(i for i, op in enumerate(network.ops) if op.tiling == "pool" and len(network.readers[op.outputs[0]]) == 1
-              and network.tensors[network.ops[i + 1].outputs[0]].shape[2:] == ())  # fmt: skip
-    return network.layer_of_op[op]
-
-
 # Drawn networks, drawn groups
-
-
-@st.composite
-def drawn_groups(draw: st.DrawFn, network: Network, first: int, last: int) -> tuple[LayerName, ...] | None:
-    """None, one group, or groups that start at some operators of layers [first, last), by number or name."""
-    kind = draw(st.sampled_from(("none", "one", "some", "some")))
-    if kind == "none":
-        return None
-    inside = list(range(first + 1, last))
-    chosen = sorted(draw(st.sets(st.sampled_from(inside), max_size=6))) if kind == "some" and inside else []
-    names = [network.ops[network.layers[layer].first].name if draw(st.booleans()) else layer for layer in chosen]
-    return (first, *names)
-
-
-def _has_no_empty_tile(image: tuple[int, ...], rows: Sequence[float], columns: Sequence[float]) -> bool:
-    """Of the map that a stage begins with, each tile has something, or the map has no rows and columns to share."""
-    if len(image) != 4 or image[2] * image[3] == 1:
-        return True
-    points = cut_points(image[2], rows), cut_points(image[3], columns)
-    return all(a < b for cuts in points for a, b in pairwise(cuts))
-
-
-@st.composite
-def drawn_tiles(draw: st.DrawFn, network: Network, first: int, last: int) -> ByTiles:
-    read = network.ops[network.layers[first].first].inputs  # none of a counter of batches
-    image = network.tensors[read[0]].shape if read else ()
-    rows, columns = draw(st.sampled_from([grid for grid in GRIDS if _has_no_empty_tile(image, *grid)]))
-    forward, backward = draw(drawn_groups(network, first, last)), draw(drawn_groups(network, first, last))
-    early = draw(st.sampled_from((0, 0, 1))) * tuple(range(first, last))
-    return ByTiles(tuple(rows), tuple(columns), forward, backward, early)
 
 
 @settings(DRAWN, max_examples=8)

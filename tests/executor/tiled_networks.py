@@ -245,6 +245,63 @@ def networks(draw: st.DrawFn, shape: Shape, most: int = 7) -> nn.Sequential:
     return nn.Sequential(*chosen)
 
 
+class Hourglass(nn.Module):
+    """A U-Net of drawn blocks: down, up, and at every level what was there on the way down is joined again."""
+
+    def __init__(self, down: Sequence[nn.Module], up: Sequence[nn.Module], joins: Sequence[str]) -> None:
+        super().__init__()
+        self.down, self.up, self.joins = nn.ModuleList(down), nn.ModuleList(up), list(joins)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = functional.max_pool2d(x, 2)
+        for block, join in zip(self.up, self.joins):
+            fine = skips.pop()
+            coarse = functional.interpolate(block(x), size=fine.shape[2:], mode="bilinear")
+            x = torch.cat([coarse, fine], 1) if join == "concat" else coarse + fine
+        return x
+
+
+@st.composite
+def hourglasses(draw: st.DrawFn, shape: Shape) -> nn.Module:
+    """Two levels; blocks are normed, residual, excited or dropped, and some go up by a transposed convolution."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+
+    def block(inputs: int, outputs: int) -> nn.Module:
+        kinds: dict[str, Callable[[], nn.Module]] = {
+            "normed": lambda: nn.Sequential(nn.BatchNorm2d(outputs), nn.ReLU()),
+            "residual": lambda: Residual(nn.Sequential(same(outputs, outputs), nn.Tanh())),
+            "excite": lambda: SqueezeExcite(outputs, 2, activation=nn.ReLU(), gate=nn.Sigmoid()),
+            "drop": lambda: nn.Dropout2d(0.3),
+        }
+        return nn.Sequential(same(inputs, outputs), kinds[draw(st.sampled_from(list(kinds)))]())
+
+    def wider(inputs: int, outputs: int) -> nn.Module:
+        if draw(st.booleans()):
+            return nn.Sequential(nn.ConvTranspose2d(inputs, outputs, 2, 2), nn.SiLU())
+        return block(inputs, outputs)
+
+    joins = [draw(st.sampled_from(("concat", "add"))) for _ in range(2)]
+    middle = 8 if joins[0] == "concat" else 4
+    return Hourglass([block(shape[0], 3), block(3, 4)], [wider(4, 4), wider(middle, 3)], joins)
+
+
+@st.composite
+def mixed_networks(draw: st.DrawFn, shape: Shape) -> nn.Module:
+    """A chain of blocks or an hourglass, half of them with a classifier's tail, which cannot be tiled."""
+    features = draw(networks(shape, most=5) | hourglasses(shape))
+    if draw(st.booleans()):
+        return features
+    with torch.no_grad():
+        channels = features(torch.zeros(2, *shape)).shape[1]
+    return nn.Sequential(
+        features, nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * channels, 3)
+    )
+
+
 # Small versions of the zoo's
 
 

@@ -47,11 +47,11 @@ def test_the_walk_along_the_axes_finds_the_boxes(
     geometry = TileGeometry(plan, 0, network)
     for group in geometry.groups:
         needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (-2, -1)}
-        for place, device in enumerate(geometry.devices):
-            for index in range(group.first, group.last):
-                name = network.ops[index].outputs[0]
-                area = priced._area({axis: needs[axis].made[name] for axis in (-2, -1)}, place)
-                assert area == geometry.computed[device][name].volume // geometry.shape(name)[1]
+        for index in range(group.first, group.last):
+            name = network.ops[index].outputs[0]
+            areas = priced._areas({axis: needs[axis].made[name] for axis in (-2, -1)})
+            volumes = [geometry.computed[device][name].volume for device in geometry.devices]
+            assert list(areas) == [volume // geometry.shape(name)[1] for volume in volumes]
 
 
 @pytest.mark.parametrize("link", [Link(1e4, 1e-3), SLOW, Link(1e9, 1e-5)], ids=["slow", "middling", "fast"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.api.session import Session, _place
+from manyhands.api.session import Session, profile_place
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
@@ -134,7 +134,7 @@ def test_a_session_keeps_them_apart(tiny: Graph) -> None:
     facts = SimpleNamespace(slowdown=1.0, compute="cpu")
     coordinator: Any = SimpleNamespace(members={name: SimpleNamespace(facts=facts) for name in cluster.names})
     session = Session(coordinator, cluster, True, 1)
-    places = [_place(session, tiny, cluster.names[0], None, training) for training in (True, False)]
+    places = [profile_place(session, tiny, cluster.names[0], None, training) for training in (True, False)]
     assert places[0] != places[1]
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hand_made import cluster
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.lab import with_slots
-from manyhands.simulator.links import Network, Transfer
+from manyhands.simulator.flows import Transfer
+from manyhands.simulator.links import Network
 
 
 @dataclass
@@ -26,15 +27,17 @@ class Clock:
     ends: dict[Transfer, float] = field(default_factory=dict)
     finished: list[tuple[str, float]] = field(default_factory=list)
 
-    def start(self, source: str, target: str, byte_count: float, label: str = "") -> None:
-        self._note(self.network.start(source, target, byte_count, label or f"{source}{target}", self.now))
+    def start(self, source: str, target: str, byte_count: float, label: str = "", *, is_urgent: bool = True) -> None:
+        label = label or f"{source}{target}"
+        self.network.start(source, target, byte_count, label, self.now, is_urgent=is_urgent)
+        self._settle()
 
-    def _note(self, changed: list[Transfer]) -> None:
-        for transfer in changed:
+    def _settle(self) -> None:
+        for transfer in self.network.settle(self.now):
+            assert isinstance(transfer, Transfer)
             self.ends.pop(transfer, None)
-            if not transfer.rate:
-                continue
-            self.ends[transfer] = transfer.since + (transfer.left / transfer.rate if transfer.rate < math.inf else 0.0)
+            if transfer.rate:
+                self.ends[transfer] = transfer.ends
 
     def until(self, limit: float = math.inf) -> None:
         while self.ends:
@@ -43,7 +46,8 @@ class Clock:
                 break
             self.now = self.ends.pop(transfer)
             self.finished.append((str(transfer.label), self.now))
-            self._note(self.network.finish([transfer], self.now))
+            self.network.end(transfer, self.now)
+            self._settle()
         self.now = max(self.now, limit) if limit < math.inf else self.now
 
 
@@ -175,7 +179,7 @@ def test_slots_of_one_device_exchange_as_fast_as_its_memory() -> None:
     run.start("a.1", "b.1", 50, "out")
     run.start("a.2", "c.1", 50, "out too")
     run.until()
-    assert run.finished == [("there", 0.5), ("back", 0.5), ("out", 1.0), ("out too", 1.0)]
+    assert dict(run.finished) == {"there": 0.5, "back": 0.5, "out": 1.0, "out too": 1.0}
 
 
 def test_a_host_may_bear_the_name_of_a_device_elsewhere() -> None:
@@ -281,11 +285,11 @@ def test_rates_are_fair_again_when_one_has_ended(
 ) -> None:
     made, flows = drawn
     network = Network(made)
-    transfers: dict[str, Transfer] = {}
-    for number, (source, target) in enumerate(flows):
-        transfers.update({str(t.label): t for t in network.start(source, target, 1e6, str(number), 0.0)})
+    transfers = {str(n): network.start(*flow, 1e6, str(n), 0.0) for n, flow in enumerate(flows)}
+    network.settle(0.0)
     gone = data.draw(st.integers(0, len(flows) - 1))
-    network.finish([transfers.pop(str(gone))], 1.0)
+    network.end(transfers.pop(str(gone)), 1.0)
+    network.settle(1.0)
     rest = [number for number in range(len(flows)) if number != gone]
     expected = max_min(made, [flows[number] for number in rest])
     assert [transfers[str(n)].rate for n in rest] == pytest.approx([float(rate) for rate in expected])
@@ -313,7 +317,7 @@ def test_everything_sent_arrives_and_no_limit_is_broken(
 
 def test_bulk_waits_while_its_sender_has_something_urgent() -> None:
     run = clock(Link(math.inf, 0.0), up_bytes_per_second=100.0)
-    run._note(run.network.start("a", "b", 100, "bulk", 0.0, is_urgent=False))
+    run.start("a", "b", 100, "bulk", is_urgent=False)
     run.until(0.5)
     run.start("a", "c", 50, "urgent")
     run.until()
@@ -322,16 +326,16 @@ def test_bulk_waits_while_its_sender_has_something_urgent() -> None:
 
 def test_bulk_of_others_does_not_wait() -> None:
     run = clock(Link(math.inf, 0.0), down_bytes_per_second=100.0)
-    run._note(run.network.start("a", "c", 50, "bulk", 0.0, is_urgent=False))
+    run.start("a", "c", 50, "bulk", is_urgent=False)
     run.start("b", "c", 50, "urgent")
     run.until()
-    assert run.finished == [("bulk", 1.0), ("urgent", 1.0)]
+    assert dict(run.finished) == {"bulk": 1.0, "urgent": 1.0}
 
 
 def test_bulk_that_starts_beside_urgent_transfers_waits_for_all_of_them() -> None:
     run = clock(Link(math.inf, 0.0), up_bytes_per_second=100.0)
     run.start("a", "b", 50, "one")
     run.start("a", "c", 100, "two")
-    run._note(run.network.start("a", "d", 50, "bulk", 0.0, is_urgent=False))
+    run.start("a", "d", 50, "bulk", is_urgent=False)
     run.until()
     assert run.finished == [("one", 1.0), ("two", 1.5), ("bulk", 2.0)]

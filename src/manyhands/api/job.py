@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from manyhands.api.asked import Lasting, Options, check_same, resumed_from
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
+from manyhands.api.honesty import Honesty, compared, correct_profiles, sentence
 from manyhands.api.public import simulate
 from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session
@@ -104,6 +105,8 @@ class TrainResult:
     """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
     """(from, to) -> bytes that were sent in all rounds, without copies of state."""
+    honesty: Honesty | None = None
+    """Predicted beside measured, stage by stage; None: the run was too short to say."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -356,6 +359,7 @@ class Job:
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
+            honesty=compared(planned, schedule, outcome.logs, outcome.step_seconds),
         )  # fmt: skip
 
     def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
@@ -363,8 +367,22 @@ class Job:
         if self.test is not None:
             result.test = self.evaluated(planned, self.test, loss)
             self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+        if result.honesty is not None:
+            self._be_honest(planned, result, result.honesty)
         self.write_pictures(planned, result)
         self.record.event("finished", steps=result.steps)
+
+    def _be_honest(self, planned: Planned, result: TrainResult, found: Honesty) -> None:
+        """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
+        steps = 0
+        if not result.recoveries:
+            steps = correct_profiles(self.session, self.graph, planned, self.options.optimizer, found)
+        write_document(self.folder / "stages.json", {**found.to_dict(), "corrected_from_steps": steps})
+        learnt = f"The stored profile was corrected from {steps} steps." if steps else ""
+        if text := sentence(found, self.folder, learnt):
+            self.record.event("note", text=text)
+            if self.say is not None:
+                self.say(text)
 
     def evaluated(self, planned: Planned, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
         """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""

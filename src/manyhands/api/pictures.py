@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from manyhands.api.tile_report import is_tiled, write_tile_map
 from manyhands.files.documents import write_document
 from manyhands.observe.plots import draw_losses, draw_memory, draw_predicted_beside_measured, draw_utilisation
+from manyhands.observe.stage_plots import draw_stages
 from manyhands.observe.trace import combined_trace
 from manyhands.runtime.record import one_step
 from manyhands.schedule.policy import Schedule
 
 if TYPE_CHECKING:
+    from manyhands.api.honesty import Honesty
     from manyhands.api.job import Planned, TrainResult
 
 
@@ -42,12 +44,24 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
             notes=(_bubbles(planned, expected), _bubbles(planned, busy)) if name == "pipeline.png" else ({}, {}),
         )  # fmt: skip
     draw_utilisation(busy, expected, plots / "utilisation.png", title=f"{title}: part of a step computing")
+    if result.honesty is not None:
+        _write_stages(result.honesty, plots / "stages.png", f"{title}: a step, predicted and measured")
     draw_losses(result.losses, plots / "loss.png", title=f"{planned.network.name}: loss", epoch_steps=epoch_steps)
     if peaks := result.peaks:
         budgets = {name: planned.cluster.device(name).memory_bytes for name in peaks}
         draw_memory(peaks, budgets, plots / "memory.png", title=f"{title}: peak of tensor bytes in a step")
     if is_tiled(plan):
         write_tile_map(Schedule(plan, planned.network), plots / "tiles.png", title=title)
+
+
+def _write_stages(found: Honesty, path: Path, title: str) -> None:
+    """Where a device works in several stages, the rest of its step is beside each of them."""
+    rows = []
+    for one in found.stages:
+        rest = found.rest(one.device)
+        bars = ((one.predicted_seconds, rest[0]), (one.measured_seconds, rest[1]))
+        rows.append((f"stage {one.stage}, {one.device}", *bars))
+    draw_stages(rows, path, title=title)
 
 
 def _bubbles(planned: Planned, busy: Mapping[str, float]) -> dict[str, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
+
+import msgspec
 
 from manyhands.api.networks import load_network
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.decode import decode
-from manyhands.facts.errors import BadPlan, BadValue, unknown
+from manyhands.facts.errors import BadPlan, BadValue, OutOfMemory, unknown
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
@@ -19,7 +21,7 @@ from manyhands.files.documents import load_cluster, read_document, write_documen
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.pricing import Objective
 from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
-from manyhands.planner.task import Candidate, Task, TileWish
+from manyhands.planner.task import BEST, Best, Candidate, Task, TileWish
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -40,6 +42,8 @@ class Planned:
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
     objective: Objective | None = None
     """What it is to be good at, for inference: candidates' seconds are those of a sample. None: training."""
+    best: Best = "throughput"
+    """What it is to be good at, for training."""
 
 
 def network_of(network: Graph | Network | str) -> Network:
@@ -67,10 +71,13 @@ def plan(
     tiles: TileWish | None = None,
     objective: str | None = None,
     home: str = "",
+    best: str = "throughput",
 ) -> Planned:
-    """A plan by strategy. `auto` prices every candidate with the simulator and takes the fastest that fits in memory.
+    """A plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in memory.
 
     Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
+    `best`: what a plan for training is to be good at: throughput, latency of a batch, memory (the largest peak of any
+    device) or energy (joules a sample of the devices that take part; others are taken to be off).
     `objective`: latency or throughput, for inference (planning_inference.py): batch size, order and the like are then
     chosen too; `home` is the device that has the inputs. None: training.
     """
@@ -87,21 +94,72 @@ def plan(
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
     task = Task(
         network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, batch_norm, warm_up,
-        tiles or TileWish(),
+        tiles or TileWish(), best=best_named(best, cluster),
     )  # fmt: skip
-
-    def price(candidate: Plan) -> float:
-        return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
-
+    prices = Prices(task)
     if strategy != "auto":
-        plans = [one.plan for one in plan_by_name(strategy, task, price) if one.plan is not None]
-        return Planned(plans[0], [], tuple(plans[1:]))
-    ranked = choose(task, price)
-    best = ranked[0]
-    if best.plan is None:
+        ranked = plan_by_name(strategy, task, prices)
+        plans = [one.plan for one in ranked if one.plan is not None]
+        return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
+    ranked = choose(task, prices)
+    best_plan = ranked[0].plan
+    if best_plan is None:
         reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
         raise BadPlan(f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}")
-    return Planned(best.plan, ranked, tuple(one.plan for one in ranked[1:] if one.plan is not None))
+    ranked = [prices.scored(one) for one in ranked]
+    others = tuple(one.plan for one in ranked[1:] if one.plan is not None)
+    return Planned(best_plan, ranked, others, best=task.best)
+
+
+class Prices:
+    """What plans take of what is to be little, simulated; each plan once."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._known: dict[bytes, Simulation | OutOfMemory] = {}
+
+    def __call__(self, plan: Plan) -> float:
+        result = self.simulated(plan)
+        if self.task.best == "memory":
+            return max(one.peak_bytes for one in result.devices.values())
+        return result.joules_per_sample if self.task.best == "energy" else result.seconds
+
+    def simulated(self, plan: Plan) -> Simulation:
+        """One round, within every device's memory."""
+        key, task = msgspec.json.encode(plan), self.task
+        if key not in self._known:
+            try:
+                self._known[key] = simulate(
+                    plan, task.network, task.cluster, task.profile, keep_spans=False, within_memory=True
+                )
+            except OutOfMemory as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, OutOfMemory):
+            raise found
+        return found
+
+    def scored(self, candidate: Candidate) -> Candidate:
+        """A candidate with the seconds of a step, beside what it was chosen by."""
+        if candidate.plan is None or self.task.best not in ("memory", "energy"):
+            return candidate
+        seconds = self.simulated(candidate.plan).seconds
+        return replace(candidate, seconds=seconds, score=candidate.seconds)
+
+
+def best_named(name: str, cluster: Cluster) -> Best:
+    """What a plan is to be good at."""
+    for known in BEST:
+        if name == known:
+            if name == "energy" and not all(device.watts_active for device in cluster.devices):
+                unknown_watts = [device.name for device in cluster.devices if not device.watts_active]
+                raise BadValue(
+                    f"Energy is asked for, but nobody knows how much {', '.join(unknown_watts[:4])} draws.",
+                    hint="Write watts_active, watts_idle and watts_transfer for every device in the cluster's file, or "
+                    "use kinds of the catalogue (manyhands devices).",
+                )
+            return known
+    raise unknown("thing to be good at", name, BEST)
 
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:

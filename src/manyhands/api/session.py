@@ -289,7 +289,11 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
     return tuple(layers)
 
 
-def _place(session: Session, graph: Graph, name: str, optimizer: Optimizer | None, training: bool = True) -> Path:
+def profile_place(
+    session: Session, graph: Graph, name: str, optimizer: Optimizer | None, training: bool = True
+) -> Path:
+    """Where a device's profile is kept: by machine and network, and by what else changes it. Local workers on equal
+    hardware have one in common."""
     facts = session.coordinator.members[name].facts
     base = profile_path(graph.network, identify(session.threads or None), training=training)
     kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
@@ -309,7 +313,7 @@ def _load(
     kernels = dict(stored_kernels(graph, session.threads, training=training))
     found: _Known = {}
     for name in session.cluster.names:
-        path = _place(session, graph, name, optimizer, training)
+        path = profile_place(session, graph, name, optimizer, training)
         try:
             profile = load_profile(path, graph.network)
             raw = read_document(_rate_path(path))
@@ -327,6 +331,6 @@ def _load(
 def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None, training: bool) -> None:
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
         for name, (profile, rate) in known.items():
-            path = _place(session, graph, name, optimizer, training)
+            path = profile_place(session, graph, name, optimizer, training)
             save_profile(profile, path)
             write_document(_rate_path(path), rate)

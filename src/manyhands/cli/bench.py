@@ -218,6 +218,37 @@ def infer(
         raise typer.Exit(1)
 
 
+@app.command("auto")
+def auto(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A look in two minutes, a few scenarios; the figures do not count.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Four times the scenarios, more blocks and steps; about an hour.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="This part alone: simulated, scale, lab, segmentation. Repeatable."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Where plots go, and figures as they are found.")] = Path(
+        "auto-studies"
+    ),
+    json: Json = False,
+) -> None:
+    """One planner over tiles, samples and stages: its gains, planning times, and mixed plans measured in the lab.
+
+    Figures go to standard output, settings to standard error. About ten minutes on two cores; as root, in a lab.
+    """
+    from manyhands.api.bench_auto import bench_auto, failed
+    from manyhands.cli.show import working
+
+    with working("measuring") as say:
+        figures = bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
+    _print("bench auto", figures, quick, json)
+    if failed(figures):
+        raise typer.Exit(1)
+
+
 def _lines(say: Callable[[str], None]) -> Callable[[str], None]:
     """Without a terminal, what is being done now and then as a line on standard error."""
     begin = last = time.monotonic()

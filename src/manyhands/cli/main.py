@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -70,6 +71,9 @@ def main() -> None:
     """Run the command line. `--debug` may stand anywhere."""
     words = sys.argv[1:]
     debug = "--debug" in words or bool(os.environ.get("MANYHANDS_DEBUG"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an output without 'µ' is no reason to fail
     if "--debug" in words:
         words.remove("--debug")
     try:

@@ -1,8 +1,11 @@
-"""`manyhands plan`: choose a plan, print it, and write it to a file."""
+"""`manyhands plan`: choose a plan, show it, say why, and write it to a file."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import process_time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +24,16 @@ from manyhands.cli.options import (
     ProfileFile,
 )
 
+if TYPE_CHECKING:
+    from manyhands.api.explaining import Explanation
+    from manyhands.api.public import Planned
+    from manyhands.facts.cluster import Cluster
+    from manyhands.facts.network import Network
+    from manyhands.facts.plan import Plan
+    from manyhands.facts.profile import Profile
+    from manyhands.planner.grouping import Costs
+    from manyhands.simulator.result import Simulation
+
 
 def plan(
     model: Model = MODEL,
@@ -31,10 +44,17 @@ def plan(
         typer.Option(
             "--strategy",
             "--share",
-            help="auto, single, samples, pipeline or tiles; with --for also channels, split, and as others do it "
-            "modnn, coates, deepthings.",
+            help="auto, single, samples, pipeline, tiles, or mixed (some layers by tiles, others not); with --for also "
+            "channels, split, and as others do it modnn, coates, deepthings.",
         ),
     ] = "auto",
+    best: Annotated[
+        str | None,
+        typer.Option(
+            "--best",
+            help="What training is to be best at: throughput (default), latency, memory or energy (J a sample).",
+        ),
+    ] = None,
     objective: Annotated[
         str | None,
         typer.Option("--for", help="Plan inference, not training: for latency or for throughput."),
@@ -76,68 +96,46 @@ def plan(
     granularity: Granularity = "blocks",
     profile: ProfileFile = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Write the plan to this .yaml or .json file.")] = "",
+    picture: Annotated[
+        str, typer.Option("--picture", help="Draw the plan into this .png file: who holds which layers and which part.")
+    ] = "",
+    what_if: Annotated[
+        bool | None,
+        typer.Option(
+            "--what-if/--no-what-if",
+            help="Plan again for one more device of each kind, a faster network, more memory; or for none of it. "
+            "Default: what takes a few seconds.",
+        ),
+    ] = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="Print every device's actions too.")] = False,
     json: Json = False,
 ) -> None:
-    """Plan who does what: layers to devices, shares, micro-batches. Prices are simulated."""
-    from manyhands.api import comparing, planning_inference, public, tiling
-    from manyhands.api.networks import load_network, parse_input
-    from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
+    """Plan who does what: layers to devices, shares, micro-batches; and say why. Prices are simulated."""
+    from manyhands.api import planning_inference, public, tiling
+    from manyhands.api.plan_pictures import check_picture_name
     from manyhands.cli.inputs import load_task
-    from manyhands.cli.show import print_json, working
-    from manyhands.cli.tables import (
-        print_candidates,
-        print_comparison,
-        print_groupings,
-        print_inference,
-        print_plan,
-        print_tile_groups,
-    )
     from manyhands.facts.errors import BadValue
-    from manyhands.files.documents import write_document
 
+    check_picture_name(picture)
     if costs is not None:
         makes_plans = {
             "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--profile": profile,
-            "--out": out, "--schedule": schedule, "--rows": rows, "--columns": columns,
+            "--out": out, "--schedule": schedule, "--rows": rows, "--columns": columns, "--picture": picture,
+            "--best": best,
         }  # fmt: skip
         tiles, prices = tiling.parse_tile_costs(strategy, grid, costs, makes_plans)
-        with working(f"capturing {model}"):
-            captured = load_network(model, parse_input(input), granularity)
-        groups = tiling.tile_groups(captured, tiles, prices)
-        if json:
-            print_json(tiling.tile_groups_document(captured, groups))
-        else:
-            print_tile_groups(groups, captured)
+        _show_groups(model, input, granularity, tiles, prices, json)
         return
+    shown = _Shown(model, cluster, out, picture, what_if, schedule, json)
     if objective is not None:
         planning_inference.refuse_beside_objective(
             {
                 "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--grid": grid,
-                "--rows": rows, "--columns": columns, "--compare": compare,
+                "--rows": rows, "--columns": columns, "--compare": compare, "--best": best,
             }
         )  # fmt: skip
-        network, machines, known = load_task(model, input, granularity, cluster, profile)
-        with working(f"planning for {objective}"):
-            planned = planning_inference.plan_for(
-                network, machines, known, objective=objective, strategy=strategy, home=home
-            )
-            table = planning_inference.inference_table(planned, network)
-            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
-        if out:
-            write_document(out, planned.plan.to_dict())
-        if json:
-            plan_text = planned.plan.to_dict()
-            print_json({"objective": objective, "plan": plan_text, "simulation": result.to_dict(), "candidates": table})
-            return
-        print_plan(planned.plan, network, machines, result)
-        print_inference(table, objective)
-        for warning in result.warnings:
-            typer.echo(f"Note: {warning}")
-        if schedule:
-            typer.echo(public.schedule_text(planned.plan, network))
-        if out:
-            typer.echo(f"Plan written to {out}. Try: manyhands infer --model {model} --cluster {cluster} --plan {out}")
+        shown.task = load_task(model, input, granularity, cluster, profile)
+        shown.inference(objective=objective, strategy=strategy, home=home)
         return
     if home:
         raise BadValue("--home is for plans of inference.", hint="Say what for: --for latency or --for throughput.")
@@ -145,65 +143,186 @@ def plan(
     if strategy != "tiles" and wish.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
     norm, ahead = public.batch_norm_named(batch_norm), public.warm_up_named(warm_up)
-    network, machines, known = load_task(model, input, granularity, cluster, profile)
+    shown.task = load_task(model, input, granularity, cluster, profile)
     if compare:
-        beside = {"--grid": grid, "--order": order, "--schedule": schedule or None, "--out": out or None}
+        beside = {
+            "--grid": grid, "--order": order, "--schedule": schedule or None, "--out": out or None, "--best": best,
+            "--picture": picture or None,
+        }  # fmt: skip
         said = [option for option, value in beside.items() if value is not None]
         if said or strategy not in ("auto", "pipeline"):
             raise BadValue(
                 f"--compare compares pipelines; it was given with {' and '.join(said) or f'--share {strategy}'}.",
                 hint="Leave that out, or --compare.",
             )
-        with working("planning, ours and the rivals'"):
-            compared = comparing.compare(
-                network, machines, batch_size=batch_size or BATCH_SIZE, micro_batches=micro_batches, profile=known,
-                batch_norm=norm, warm_up=ahead,
-            )  # fmt: skip
-        if json:
-            print_json(compared.to_dict())
-        else:
-            print_comparison(compared, network, machines, batch_size or BATCH_SIZE)
-        return
-    with working("planning"):
-        planned = public.plan(
-            network, machines, batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
-            order=public.order_named(order or "1f1b"), profile=known, tiles=wish, batch_norm=norm, warm_up=ahead,
-        )  # fmt: skip
-        result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
-        priced = tiling.priced_groups(planned.plan, network, machines, known) if strategy == "tiles" else []
-        tiled = tiled_schedule(planned.plan, network)
-        by_use = planned_traffic(tiled).by_use if tiled is not None else None
-    if out:
-        write_document(out, planned.plan.to_dict())
-    if json:
-        print_json(
-            {
-                "plan": planned.plan.to_dict(),
-                "simulation": result.to_dict(),
-                "groupings": priced,
-                "bytes_by_use": by_use,
-                "candidates": [
-                    {
-                        "name": c.name,
-                        "seconds": c.seconds,
-                        "reason": c.reason,
-                        "plan": c.plan.to_dict() if c.plan else None,
-                    }
-                    for c in planned.candidates
-                ],
-            }
+        shown.comparison(
+            batch_size=batch_size or BATCH_SIZE, micro_batches=micro_batches, batch_norm=norm, warm_up=ahead
         )
         return
-    print_plan(planned.plan, network, machines, result)
-    if by_use is not None:
-        typer.echo(traffic_text(by_use))
-    if priced:
-        print_groupings(priced)
-    if planned.candidates:
-        print_candidates(planned.candidates)
-    for warning in result.warnings:
-        typer.echo(f"Note: {warning}")
-    if schedule:
-        typer.echo(public.schedule_text(planned.plan, network))
-    if out:
-        typer.echo(f"Plan written to {out}. Try: manyhands simulate --model {model} --cluster {cluster} --plan {out}")
+    shown.training(
+        batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
+        order=public.order_named(order or "1f1b"), tiles=wish, batch_norm=norm, warm_up=ahead,
+        best=best or "throughput",
+    )  # fmt: skip
+
+
+def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int], prices: Costs, json: bool) -> None:
+    """Where an interior tile exchanges its boundary, by the tiling paper's model."""
+    from manyhands.api import tiling
+    from manyhands.api.networks import load_network, parse_input
+    from manyhands.cli.show import print_json, working
+    from manyhands.cli.tables import print_tile_groups
+
+    with working(f"capturing {model}"):
+        captured = load_network(model, parse_input(input), granularity)
+    groups = tiling.tile_groups(captured, tiles, prices)
+    if json:
+        print_json(tiling.tile_groups_document(captured, groups))
+    else:
+        print_tile_groups(groups, captured)
+
+
+@dataclass
+class _Shown:
+    """A plan is made and shown, as the options say."""
+
+    model: str
+    cluster: str
+    out: str
+    picture: str
+    what_if: bool | None
+    schedule: bool
+    json: bool
+    task: tuple[Network, Cluster, Profile | None] = field(init=False)
+
+    def training(self, **asked: Any) -> None:
+        from manyhands.api import public, tiling
+        from manyhands.api.explaining import explain
+        from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
+        from manyhands.cli.explained import print_picture
+        from manyhands.cli.show import print_json, working
+        from manyhands.cli.tables import print_groupings, print_plan
+
+        network, machines, known = self.task
+        with working("planning") as say:
+            began = process_time()
+            planned = public.plan(network, machines, profile=known, **asked)
+            seconds = process_time() - began
+            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+            by_tiles = asked["strategy"] == "tiles"
+            priced = tiling.priced_groups(planned.plan, network, machines, known) if by_tiles else []
+            tiled = tiled_schedule(planned.plan, network)
+            by_use = planned_traffic(tiled).by_use if tiled is not None else None
+            say("why it is so, and what else would give")
+            explained = explain(
+                planned, network, machines, known, with_what_if=self.what_if, planning_seconds=seconds, **asked
+            )
+        self._write(planned.plan, result, explained)
+        if self.json:
+            print_json(
+                {
+                    "plan": planned.plan.to_dict(),
+                    "simulation": result.to_dict(),
+                    "best": planned.best,
+                    "planning_seconds": seconds,
+                    "groupings": priced,
+                    "bytes_by_use": by_use,
+                    "candidates": [
+                        {
+                            "name": one.name,
+                            "seconds": one.seconds,
+                            "score": one.score,
+                            "reason": one.reason,
+                            "plan": one.plan.to_dict() if one.plan else None,
+                        }
+                        for one in planned.candidates
+                    ],
+                    "explanation": explained.to_dict(),
+                }
+            )
+            return
+        print_plan(planned.plan, network, machines, result)
+        print_picture(planned.plan, network, machines)
+        if by_use is not None:
+            typer.echo(traffic_text(by_use))
+        if priced:
+            print_groupings(priced)
+        self._rest(planned, result, explained, "simulate")
+
+    def inference(self, *, objective: str, strategy: str, home: str) -> None:
+        from manyhands.api import planning_inference, public
+        from manyhands.api.explaining import explain
+        from manyhands.cli.explained import print_picture
+        from manyhands.cli.show import print_json, working
+        from manyhands.cli.tables import print_inference, print_plan
+
+        network, machines, known = self.task
+        with working(f"planning for {objective}") as say:
+            began = process_time()
+            planned = planning_inference.plan_for(
+                network, machines, known, objective=objective, strategy=strategy, home=home
+            )
+            seconds = process_time() - began
+            table = planning_inference.inference_table(planned, network)
+            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+            say("why it is so, and what else would give")
+            explained = explain(
+                planned, network, machines, known, with_what_if=self.what_if, planning_seconds=seconds,
+                strategy=strategy, home=home,
+            )  # fmt: skip
+        self._write(planned.plan, result, explained)
+        if self.json:
+            print_json(
+                {
+                    "objective": objective,
+                    "plan": planned.plan.to_dict(),
+                    "simulation": result.to_dict(),
+                    "planning_seconds": seconds,
+                    "candidates": table,
+                    "explanation": explained.to_dict(),
+                }
+            )
+            return
+        print_plan(planned.plan, network, machines, result)
+        print_picture(planned.plan, network, machines)
+        print_inference(table, objective)
+        self._rest(planned, result, explained, "infer")
+
+    def comparison(self, **asked: Any) -> None:
+        from manyhands.api import comparing
+        from manyhands.cli.show import print_json, working
+        from manyhands.cli.tables import print_comparison
+
+        network, machines, known = self.task
+        with working("planning, ours and the rivals'"):
+            compared = comparing.compare(network, machines, profile=known, **asked)
+        if self.json:
+            print_json(compared.to_dict())
+        else:
+            print_comparison(compared, network, machines, asked["batch_size"])
+
+    def _write(self, plan: Plan, result: Simulation, explained: Explanation) -> None:
+        from manyhands.api.plan_pictures import write_plan_picture
+        from manyhands.files.documents import write_document
+
+        network, machines, _ = self.task
+        if self.out:
+            write_document(self.out, plan.to_dict())
+        if self.picture:
+            write_plan_picture(Path(self.picture), plan, network, machines, result, explained)
+
+    def _rest(self, planned: Planned, result: Simulation, explained: Explanation, command: str) -> None:
+        """Below the tables: why, notes, and what to type next."""
+        from manyhands.api.public import schedule_text
+        from manyhands.cli.explained import print_explanation
+
+        print_explanation(explained, planned)
+        for warning in result.warnings:
+            typer.echo(f"Note: {warning}")
+        if self.schedule:
+            typer.echo(schedule_text(planned.plan, self.task[0]))
+        if self.picture:
+            typer.echo(f"Picture written to {self.picture}.")
+        if self.out:
+            words = f"manyhands {command} --model {self.model} --cluster {self.cluster} --plan {self.out}"
+            typer.echo(f"Plan written to {self.out}. Try: {words}")

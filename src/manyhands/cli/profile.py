@@ -16,11 +16,28 @@ def profile(
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="The ladder, like 1,2,4,8.")] = "",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to use; 0: all cores.")] = 0,
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="About how long it may take.")] = 45.0,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again even if a stored profile exists.")] = False,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh",
+            help="Measure again even if a stored profile exists; what runs have stored of this network is forgotten.",
+        ),
+    ] = False,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            help="With --refresh, in place of --model: a run's folder. What is stored of its network on workers is "
+            "forgotten, and measured anew by the next run.",
+        ),
+    ] = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Write the profile to this .json file too.")] = "",
     json: Json = False,
 ) -> None:
     """Measure forward and backward seconds per layer over batch sizes, and the fastest kernels, on this machine."""
+    if run:
+        _forget_run(run, refresh, json)
+        return
     import msgspec
 
     from manyhands.api.networks import capture_model, parse_input
@@ -29,7 +46,7 @@ def profile(
     from manyhands.facts.units import format_bytes, format_seconds
     from manyhands.files.documents import write_document
     from manyhands.profiler.measure import LADDER
-    from manyhands.profiler.store import profile_network
+    from manyhands.profiler.store import forget_sessions, profile_network
 
     ladder = parse_ladder(batch_sizes)
     with working(f"capturing {model}"):
@@ -40,6 +57,8 @@ def profile(
             graph, ladder=ladder or LADDER, threads=threads or None, seconds=seconds,
             refresh=refresh or bool(ladder), on_progress=say,
         )  # fmt: skip
+    if refresh:
+        forget_sessions(graph.network.fingerprint)
     if out:
         write_document(out, msgspec.to_builtins(measured))
     if json:
@@ -57,3 +76,17 @@ def profile(
         typer.echo(f"Peak tensor bytes of a step at batch {samples}: {format_bytes(peak)}.")
     chosen = sorted({str(kernel) for kernel in measured.kernels.values()})
     typer.echo(f"Kernels: {', '.join(chosen) or 'PyTorch defaults'} ({len(measured.kernels)} operators changed).")
+
+
+def _forget_run(run: str, refresh: bool, json: bool) -> None:
+    from manyhands.api.honesty import forget_run
+    from manyhands.cli.show import print_json
+    from manyhands.facts.errors import BadValue
+
+    if not refresh:
+        raise BadValue(f"--run {run} says whose profiles are to be measured anew.", hint="Add --refresh.")
+    network, count = forget_run(run)
+    if json:
+        print_json({"network": network, "forgotten": count})
+    else:
+        typer.echo(f"Forgotten: {count} stored profile(s) of {network}. The next run measures it anew, on its workers.")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
     from manyhands.planner.grouping import TileGroups
-    from manyhands.planner.task import Candidate
     from manyhands.simulator.result import Simulation
 
 MOST_ROWS = 40
@@ -55,7 +54,8 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
             own = result.devices[device]
             rows.append(
                 [str(number) if place == 0 else "", f"{first}-{last - 1}  {names}" if place == 0 else "", device,
-                 share_text(stage.share, place), f"{1 - result.idle_part(device):.0%}",
+                 share_text(stage.share, place),
+                 f"{format_seconds(own.busy_seconds)}, {1 - result.idle_part(device):.0%}",
                  f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}",
                  format_bytes(own.bytes_sent), format_bytes(own.bytes_received)]
             )  # fmt: skip
@@ -66,8 +66,8 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     if not plan.is_training:
         parts = f"{plan.micro_batch_size} sample(s) at a time"
     title = f"{network.name} ({network.input_text}) on {cluster.name}: {parts}, order {plan.order}"
-    headings = ["stage", "layers", "device", "share", "busy", "peak memory", "sent", "received"]
-    print_table(title, headings, rows[:MOST_ROWS], numbers=["busy", "peak memory", "sent", "received"])
+    headings = ["stage", "layers", "device", "share", "computes", "peak memory", "sent", "received"]
+    print_table(title, headings, rows[:MOST_ROWS], numbers=["computes", "peak memory", "sent", "received"])
     if hidden > 0:
         typer.echo(f"... and {hidden} more devices.")
     unused = [name for name in cluster.names if name not in plan.devices]
@@ -107,21 +107,6 @@ def print_simulation(result: Simulation, cluster: Cluster) -> None:
     ]
     if rows:
         print_table("Busiest links and ports", ["", "bytes", "of the step"], rows, numbers=["bytes", "of the step"])
-
-
-def print_candidates(candidates: list[Candidate]) -> None:
-    """What else was looked at, and why it lost."""
-    best = candidates[0].seconds
-    rows = []
-    for candidate in candidates:
-        if candidate.plan is None:
-            rows.append([candidate.name, "", candidate.reason.split("\n")[0]])
-        else:
-            times = candidate.seconds / best if best else 1.0
-            rows.append(
-                [candidate.name, format_seconds(candidate.seconds), "chosen" if times == 1 else f"{times:.3g}x as long"]
-            )
-    print_table("Plans looked at", ["plan", "a step", ""], rows, numbers=["a step"])
 
 
 def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:

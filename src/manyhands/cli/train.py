@@ -11,7 +11,11 @@ from manyhands.cli.following import Show, print_outcome
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
+    from manyhands.api.honesty import Honesty
     from manyhands.api.job import Planned, TrainResult
+
+MOST_ROWS = 16
+"""Of the table of predicted beside measured; of more devices, each stage's that is farthest off is shown."""
 
 
 def train(
@@ -168,6 +172,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "steps": result.steps,
         "scale": result.scale,
         "stands_in": result.stands_in,
+        "stages": result.honesty.to_dict() if result.honesty is not None else None,
         "bytes_by_use": result.bytes_by_use,
         "bytes_by_use_of": result.traffic.by_device,
         "devices": {name: log.to_dict() for name, log in result.logs.items()},
@@ -198,6 +203,8 @@ class _Show(Show):
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
+        if result.honesty is not None and len(result.honesty.stages) > 1:
+            print_honesty(result.honesty)
         if is_tiled(result.plan):
             print_peaks(result.peaks)
             typer.echo(traffic_text(result.bytes_by_use))
@@ -212,6 +219,40 @@ class _Show(Show):
             f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; pictures in plots/; "
             "trace.json opens in Perfetto)"
         )
+
+
+def print_honesty(found: Honesty) -> None:
+    """Predicted beside measured, of every stage and device."""
+    from manyhands.cli.show import print_table
+    from manyhands.facts.units import format_seconds
+
+    shown = list(found.stages)
+    if len(shown) > MOST_ROWS:
+        numbers = sorted({one.stage for one in shown})
+        shown = [max((one for one in shown if one.stage == n), key=lambda one: abs(one.ratio - 1)) for n in numbers]
+    rows = []
+    for place, one in enumerate(shown):
+        is_first = place == 0 or shown[place - 1].stage != one.stage
+        rest = found.rest(one.device)
+        rows.append(
+            [str(one.stage) if is_first else "", f"{one.layers[0]}-{one.layers[1] - 1}" if is_first else "", one.device,
+             format_seconds(one.predicted_seconds), format_seconds(one.measured_seconds), f"{one.ratio:.2f}",
+             *map(format_seconds, rest)]
+        )  # fmt: skip
+    headings = [
+        "stage",
+        "layers",
+        "device",
+        "computing: predicted",
+        "measured",
+        "ratio",
+        "rest: predicted",
+        "measured ",
+    ]
+    title = f"A step, predicted and measured (medians of {found.steps}; the rest: waits, exchanges, updates)"
+    if len(shown) < len(found.stages):
+        title += f"; of {len(found.stages)} shares of stages those farthest off"
+    print_table(title, headings, rows, numbers=headings[3:])
 
 
 def _demo_note(planned: Planned) -> str:

@@ -121,7 +121,9 @@ class Executor:
         self.work = schedule.lowering.work[self.device]
         runs_here(self.plan, self.network)
         self.actions = tuple(schedule.every_action(self.device))
-        self.recorder = Recorder(DeviceLog(self.device), setting.trace_steps)
+        self.recorder = Recorder(
+            DeviceLog(self.device), setting.trace_steps, waits_for_device=self.torch_device.type == "cpu"
+        )
         self.feed = feed_parts(graph, schedule.lowering, self.device, targets=setting.with_targets, held=setting.held)
         self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
         self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}

@@ -10,6 +10,10 @@ import msgspec
 from manyhands.schedule.actions import Action, Backward, Forward, Message, Reduce
 
 MOST_SPANS = 20_000
+WARM_UP_ROUNDS = 2
+"""The first rounds of a run take longer: their times are not kept."""
+MOST_ROUNDS = 256
+"""Rounds whose times are kept, the last ones."""
 
 
 class MeasuredSpan(msgspec.Struct, frozen=True):
@@ -51,13 +55,15 @@ class DeviceLog(msgspec.Struct):
     state_bytes: dict[str, int] = {}
     """Bytes of weights and optimiser state sent to each, as a backup or to go on with; in neither of the above."""
     busy_seconds: float = 0.0
+    stage_seconds: dict[int, list[float]] = {}
+    """Stage -> forward and backward seconds of each of the last rounds, without the first ones of a run."""
     refused_frames: int = 0
     spans: list[MeasuredSpan] = []
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the spans, which go into the trace."""
+        """Without the spans, which go into the trace, and every round's seconds, whose medians stages.json has."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        del found["spans"]
+        del found["spans"], found["stage_seconds"]
         return found
 
 
@@ -68,13 +74,16 @@ class Recorder:
     log: DeviceLog
     trace_steps: range = range(0)
     """Steps whose spans are kept."""
+    waits_for_device: bool = True
+    """Whether an action is over when it ends here: a GPU's are in steps that are traced only."""
     _round: list[str] = field(default_factory=list)
     _texts: dict[int, tuple[Action, str]] = field(default_factory=dict)
     """What actions print as: a fixed schedule takes the same ones in every round."""
     step: int = 0
+    _seconds: dict[int, float] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
-        self.step, self._round = step, []
+        self.step, self._round, self._seconds = step, [], {}
         if len(self._texts) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
             self._texts.clear()
 
@@ -86,6 +95,7 @@ class Recorder:
             if isinstance(action, Forward) and action.part not in ("rim", "sum"):
                 self.log.operators += action.last - action.first
             self.log.busy_seconds += end - start
+            self._seconds[action.stage] = self._seconds.get(action.stage, 0.0) + end - start
         if not (isinstance(action, Reduce) and action.what == "gradients"):
             self.span(action, text, start, end)
 
@@ -110,3 +120,8 @@ class Recorder:
         self.log.rounds += 1
         self.log.same_actions = self.log.same_actions + 1 if self._round == self.log.actions else 1
         self.log.actions = self._round
+        if self.log.rounds > WARM_UP_ROUNDS and (self.waits_for_device or self.step in self.trace_steps):
+            for stage, seconds in self._seconds.items():
+                kept = self.log.stage_seconds.setdefault(stage, [])
+                kept.append(seconds)
+                del kept[:-MOST_ROUNDS]

@@ -60,6 +60,14 @@ class Kernel(msgspec.Struct, frozen=True):
         return "+".join([*parts, f"{self.threads}t"] if self.threads else parts)
 
 
+class Corrected(msgspec.Struct, frozen=True):
+    """That a profile was put right by what runs took, and when last (ISO 8601)."""
+
+    runs: int
+    steps: int
+    last: str
+
+
 class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """One network on one device."""
 
@@ -76,6 +84,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     """Batch size (as text) -> peak tensor bytes of a training step, where measured."""
     machine: str = ""
     repeats: int = 0
+    corrected: Corrected | None = None
+    """None: as it was measured or estimated."""
     version: int = 1
 
     def check_matches(self, network: Network) -> None:

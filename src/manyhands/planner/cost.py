@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import numpy
 
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.network import Network
@@ -10,7 +10,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
-from manyhands.schedule.reduction import pair_bytes, rounds_of
+from manyhands.schedule.reduction import flow_bytes, flow_ends, pair_bytes, rounds_in
 from manyhands.schedule.tiles import TileGeometry
 
 
@@ -23,13 +23,20 @@ class CostModel:
             profile.of(name).check_matches(network)
         self._known: dict[tuple[int, int, int, float], tuple[float, float]] = {}
         self._op_shares: dict[int, tuple[float, ...]] = {}
-
-    @cached_property
-    def _fractions(self) -> dict[tuple[StageGeometry, str, bool], tuple[float, ...]]:
-        return {}
+        self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
+        self._computed: dict[tuple[object, ...], float] = {}
+        self._moved: dict[tuple[object, ...], list[float]] = {}
+        self._delays: dict[tuple[object, ...], float] = {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
-        """Seconds of a forward or backward action on its device."""
+        """Seconds of a forward or backward action on its device: the same for every micro-batch."""
+        key = (geometry, device, isinstance(action, Forward), action.first, action.last, action.part)
+        found = self._computed.get(key)
+        if found is None:
+            found = self._computed[key] = self._compute_seconds(geometry, device, action)
+        return found
+
+    def _compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         key = (geometry, device, isinstance(action, Forward))
         parts = self._fractions.get(key)
         if parts is None:
@@ -112,11 +119,21 @@ class CostModel:
         if not each:
             return 0.0
         if isinstance(action, Reduce):
-            return each * sum(size for pair, size in self.reduction_bytes(action).items() if device in pair)
+            return each * self._moved_bytes(action)[action.devices.index(device)]
         return each * action.message.bytes
 
     def link(self, source: str, target: str) -> Link:
         return self.cluster.link_between(source, target)
+
+    def _moved_bytes(self, reduce: Reduce) -> list[float]:
+        """What each device of a sum sends and receives for it."""
+        key = (reduce.devices, reduce.what, reduce.first, reduce.last, reduce.bytes)
+        found = self._moved.get(key)
+        if found is None:
+            sizes, count = flow_bytes(reduce, self.network), len(reduce.devices)
+            ends = [numpy.bincount(own, weights=sizes, minlength=count) for own in flow_ends(reduce)]
+            found = self._moved[key] = (ends[0] + ends[1]).tolist()
+        return found
 
     def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
         """What each pair of devices exchanges to form a sum."""
@@ -124,7 +141,13 @@ class CostModel:
 
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
         """Every round waits for the slowest link's delay."""
-        rounds = rounds_of(reduce)
-        return sum(
-            max((self.link(hop.source, hop.target).delay_seconds for hop in hops), default=0.0) for hops in rounds
-        )
+        key = (reduce.devices, reduce.what)
+        found = self._delays.get(key)
+        if found is None:
+            slowest = self.cluster.link.delay_seconds
+            if self.cluster.links:
+                devices, (sources, targets) = reduce.devices, flow_ends(reduce)
+                pairs = zip(sources.tolist(), targets.tolist())
+                slowest = max(self.link(devices[a], devices[b]).delay_seconds for a, b in pairs)
+            found = self._delays[key] = rounds_in(reduce) * slowest
+        return found

@@ -56,15 +56,6 @@ class _Table:
     reduce: Numbers
 
 
-class _Part(Ground):
-    """A ground for some of its devices."""
-
-    def __init__(self, whole: Ground, names: tuple[str, ...]) -> None:
-        self.network, self.cluster, self.names = whole.network, whole.cluster, names
-        self.kinds = [whole.kinds[whole.names.index(name)] for name in names]
-        self.budgets, self.ladders, self.bytes = whole.budgets, whole.ladders, whole.bytes
-
-
 class Cutting:
     """One plan and the present devices: what a round takes, and where it is cut best."""
 
@@ -88,7 +79,7 @@ class Cutting:
 
     def steps(self, names: tuple[str, ...]) -> Steps:
         if names not in self._steps:
-            self._steps[names] = Steps(_Part(self.ground, names), self.batch)
+            self._steps[names] = Steps(self.ground.only(names), self.batch)
         return self._steps[names]
 
     def cut(self, crews: Crews, is_tight: bool, only: tuple[int, ...] | None = None) -> tuple[float, tuple[int, ...]]:

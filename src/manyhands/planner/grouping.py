@@ -222,16 +222,18 @@ def _area(grown: list[tuple[int, int]]) -> int:
     return (bottom - top + 1) * (right - left + 1)
 
 
-def cheapest_groups(count: int, cost: Callable[[int, int], Fraction]) -> tuple[int, ...]:
+def cheapest_groups(count: int, cost: Callable[[int, int], Fraction], longest: int | None = None) -> tuple[int, ...]:
     """Algorithm 2: the shortest path over maps 0 to `count`, where the step from s to e costs `cost(s, e)`.
 
-    Returns where groups start. Ties go to fewer groups, then to the earliest starts.
+    Returns where groups start. Ties go to fewer groups, then to the earliest starts. `longest`: the most maps of a
+    group that are looked at.
     """
     best: list[tuple[Fraction, int, tuple[int, ...]]] = [(Fraction(0), 0, ())]
     for end in range(1, count + 1):
         ways = [
             (known + cost(start, end), groups + 1, (*starts, start))
             for start, (known, groups, starts) in enumerate(best)
+            if longest is None or end - start <= longest
         ]
         best.append(min(ways))
     return best[-1][2]

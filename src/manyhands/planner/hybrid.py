@@ -16,10 +16,10 @@ a plan that is known is dropped; the first one is found among a few good cuts, b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, isqrt
 
 import numpy
 from numpy.typing import NDArray
@@ -27,23 +27,29 @@ from numpy.typing import NDArray
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import OutOfMemory
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BySamples, Plan, Single, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
 from manyhands.planner.shares import Counts, Numbers
-from manyhands.planner.steps import Batch, Ground, StageTable, Steps, by_memory, orders
+from manyhands.planner.steps import MOST_WITH_GAPS, Batch, Ground, StageTable, Steps, by_memory, orders
 
 USUAL = Batch(1, 1)
+FIRST_CUTS = 6
 COARSE_CUTS = 24
-"""Cuts among which the first plan is looked for."""
+"""Cuts among which the first plan is looked for, and the first good one."""
+MOST_STAGES = 24
 MOST_MICRO_BATCHES = 512
 USUAL_MICRO_BATCHES = 16
 """The first way of cutting a mini-batch that is tried: a good one soon spares the search of others."""
 WORTH_A_SEARCH = 1.2
 """Micro-batch sizes whose coarse plan is within this of the best are searched in full; plans within it are kept, as a
 simulation may order them otherwise."""
-MOST_WITH_GAPS = 12
-"""Up to so many devices, some may be left out between two stages, and other orders are tried; beyond, neither."""
+MOST_LINES = 1_700_000
+"""Stages, of any layers on any group, that full searches may look at, all together: a few seconds. Beyond, cuts are
+only the promising ones, and those near the best of them."""
+COARSE_LINES = 80_000
+NEAR_LINES = 160_000
+"""Stages that are looked at with promising cuts, and with cuts near the best."""
 _PAIRS_AT_ONCE = 2_000_000
 _SLACK = 1 + 1e-9
 
@@ -56,6 +62,15 @@ class PlannedStage:
     last: int
     devices: tuple[str, ...]
     samples: tuple[int, ...]
+    rows: tuple[float, ...] = ()
+    """Relative heights of tiles; none: by samples."""
+    columns: int = 1
+
+    @property
+    def share(self) -> Share:
+        if self.rows:
+            return ByTiles(self.rows, (1,) * self.columns)
+        return BySamples(self.samples) if len(self.devices) > 1 else Single()
 
 
 @dataclass(frozen=True)
@@ -67,12 +82,7 @@ class Pipeline:
     seconds: float
 
     def plan(self, network: Network) -> Plan:
-        stages = tuple(
-            Stage(
-                (one.first, one.last), one.devices, BySamples(one.samples) if len(one.devices) > 1 else Single()
-            )
-            for one in self.stages
-        )  # fmt: skip
+        stages = tuple(Stage((one.first, one.last), one.devices, one.share) for one in self.stages)
         batch = self.batch
         return Plan(
             network=network.name,
@@ -109,11 +119,23 @@ class Search:
     """Algorithm 2 over one way of cutting the mini-batch."""
 
     def __init__(self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True) -> None:
-        """`may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own recurrence."""
-        self.steps, self.may_be_alone, self.keep_fronts = steps, may_be_alone, keep_fronts
+        """`may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own recurrence, as with many
+        devices."""
+        self.steps, self.may_be_alone = steps, may_be_alone
         self.count = steps.batch.count
         self.devices = len(steps.names)
         self.has_gaps = self.devices <= MOST_WITH_GAPS
+        self.keep_fronts = keep_fronts and self.has_gaps
+        self.lines = steps.layers * (steps.layers + 1) // 2 * len(steps.groups)
+        self.coarse = min(COARSE_CUTS, isqrt(2 * COARSE_LINES // len(steps.groups)))
+
+    def near(self, found: list[Pipeline]) -> list[int]:
+        """The cuts of the best pipeline so far, and those nearest to them: as many as can be looked at."""
+        best = min(found, key=lambda one: one.seconds)
+        ends = [stage.first for stage in best.stages[1:]]
+        moved = sorted(range(1, self.steps.layers), key=lambda cut: min(abs(cut - end) for end in ends or [0]))
+        most = isqrt(2 * NEAR_LINES // len(self.steps.groups))
+        return sorted({*ends, *moved[:most]})
 
     def best(self, cuts: Sequence[int] | None = None, bound: float = inf) -> Pipeline | None:
         """The fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
@@ -131,7 +153,7 @@ class Search:
         tables: list[StageTable] = []
         fronts: list[_Front] = []
         found: list[Pipeline] = []
-        for from_end in range(1, min(self.devices, len(positions) - 1) + 1):
+        for from_end in range(1, min(self.devices, len(positions) - 1, MOST_STAGES) + 1):
             table = self.steps.within_memory(free, self.steps.batch.ahead(from_end))
             front = self._alone(table, bound) if from_end == 1 else self._extended(table, fronts[-1], bound)
             tables.append(table)
@@ -253,17 +275,22 @@ class Search:
         found = []
         for table, front in zip(reversed(tables), reversed(fronts)):
             line = int(front.stage[place])
-            found.append(self._stage(table, line))
+            found.append(planned_stage(self.steps, table, line))
             place = int(front.following[place])
         return tuple(found)
 
-    def _stage(self, table: StageTable, line: int) -> PlannedStage:
-        steps = self.steps
-        number = int(table.group[line])
-        a, b = steps.groups[number]
-        left = table.shares.of(line, [int(one) for one in steps.counts[number]])
-        samples = tuple(left[steps.kinds[device]].pop(0) for device in range(a, b))
-        return PlannedStage(int(table.first[line]), int(table.last[line]), steps.names[a:b], samples)
+
+def planned_stage(steps: Steps, table: StageTable, line: int) -> PlannedStage:
+    """A line of a table, device by device."""
+    number, columns = int(table.group[line]), int(table.columns[line])
+    a, b = steps.groups[number]
+    first, last, names = int(table.first[line]), int(table.last[line]), steps.names[a:b]
+    if columns:
+        parts = [float(table.parts[line, steps.kinds[device]]) for device in range(a, b)]
+        rows = (1.0,) * (len(names) // columns) if columns > 1 else tuple(round(p / max(parts), 3) for p in parts)
+        return PlannedStage(first, last, names, (), rows, columns)
+    left = table.shares.of(line, [int(one) for one in steps.counts[number]])
+    return PlannedStage(first, last, names, tuple(left[steps.kinds[device]].pop(0) for device in range(a, b)))
 
 
 def _blocks(sizes: Counts) -> Iterator[Counts]:
@@ -312,12 +339,14 @@ def pipelines(
     micro_batches: int | None = None,
     like: Batch = USUAL,
     may_be_alone: bool = True,
+    pricing: Callable[[Ground, Batch], Steps] = Steps,
+    most_lines: int = MOST_LINES,
 ) -> list[Pipeline]:
     """The best pipelines of each promising way to cut the mini-batch, the fastest first.
 
-    `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster.
+    `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster. `pricing`:
+    what stages may be shared by, and their prices. `most_lines`: how much is searched beyond the promising cuts.
     """
-    cuts = coarse_cuts(network)
     ways = batches(network, batch_size, like, micro_batches)
     most = max(way.samples for way in ways)
     grounds = [
@@ -329,18 +358,23 @@ def pipelines(
     least = inf
     for way in sorted(ways, key=lambda one: abs(one.count - USUAL_MICRO_BATCHES)):
         for ground in grounds:
-            search = Search(Steps(ground, way), may_be_alone=may_be_alone)
+            search = Search(pricing(ground, way), may_be_alone=may_be_alone)
+            if not found:  # a first plan, soon: what cannot be better is not looked at
+                found += search.by_stages(coarse_cuts(network, FIRST_CUTS))
+                least = min((one.seconds for one in found), default=inf)
+            cuts = coarse_cuts(network, search.coarse)
             coarse = search.by_stages(cuts, WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
             if coarse:
                 found += coarse
                 rough.append((min(one.seconds for one in coarse), search))
                 least = min(least, rough[-1][0])
     if not rough:  # no luck with these cuts
-        rough = [(inf, Search(Steps(grounds[0], way), may_be_alone=may_be_alone)) for way in ways]
+        rough = [(inf, Search(pricing(grounds[0], way), may_be_alone=may_be_alone)) for way in ways]
     for seconds, search in sorted(rough, key=lambda one: one[0]):
         if seconds > WORTH_A_SEARCH * least and found:
             break
-        best = search.best(bound=least * _SLACK)
+        most_lines -= search.lines
+        best = search.best(None if most_lines >= 0 or not found else search.near(found), least * _SLACK)
         if best is not None:
             found.append(best)
             least = min(least, best.seconds)

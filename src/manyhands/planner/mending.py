@@ -249,12 +249,35 @@ class Mending(Cutting):
         return 1
 
     def _best_grid(self, plan: Plan, place: int, crew: Crew) -> Plan:
-        """Rows and columns by capacity; of the grids that so many devices can make, the one with the least price."""
-        stage, network = plan.stages[place], self.network
+        """Rows and columns by capacity; of the grids that so many devices can make, the one with the least price.
+
+        Where a map is too small for a tile each, the slowest are left out.
+        """
+        by_speed = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)
+        for count in range(len(by_speed), 1, -1):
+            chosen = tuple(name for name in crew.devices if name in by_speed[:count])
+            possible = self._gridded(plan, place, replace(crew, devices=chosen))
+            if len(possible) == 1:
+                return possible[0]
+            if possible:
+                prices = [TilePrices(tried, place, self.network, self.cluster, self.profile) for tried in possible]
+                return min(zip(prices, possible), key=lambda one: one[0].every_layer().seconds)[1]
+        height, width = self._map_of(plan.stages[place], len(crew.devices))
+        raise BadPlan(
+            f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(crew.devices)} devices."
+        )
+
+    def _map_of(self, stage: Stage, count: int) -> tuple[int, int]:
+        """Rows and columns of the map that a stage begins with; `count` of each where it begins with none."""
+        start = self.network.ops[self.network.layers[layer_range(stage)[0]].first]
+        shape = self.network.tensors[start.inputs[0]].shape if start.inputs else ()
+        return (shape[2], shape[3]) if len(shape) == 4 else (count, count)
+
+    def _gridded(self, plan: Plan, place: int, crew: Crew) -> list[Plan]:
+        """The plan with a stage on every grid that its devices can make, none of whose tiles has nothing in it."""
+        stage = plan.stages[place]
         first, last = layer_range(stage)
-        start = network.ops[network.layers[first].first]
-        shape = network.tensors[start.inputs[0]].shape if start.inputs else ()
-        height, width = shape[2:] if len(shape) == 4 else (len(crew.devices),) * 2
+        height, width = self._map_of(stage, len(crew.devices))
         speeds = [self.speeds[name] for name in crew.devices]
         assert crew.old is not None
         old = crew.old.share
@@ -269,18 +292,12 @@ class Mending(Cutting):
             by_column = [sum(speeds[c :: count[1]]) for c in range(count[1])]
             rows, columns = tile_shares(by_row, height), tile_shares(by_column, width)
             if any(a == b for own in ((height, rows), (width, columns)) for a, b in pairwise(cut_points(*own))):
-                continue  # a tile with nothing in it
-            changed = msgspec.structs.replace(stage, share=ByTiles(rows, columns, groups[0], groups[1], early))
+                continue
+            share = ByTiles(rows, columns, groups[0], groups[1], early)
+            changed = msgspec.structs.replace(stage, devices=crew.devices, share=share)
             tried = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
             possible.append(tried)
-        if not possible:
-            raise BadPlan(
-                f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(crew.devices)} devices."
-            )
-        if len(possible) == 1:
-            return possible[0]
-        prices = [TilePrices(tried, place, network, self.cluster, self.profile) for tried in possible]
-        return min(zip(prices, possible), key=lambda one: one[0].every_layer().seconds)[1]
+        return possible
 
     def _inside(self, names: tuple[LayerName, ...], first: int, last: int) -> tuple[LayerName, ...]:
         """Of layers and operators, those within a stage."""

@@ -143,7 +143,9 @@ def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pri
     refusal: ManyhandsError | None = None
     for name, own, words in _attempts(strategy, task):
         try:
-            found = (choose(own, whole_price) if name == "auto" else plan_by_name(name, own, whole_price))[0]
+            found = (
+                choose(own, whole_price, corners_only=True) if name == "auto" else plan_by_name(name, own, whole_price)
+            )[0]
         except ManyhandsError as error:
             refusal = refusal or error
             continue

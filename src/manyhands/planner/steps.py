@@ -13,6 +13,7 @@ a device's part of it by its speed over the whole network, so that a cut's price
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -50,6 +51,11 @@ class Batch:
         return max(1, min(known[self.warm_up], self.count))
 
 
+MOST_WITH_GAPS = 12
+"""Up to so many devices, some may be left out between two stages, other orders are tried, and every sub-pipeline that
+nothing beats is kept; beyond, none of that."""
+MOST_RUNS = 20
+"""Up to so many devices any run of them may share a stage."""
 ALIKE = 0.9
 """Devices whose memory differs by less are taken as alike: what is left after starting a worker is never the same."""
 
@@ -181,6 +187,10 @@ class StageTable:
     backward: Numbers
     reduce: Numbers
     shares: Shares
+    columns: Counts
+    """Columns of the grid of tiles; 0: by samples, or one device."""
+    parts: Numbers
+    """Of tiles: the part of every map that one device of each kind has."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -189,7 +199,8 @@ class StageTable:
         one = self.shares
         return StageTable(
             self.first[which], self.last[which], self.group[which], self.forward[which], self.backward[which],
-            self.reduce[which], Shares(one.most[which], one.full[which], one.fits[which]),
+            self.reduce[which], Shares(one.most[which], one.full[which], one.fits[which]), self.columns[which],
+            self.parts[which],
         )  # fmt: skip
 
     def joined(self, other: StageTable) -> StageTable:
@@ -198,7 +209,54 @@ class StageTable:
 
         shares = Shares(both("shares.most"), both("shares.full"), both("shares.fits"))
         first, last, group = both("first"), both("last"), both("group")
-        return StageTable(first, last, group, both("forward"), both("backward"), both("reduce"), shares)
+        return StageTable(
+            first, last, group, both("forward"), both("backward"), both("reduce"), shares, both("columns"),
+            both("parts"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """[from, to] -> what every pair of some devices has between them."""
+
+    rates: Numbers
+    """Bytes per second: of the link, and of the ports where they are on different hosts."""
+    delays: Numbers
+    has_own_hosts: bool
+    """Whether every device of the cluster has a host of its own."""
+
+    @staticmethod
+    def of(cluster: Cluster, names: Sequence[str]) -> Pairs:
+        devices, count = [cluster.device(name) for name in names], len(names)
+        has_own_hosts = len({device.host_name for device in cluster.devices}) == len(cluster.devices)
+        if cluster.links or not has_own_hosts:
+            pairs = [[(a, b) for b in names] for a in names]
+            between, link = cluster.bytes_per_second_between, cluster.link_between
+            rates = numpy.array([[between(a, b) if a != b else numpy.inf for a, b in row] for row in pairs])
+            delays = [[link(a, b).delay_seconds if a != b else 0.0 for a, b in row] for row in pairs]
+            return Pairs(rates, numpy.array(delays), has_own_hosts)
+        ups, downs = (
+            numpy.array([getattr(device, port) for device in devices])
+            for port in ("up_bytes_per_second", "down_bytes_per_second")
+        )
+        rates = numpy.minimum(numpy.minimum(ups[:, None], downs[None, :]), cluster.link.bytes_per_second)
+        return Pairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
+
+
+def every_group(count: int, most: int) -> list[Group]:
+    """Every run of up to `most` of so many devices; of many devices, runs of some lengths."""
+    lengths = {1, *sizes(count)} if count > MOST_RUNS else range(1, count + 1)
+    return [(a, a + size) for a in range(count) for size in sorted(lengths) if size <= min(most, count - a)]
+
+
+def sizes(count: int) -> list[int]:
+    """How many of so many devices are tried together: any number up to eight, then in steps of about a quarter, and
+    all."""
+    found, size = [], 2
+    while size < count:
+        found.append(size)
+        size += max(1, size // 4)
+    return [*found, count] if count > 1 else []
 
 
 class Ground:
@@ -223,20 +281,24 @@ class Ground:
         self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
         self.bytes = LayerBytes(network, optimizer_slots)
 
+    def only(self, names: tuple[str, ...]) -> Ground:
+        """The same for some of the devices."""
+        part = copy(self)
+        part.names, part.kinds = names, [self.kinds[self.names.index(name)] for name in names]
+        return part
+
 
 class Steps:
     """Prices of stages and cuts for one way of cutting the mini-batch."""
 
-    def __init__(self, ground: Ground, batch: Batch) -> None:
+    def __init__(self, ground: Ground, batch: Batch, groups: Sequence[Group] | None = None) -> None:
+        """`groups`: runs of devices that may share a stage, by default all that a micro-batch has samples for."""
         self.cluster, self.batch = ground.cluster, batch
         self.names, self.kinds, self.budgets = ground.names, ground.kinds, ground.budgets
         self.layers = len(ground.network.layers)
         self.ladders, self.bytes = ground.ladders, ground.bytes
         self.best = [self.ladders.best(kind, batch.samples) for kind in range(len(self.budgets))]
-        count = len(self.names)
-        self.groups: list[Group] = [
-            (a, b) for a in range(count) for b in range(a + 1, min(count, a + batch.samples) + 1)
-        ]
+        self.groups = every_group(len(self.names), batch.samples) if groups is None else list(groups)
         self.counts = numpy.zeros((len(self.groups), len(self.budgets)), numpy.int64)
         for number, (a, b) in enumerate(self.groups):
             for device in range(a, b):
@@ -303,60 +365,71 @@ class Steps:
             own = shares.most[:, kind]
             for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
                 numpy.maximum(seconds, tables[kind][own, last] - tables[kind][own, first], out=seconds)
-        b = self.bytes
-        is_shared = self.ends[group] - self.starts[group] > 1
         if self.batch.is_synchronised:
-            norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
-            delay, rate = self._group_delays[group], self._sum_seconds[group]
-            forward += is_shared * (norms * delay + 2 * sums * rate)
-            backward += is_shared * (norms * delay + 2 * sums * rate)
-        reduce = (
-            self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
-            + is_shared * 2 * self._group_delays[group]
+            statistics = self.statistics_seconds(first, last, group)
+            forward += statistics
+            backward += statistics
+        reduce = self.reduce_seconds(first, last, group)
+        none = numpy.zeros(len(first), numpy.int64)
+        return StageTable(
+            first, last, group, forward, backward, reduce, shares, none, numpy.zeros((len(first), counts.shape[1]))
         )
-        return StageTable(first, last, group, forward, backward, reduce, shares)
+
+    def statistics_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
+        """What the batch norms of stages take to add up their sums over all devices, one way."""
+        b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
+        norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
+        found: Numbers = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
+        return found
+
+    def reduce_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
+        """T_a: what adding up weight gradients takes."""
+        b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
+        found: Numbers = (
+            self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
+            + is_shared * 2 * self.group_delays[group]
+        )
+        return found
 
     @cached_property
-    def _group_rates(self) -> Numbers:
+    def group_rates(self) -> Numbers:
         """The slowest way between two devices of each group, in bytes per second."""
-        return numpy.array([self._least_rate(g) for g in self.groups])
+        return self._of_pairs(self.pairs.rates, numpy.minimum, numpy.inf)
 
-    def _least_rate(self, group: Group) -> float:
-        names = self.names[group[0] : group[1]]
-        if self._is_uniform:
-            ports = [(one.up_bytes_per_second, one.down_bytes_per_second) for one in map(self.cluster.device, names)]
-            return min(self.cluster.link.bytes_per_second, *(rate for port in ports for rate in port))
-        between = self.cluster.bytes_per_second_between
-        return min((between(a, b) for a in names for b in names if a != b), default=numpy.inf)
+    @cached_property
+    def group_delays(self) -> Numbers:
+        """The longest delay between two devices of each group."""
+        return self._of_pairs(self.pairs.delays, numpy.maximum, 0.0)
+
+    def _of_pairs(self, table: Numbers, least: numpy.ufunc, alone: float) -> Numbers:
+        """The least, or most, that any two devices of each group have between them."""
+        own = numpy.where(numpy.eye(len(table), dtype=bool), alone, least(table, table.T))
+        running = {}
+        for a in sorted({a for a, _ in self.groups}):
+            inside = least.accumulate(least.accumulate(own[a:, a:], axis=0), axis=1)
+            running[a] = inside.diagonal()
+        return numpy.array([running[a][b - a - 1] for a, b in self.groups])
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        return Pairs.of(self.cluster, self.names)
 
     @cached_property
     def _is_uniform(self) -> bool:
         """Whether all pairs have the same link, and no host has several of the devices."""
-        hosts = {device.host_name for device in self.cluster.devices}
-        return not self.cluster.links and len(hosts) == len(self.cluster.devices)
-
-    @cached_property
-    def _group_delays(self) -> Numbers:
-        if self._is_uniform:
-            return numpy.full(len(self.groups), self.cluster.link.delay_seconds)
-        link = self.cluster.link_between
-        found = []
-        for a, b in self.groups:
-            names = self.names[a:b]
-            found.append(max((link(x, y).delay_seconds for x in names for y in names if x != y), default=0.0))
-        return numpy.array(found)
+        return not self.cluster.links and self.pairs.has_own_hosts
 
     @cached_property
     def _reduce_seconds(self) -> Numbers:
         """T_a of Eq. 5 for one byte of weights."""
         size = self.ends - self.starts
-        found: Numbers = 2 * (size - 1) / size / self._group_rates
+        found: Numbers = 2 * (size - 1) / size / self.group_rates
         return found
 
     @cached_property
     def _sum_seconds(self) -> Numbers:
         """Everybody's sums to everybody, for one byte of them."""
-        found: Numbers = (self.ends - self.starts - 1) / self._group_rates
+        found: Numbers = (self.ends - self.starts - 1) / self.group_rates
         return found
 
     # Cuts
@@ -379,10 +452,32 @@ class Steps:
             if self.cluster.link.bytes_per_second >= max(ups.max(), downs.max()):
                 link = numpy.zeros_like(link)  # ports are what limits
             return numpy.maximum(ahead, link), numpy.maximum(back, link), delay
+        if len(self.names) > MOST_WITH_GAPS and self.pairs.has_own_hosts:
+            return self._neighbours_rates(ahead, back)
         for x, one in enumerate(self.groups):
             for y, other in enumerate(self.groups):
                 if one[1] <= other[0]:
                     ahead[x, y], back[x, y], delay[x, y] = self._between(one, other)
+        return ahead, back, delay
+
+    def _neighbours_rates(self, ahead: Numbers, back: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """The same for groups that follow each other without a gap, the slowest link between them carrying the largest
+        part: many devices have too many pairs to look at each."""
+        rates, delays = self.pairs.rates, self.pairs.delays
+        delay = numpy.full(ahead.shape, self.cluster.link.delay_seconds)
+        largest = numpy.array([self._parts[g].max() for g in self.groups])
+        number = {group: place for place, group in enumerate(self.groups)}
+        count = len(self.names)
+        for middle in range(1, count):
+            before = [number[a, middle] for a in range(middle - 1, -1, -1) if (a, middle) in number]
+            after = [number[middle, b] for b in range(middle + 1, count + 1) if (middle, b) in number]
+            at = numpy.ix_(before, after)
+            part = numpy.minimum(largest[before][:, None], largest[after][None, :])
+            for table, found in ((rates, ahead), (rates.T, back)):
+                slowest = _corner(table, middle, numpy.minimum)[: len(before), : len(after)]
+                found[at] = numpy.maximum(found[at], part / slowest)
+            longest = _corner(numpy.maximum(delays, delays.T), middle, numpy.maximum)
+            delay[at] = longest[: len(before), : len(after)]
         return ahead, back, delay
 
     def _between(self, one: Group, other: Group) -> tuple[float, float, float]:
@@ -430,6 +525,12 @@ class Steps:
         before = crossing * ahead.min(0) + returning * back.min(0)
         after = crossing * ahead.min(1) + returning * back.min(1)
         return before, after
+
+
+def _corner(table: Numbers, middle: int, least: numpy.ufunc) -> Numbers:
+    """[n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
+    found: Numbers = least.accumulate(least.accumulate(table[:middle, middle:][::-1], axis=0), axis=1)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,58 @@
-"""Plans by name; `auto` takes the fastest of them.
+"""Plans by name; `auto` takes the best of them.
 
 single     the fastest device alone
 samples    one stage, each device takes samples in proportion to its speed
 pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it are left out
 tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device
+mixed      what is in none of these corners: tiles, then samples, then one device, on the same devices or on others
+
+Prices are simulated. What they are prices of is the caller's: seconds of a step, peak bytes, joules. The searches look
+for short steps; where little memory is asked for they are told that devices have less, and where little energy, that
+there are fewer devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from math import inf
 
 import msgspec
 
-from manyhands.facts.errors import ManyhandsError, OutOfMemory, unknown
-from manyhands.facts.plan import Plan, WarmUp
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, unknown
+from manyhands.facts.plan import ByTiles, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.hybrid import pipelines
+from manyhands.planner.mixed import mixed_plans, promising_tiles
+from manyhands.planner.pricing import subcluster
+from manyhands.planner.refining import FEW, refined, shortened, soon
 from manyhands.planner.rivals import SYNCHRONOUS
 from manyhands.planner.simple import samples, single
-from manyhands.planner.steps import Batch
+from manyhands.planner.steps import Batch, sizes
 from manyhands.planner.task import Candidate, Price, Task, fitting
-from manyhands.planner.tile_plans import tiles
+from manyhands.planner.tile_plans import gridded, tiles, with_best_groups
 
-STRATEGIES = ("auto", "single", "samples", "pipeline", "tiles")
+CORNERS = ("single", "samples", "pipeline", "tiles")
+STRATEGIES = ("auto", *CORNERS, "mixed")
 MEMORY_SAVING: WarmUp = "2(P-p)-1"
 FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
 WORTH_MEMORY = 0.99
 """A plan that holds more micro-batches must be that much faster."""
 MOST_SIMULATED = 16
-"""Pipelines that are simulated: those with the least predicted time."""
+FEW_SIMULATED = 6
+MOST_WHOLE = 8
+"""Pipelines that are simulated, those with the least predicted time; so many where a simulation takes long; and so many
+with all their micro-batches."""
+MOST_LINES = 1_000_000
+"""Stages, of any layers on any group of devices, up to which rivals' plans are looked at beside ours: in the same space
+and rarely better, they take as long to plan."""
+MOST_MIXED = 3
+WORTH = 1.25
+"""Mixed plans that are worked out: so many, within this of the best."""
+LESS_MEMORY = 0.85
+"""Where little memory is asked for: how much less than the least so far is tried next."""
 
 
 def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
@@ -37,6 +60,8 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
     best of each shape, the fastest first."""
     if strategy == "pipeline":
         return ranked_pipelines(task, price)
+    if strategy == "mixed":
+        return ranked_mixed(task, price)
     makers: dict[str, Callable[[Task], Plan]] = {
         "single": single, "samples": samples, "tiles": partial(tiles, price=price),
     }  # fmt: skip
@@ -61,8 +86,9 @@ def ranked_pipelines(task: Task, price: Price) -> list[Candidate]:
         task.network, task.cluster, task.profile, task.batch_size, micro_batches=task.micro_batches, like=like,
         may_be_alone=False,
     )  # fmt: skip
-    plans = [one.plan(task.network) for one in found[:MOST_SIMULATED]]
-    for make in SYNCHRONOUS.values():
+    most = MOST_SIMULATED if lines(task) <= MOST_LINES else FEW_SIMULATED
+    plans = [one.plan(task.network) for one in found[:most]]
+    for make in SYNCHRONOUS.values() if lines(task) <= MOST_LINES else ():
         try:
             plans.append(make(task, price))
         except ManyhandsError:
@@ -72,18 +98,31 @@ def ranked_pipelines(task: Task, price: Price) -> list[Candidate]:
     for plan in plans:
         try:
             plan = resolve(plan, task.network, task.cluster)
-            seconds = price(plan)
+            seconds = soon(price)(plan)
         except ManyhandsError as error:
             refusal = error
             continue
         shape = (plan.order, plan.micro_batches, *(stage.devices for stage in plan.stages))
         if shape not in best or seconds < best[shape].seconds:
             best[shape] = Candidate("pipeline", plan, seconds)
-    if not best:
+    ranked: list[Candidate] = []
+    for one in sorted(best.values(), key=lambda one: one.seconds)[:MOST_WHOLE]:
+        assert one.plan is not None
+        try:
+            ranked.append(replace(one, seconds=price(one.plan)))
+        except ManyhandsError as error:
+            refusal = error
+    if not ranked:
         assert refusal is not None
         raise refusal
-    ranked = sorted(best.values(), key=lambda one: one.seconds)
+    ranked.sort(key=lambda one: one.seconds)
     return [_running_ahead(task, ranked[0], price), *ranked[1:]]
+
+
+def lines(task: Task) -> int:
+    """How many stages of any layers on any run of devices there are."""
+    layers, devices = len(task.network.layers), len(task.cluster.devices)
+    return layers * (layers + 1) // 2 * (devices * (devices + 1) // 2)
 
 
 def _running_ahead(task: Task, best: Candidate, price: Price) -> Candidate:
@@ -103,8 +142,70 @@ def _running_ahead(task: Task, best: Candidate, price: Price) -> Candidate:
     return best
 
 
+def ranked_mixed(task: Task, price: Price) -> list[Candidate]:
+    """Plans in none of the corners, simulated, the best first; the groups of the best few's tiles are chosen too."""
+    ranked: list[Candidate] = []
+    refusal: ManyhandsError | None = None
+    for plan in mixed_plans(task):
+        try:
+            plan = resolve(plan, task.network, task.cluster)
+            ranked.append(Candidate("mixed", plan, soon(price)(plan)))
+        except ManyhandsError as error:
+            refusal = refusal or error
+    ranked.sort(key=lambda one: one.seconds)
+    is_large = lines(task) > MOST_LINES
+    found: list[Candidate] = []
+    for one in ranked:
+        if len(found) == (1 if is_large else MOST_MIXED) or (found and one.seconds > WORTH * ranked[0].seconds):
+            break
+        try:
+            found.append(_finished(one if is_large else refined(one, task, soon(price)), task, price))
+        except ManyhandsError as error:
+            refusal = refusal or error
+    if not found:
+        raise refusal or BadPlan(
+            f"There is no mixed plan of {task.network.name} for cluster {task.cluster.name} with batches of "
+            f"{task.batch_size}: it takes two devices, and layers that can be shared in two ways.",
+            hint="Leave the choice to --share auto.",
+        )
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _finished(candidate: Candidate, task: Task, price: Price) -> Candidate:
+    """The same with boundary data exchanged where that is best, in each of its tiled stages, and priced whole."""
+    plan = candidate.plan
+    assert plan is not None
+    seconds = price(plan)
+    for number, stage in enumerate(plan.stages):
+        if isinstance(stage.share, ByTiles) and len(stage.devices) > 1:
+            grouped, _ = with_best_groups(shortened(plan, FEW[0]), number, task, price)
+            own = msgspec.structs.replace(plan, stages=grouped.stages)
+            if price(own) < seconds:
+                plan, seconds = own, price(own)
+    return Candidate(candidate.name, plan, seconds)
+
+
+def fewer_tiles(task: Task, price: Price) -> Plan:
+    """Tiles on all devices, or on the fastest few where that is better."""
+    if task.tiles.grid is not None:
+        return tiles(task, price)
+    names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, task.batch_size))
+    found: list[tuple[float, Plan]] = []
+    refusal: ManyhandsError | None = None
+    for count in promising_tiles(task, names):
+        try:
+            plan = gridded(replace(task, cluster=subcluster(task.cluster, names[:count])))
+            found.append((price(plan), plan))
+        except ManyhandsError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return with_best_groups(min(found, key=lambda one: one[0])[1], 0, task, price)[0]
+
+
 def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
-    """Everything `auto` looks at: devices alone (the fastest of each kind), and every strategy over all of them."""
+    """The corners that `auto` looks at: devices alone (the fastest of each kind), and every strategy."""
     kinds: dict[str, str] = {}
     for device in sorted(task.cluster.devices, key=lambda one: task.step_seconds(one.name, task.batch_size)):
         kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
@@ -113,15 +214,54 @@ def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task],
     if len(task.cluster.devices) > 1:
         yield "samples", samples
         yield "pipeline", partial(pipeline, price=price)
-        yield "tiles", partial(tiles, price=price)
+        yield "tiles", partial(fewer_tiles, price=price)
 
 
-def choose(task: Task, price: Price) -> list[Candidate]:
-    """Price every candidate; the fastest first, those that cannot run last with the reason."""
+def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
+    """Price every candidate; the best first, those that cannot run last with the reason."""
+    found: list[Candidate] = []
+    for own in _places(task, found):
+        try:
+            found += _all(own, price, corners_only)
+        except ManyhandsError:
+            continue
+    best: dict[str, Candidate] = {}
+    for one in sorted(found, key=lambda one: one.seconds):
+        best.setdefault(one.name, one)
+    return list(best.values())
+
+
+def _places(task: Task, found: list[Candidate]) -> Iterator[Task]:
+    """Where plans are looked for: the cluster as it is. Where little memory is asked for, with ever less of it, as long
+    as plans are `found`; where little energy, with fewer devices, the thriftiest of them."""
+    yield task
+    if task.best == "memory":
+        least = inf
+        while found and min(one.seconds for one in found) < LESS_MEMORY * least:
+            least = min(one.seconds for one in found)
+            budget = int(LESS_MEMORY * least)
+            devices = tuple(
+                msgspec.structs.replace(one, memory_bytes=min(budget, one.memory_bytes)) for one in task.cluster.devices
+            )
+            yield replace(task, cluster=Cluster(task.cluster.name, devices, task.cluster.link, task.cluster.links))
+    elif task.best == "energy":
+        watts = {one.name: one.watts_active for one in task.cluster.devices}
+        names = sorted(watts, key=lambda name: watts[name] * task.step_seconds(name, task.batch_size))
+        for count in sizes(len(names))[:-1]:
+            yield replace(task, cluster=subcluster(task.cluster, names[:count]))
+
+
+def _all(task: Task, price: Price, corners_only: bool) -> list[Candidate]:
     found = []
     for name, make in candidates(task, price):
         try:
             found.append(fitting(name, make, task, price))
         except ManyhandsError as error:
-            found.append(Candidate(name, None, float("inf"), error.message))
-    return sorted(found, key=lambda candidate: candidate.seconds)
+            found.append(Candidate(name, None, inf, error.message))
+    if corners_only or len(task.cluster.devices) == 1:
+        return found
+    try:
+        ranked = ranked_mixed(task, price)
+    except ManyhandsError as error:
+        return [*found, Candidate("mixed", None, inf, error.message)]
+    return found + [replace(one, name=f"mixed {n}" if n > 1 else "mixed") for n, one in enumerate(ranked, 1)]

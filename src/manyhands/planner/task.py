@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import OutOfMemory
@@ -14,10 +15,16 @@ from manyhands.facts.profile import Profile
 
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
+MOST_TRIED = 5
+"""Ways to cut a batch finer that are tried until it fits in memory, and the finest."""
 STREAMS = ("stream", "interleave")
 """Orders of inference: forward only."""
 Price = Callable[[Plan], float]
-"""Simulates a plan: seconds of a step, or OutOfMemory."""
+"""Simulates a plan: how much it takes of what is to be little (seconds of a step, as a rule), or OutOfMemory."""
+Best = Literal["throughput", "latency", "memory", "energy"]
+BEST: tuple[Best, ...] = ("throughput", "latency", "memory", "energy")
+"""What a plan for training is to be good at. A step ends before the next begins, so the plan with the most samples a
+second is the one with the shortest step: the first two choose alike."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Task:
     tiles: TileWish = TileWish()
     home: str = ""
     """The device that has the inputs; empty: they are at hand wherever they are read."""
+    best: Best = "throughput"
 
     @property
     def is_training(self) -> bool:
@@ -89,6 +97,8 @@ class Candidate:
     plan: Plan | None
     seconds: float
     reason: str = ""
+    score: float | None = None
+    """What plans are compared by where that is not seconds: bytes, or joules a sample."""
 
 
 def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> Candidate:
@@ -99,12 +109,12 @@ def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -
     except OutOfMemory:
         if task.micro_batches is not None:
             raise
-    for count in range(plan.micro_batches + 1, task.batch_size + 1):
-        if task.batch_size % count == 0:
-            try:
-                finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
-                return Candidate(name, finer, price(finer))
-            except OutOfMemory:
-                continue
+    counts = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
+    for count in counts[:MOST_TRIED] + counts[MOST_TRIED:][-1:]:
+        try:
+            finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+            return Candidate(name, finer, price(finer))
+        except OutOfMemory:
+            continue
     price(plan)  # nothing fits: the first refusal says by how much
     raise AssertionError("a plan that was refused once is refused again")

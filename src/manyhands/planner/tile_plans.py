@@ -64,34 +64,54 @@ def grids(count: int) -> list[Grid]:
     return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
 
 
-def tiles(task: Task, price: Price) -> Plan:
-    """The grid, unless given, and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+def gridded(task: Task) -> Plan:
+    """Tiles over all devices, in the grid that is fastest by the tiles' own prices, unless it is given."""
     asked = task.tiles
-    if asked.grid is None:
-        ranked = []
-        for grid in grids(len(task.cluster.names)):
+    if asked.grid is not None:
+        return resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
+    ranked = []
+    refusal: BadPlan | None = None
+    for grid in grids(len(task.cluster.names)):
+        try:
             plan = resolve(tile_stages(task, grid), task.network, task.cluster)
-            ranked.append((TilePrices(plan, 0, task.network, task.cluster, task.profile).every_layer().seconds, plan))
-        plan = min(ranked, key=lambda one: one[0])[1]
-    else:
-        plan = resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
-    if asked.is_grouped:
-        groups = Groups("given", asked.forward_groups, asked.backward_groups)
+        except BadPlan as error:  # too many rows, or columns, for the map
+            refusal = error
+            continue
+        ranked.append((TilePrices(plan, 0, task.network, task.cluster, task.profile).every_layer().seconds, plan))
+    if not ranked:
+        assert refusal is not None
+        raise refusal
+    return min(ranked, key=lambda one: one[0])[1]
+
+
+def tiles(task: Task, price: Price) -> Plan:
+    """The grid and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+    plan = gridded(task)
+    if task.tiles.is_grouped:
+        groups = Groups("given", task.tiles.forward_groups, task.tiles.backward_groups)
         return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
-    _, best, seconds = fastest_groups(plan, task, price)[0]
-    early = TilePrices(best, 0, task.network, task.cluster, task.profile).interior_first()
+    return with_best_groups(plan, 0, task, price)[0]
+
+
+def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[Plan, float]:
+    """A plan whose tiled stage exchanges boundary data where that is fastest, and computes inside its tiles first where
+    that pays; and its price."""
+    _, best, seconds = fastest_groups(plan, task, price, stage)[0]
+    early = TilePrices(best, stage, task.network, task.cluster, task.profile).interior_first()
     if not early:
-        return best
-    share = best.stages[0].share
+        return best, seconds
+    share = best.stages[stage].share
     assert isinstance(share, ByTiles)
-    stage = msgspec.structs.replace(best.stages[0], share=msgspec.structs.replace(share, interior_first=early))
-    hidden = resolve(msgspec.structs.replace(best, stages=(stage, *best.stages[1:])), task.network, task.cluster)
-    return hidden if price(hidden) < seconds else best
+    changed = msgspec.structs.replace(best.stages[stage], share=msgspec.structs.replace(share, interior_first=early))
+    stages = (*best.stages[:stage], changed, *best.stages[stage + 1 :])
+    hidden = resolve(msgspec.structs.replace(best, stages=stages), task.network, task.cluster)
+    hidden_seconds = price(hidden)
+    return (hidden, hidden_seconds) if hidden_seconds < seconds else (best, seconds)
 
 
-def fastest_groups(plan: Plan, task: Task, price: Price) -> list[tuple[Groups, Plan, float]]:
-    """A tile plan with each grouping that is worth a simulation, the fastest first; ties go to fewer groups."""
-    known = TilePrices(plan, 0, task.network, task.cluster, task.profile).groupings()
+def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[Groups, Plan, float]]:
+    """A plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer."""
+    known = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
     least = min(groups.seconds for groups in known)
     tried: dict[tuple[object, object], tuple[Groups, Plan, float]] = {}
     refusal: OutOfMemory | None = None
@@ -99,7 +119,7 @@ def fastest_groups(plan: Plan, task: Task, price: Price) -> list[tuple[Groups, P
         key = (groups.forward, groups.backward)
         if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
             continue
-        grouped = with_groups(plan, 0, groups)
+        grouped = with_groups(plan, stage, groups)
         try:
             tried[key] = (groups, grouped, price(grouped))
         except OutOfMemory as error:

@@ -19,6 +19,7 @@ from itertools import pairwise
 from math import prod
 
 import msgspec
+import numpy
 
 from manyhands.facts.boxes import Interval, cut_points
 from manyhands.facts.cluster import Cluster
@@ -27,11 +28,16 @@ from manyhands.facts.plan import ByTiles, LayerName, Plan
 from manyhands.facts.profile import Profile
 from manyhands.planner.cost import CostModel
 from manyhands.planner.grouping import cheapest_groups
+from manyhands.planner.shares import Numbers
 from manyhands.schedule.tiles import TileGeometry
 
 _AXES = (-2, -1)
 SPLIT_COST = 0.05
 """What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
+MOST_PRICES = 4000
+LEAST_LONGEST = 4
+"""Groups are priced for every tile: the more there are, and the more places to exchange, the shorter the groups that
+are looked at, beside one group for all."""
 MESSAGE_SECONDS = 100e-6
 """What an exchange takes beside its bytes and the link's delay: two processes that wake each other."""
 
@@ -74,6 +80,10 @@ def _hull(one: Interval, other: Interval) -> Interval:
     return (min(one[0], other[0]), max(one[1], other[1]))
 
 
+def _common(one: Interval, other: Interval) -> Interval:
+    return (max(one[0], other[0]), min(one[1], other[1]))
+
+
 def _length(interval: Interval) -> int:
     return max(0, interval[1] - interval[0])
 
@@ -99,6 +109,11 @@ class TilePrices:
         self._costs = CostModel(network, cluster, profile)
         self._profile = profile
         self._owned: dict[tuple[int, str], list[Interval]] = {}
+        self._extents: dict[str, tuple[int, int]] = {}
+        columns = len(share.columns)
+        places = numpy.arange(len(self.devices))
+        self._line = {-2: places // columns, -1: places % columns}
+        """Axis -> the row, or column, of the grid that each device is in."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -117,23 +132,24 @@ class TilePrices:
     # What devices and links take
 
     @cached_property
-    def _seconds(self) -> dict[str, list[tuple[float, float]]]:
-        """Device -> for each operator forward and backward seconds of the whole map, as fast as for its own tile."""
-        found = {}
-        for place, device in enumerate(self.devices):
-            own = self._profile.of(device)
-            rates = []
-            for index in range(self.geometry.first, self.geometry.last):
-                op = self.network.ops[index]
-                part = self._part(op.outputs[0], place) if op.outputs and op.outputs[0] in self.geometry.maps else 1.0
-                part = part or 1.0 / len(self.devices)
-                forward, backward = self._costs.range_seconds(own, device, index, index + 1, part * self.samples)
-                rates.append((forward / part, backward / part))
-            found[device] = rates
+    def _seconds(self) -> tuple[Numbers, Numbers]:
+        """[operator, device] -> forward and backward seconds of the whole map, as fast as for the device's own tile."""
+        count = self.geometry.last - self.geometry.first
+        found = numpy.zeros((count, len(self.devices))), numpy.zeros((count, len(self.devices)))
+        for place in range(count):
+            index = self.geometry.first + place
+            op = self.network.ops[index]
+            is_map = op.outputs and op.outputs[0] in self.geometry.maps
+            parts = self._parts(op.outputs[0]) if is_map else numpy.ones(len(self.devices))
+            for number, device in enumerate(self.devices):
+                part = float(parts[number]) or 1.0 / len(self.devices)
+                own = self._profile.of(device)
+                seconds = self._costs.range_seconds(own, device, index, index + 1, part * self.samples)
+                found[0][place, number], found[1][place, number] = (one / part for one in seconds)
         return found
 
     @cached_property
-    def _links(self) -> list[tuple[float, float]]:
+    def _links(self) -> tuple[Numbers, Numbers]:
         """For each device the seconds that a byte takes to reach it, and an exchange beside its bytes."""
         found = []
         for device in self.devices:
@@ -141,27 +157,35 @@ class TilePrices:
             rate = min(self.cluster.bytes_per_second_between(other, device) for other in others)
             delay = max(self.cluster.link_between(other, device).delay_seconds for other in others)
             found.append((1.0 / rate, delay + MESSAGE_SECONDS))
-        return found
+        bytes_seconds, exchange_seconds = zip(*found)
+        return numpy.array(bytes_seconds), numpy.array(exchange_seconds)
 
     # Intervals
+
+    def _extent(self, tensor: str) -> tuple[int, int]:
+        """Rows and columns of a map."""
+        if tensor not in self._extents:
+            *_, rows, columns = self.geometry.shape(tensor)
+            self._extents[tensor] = (rows, columns)
+        return self._extents[tensor]
 
     def owned(self, axis: int, tensor: str) -> list[Interval]:
         key = (axis, tensor)
         if key not in self._owned:
-            extent = self.geometry.shape(tensor)[axis]
-            self._owned[key] = list(pairwise(cut_points(extent, self.weights[axis])))
+            self._owned[key] = list(pairwise(cut_points(self._extent(tensor)[axis], self.weights[axis])))
         return self._owned[key]
 
-    def _place(self, place: int, axis: int) -> int:
-        columns = len(self.weights[-1])
-        return place // columns if axis == -2 else place % columns
+    def _areas(self, intervals: dict[int, list[Interval]]) -> Numbers:
+        """Each device's places of a map that has these rows and columns of the grid."""
+        high, wide = (numpy.array([_length(one) for one in intervals[axis]], float)[self._line[axis]] for axis in _AXES)
+        found: Numbers = high * wide
+        return found
 
-    def _area(self, intervals: dict[int, list[Interval]], place: int) -> int:
-        return _length(intervals[-2][self._place(place, -2)]) * _length(intervals[-1][self._place(place, -1)])
-
-    def _part(self, tensor: str, place: int) -> float:
-        *_, rows, columns = self.geometry.shape(tensor)
-        return self._area({axis: self.owned(axis, tensor) for axis in _AXES}, place) / (rows * columns)
+    def _parts(self, tensor: str) -> Numbers:
+        """What each device owns of a map."""
+        rows, columns = self._extent(tensor)
+        found: Numbers = self._areas({axis: self.owned(axis, tensor) for axis in _AXES}) / (rows * columns)
+        return found
 
     def _ops(self, first: int, last: int) -> Iterator[tuple[int, Op]]:
         """Operators of a range that make maps."""
@@ -185,7 +209,7 @@ class TilePrices:
             for read in op.reads if name in need else ():
                 if read.tensor not in maps:
                     continue
-                extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
                 wanted = [rule.demand(interval, extent) for interval in need[name]]
                 known = need.get(read.tensor, [(0, 0)] * count)
                 need[read.tensor] = [_hull(a, b) for a, b in zip(known, wanted)]
@@ -203,7 +227,7 @@ class TilePrices:
             for read in op.reads:
                 if read.tensor in self.geometry.maps and self.network.tensors[read.tensor].differentiable:
                     of_input = grown.get(read.tensor) or self.owned(axis, read.tensor)
-                    extent, rule = self.geometry.shape(name)[axis], read.rules[axis]
+                    extent, rule = self._extent(name)[axis], read.rules[axis]
                     region = [_hull(a, rule.touched(b, extent)) for a, b in zip(region, of_input)]
             grown[name] = region
         return grown
@@ -214,40 +238,36 @@ class TilePrices:
         """Of one place of a map: all channels of all samples."""
         return prod(self.geometry.shape(tensor)[:-2]) * DTYPE_BYTES[self.network.tensors[tensor].dtype]
 
-    def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]], at: int) -> int:
-        """Bytes of a box that lie outside another."""
-        common = 1
-        for axis in _AXES:
-            (a, b), (c, d) = wanted[axis][self._place(at, axis)], have[axis][self._place(at, axis)]
-            common *= max(0, min(b, d) - max(a, c))
-        return (self._area(wanted, at) - common) * self._bytes(tensor)
+    def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
+        """Bytes of each device's box that lie outside another."""
+        common = {axis: [_common(a, b) for a, b in zip(wanted[axis], have[axis])] for axis in _AXES}
+        found: Numbers = (self._areas(wanted) - self._areas(common)) * self._bytes(tensor)
+        return found
 
     def forward(self, first: int, last: int, *, both_ways: bool) -> float:
         """Seconds of a forward group; `both_ways`: and of its adjoint, which exchanges the same boxes."""
         needs = {axis: self._forward_needs(axis, first, last) for axis in _AXES}
-        slowest = 0.0
-        for place, device in enumerate(self.devices):
-            byte_seconds, exchange_seconds = self._links[place]
-            compute = hidden = 0.0
-            for index, op in self._ops(first, last):
-                made = {axis: needs[axis].made.get(op.outputs[0]) for axis in _AXES}
-                if made[-2] is None or made[-1] is None:
-                    continue
-                *_, rows, columns = self.geometry.shape(op.outputs[0])
-                part = self._area(made, place) / (rows * columns)  # type: ignore[arg-type]
-                ahead, back = self._seconds[device][index - self.geometry.first]
-                compute += part * (ahead + back if both_ways else ahead)
-                if index == first and self.network.backward_passes(op) == 2:
-                    hidden = part * back / 2  # its weight gradients are computed while the rim travels
-            fetched = 0
-            for tensor in needs[-2].read:
-                if self.geometry.is_made_here(tensor):
-                    wanted = {axis: needs[axis].read[tensor] for axis in _AXES}
-                    fetched += self._beyond(tensor, wanted, {a: self.owned(a, tensor) for a in _AXES}, place)
-            exchange = fetched * byte_seconds + exchange_seconds if fetched else 0.0
-            back_exchange = max(0.0, exchange - hidden) if both_ways else 0.0
-            slowest = max(slowest, compute + exchange + back_exchange)
-        return slowest
+        byte_seconds, exchange_seconds = self._links
+        compute, hidden = numpy.zeros(len(self.devices)), numpy.zeros(len(self.devices))
+        for index, op in self._ops(first, last):
+            high, wide = (needs[axis].made.get(op.outputs[0]) for axis in _AXES)
+            if high is None or wide is None:
+                continue
+            rows, columns = self._extent(op.outputs[0])
+            part = self._areas({-2: high, -1: wide}) / (rows * columns)
+            ahead, back = (seconds[index - self.geometry.first] for seconds in self._seconds)
+            compute += part * (ahead + back if both_ways else ahead)
+            if index == first and self.network.backward_passes(op) == 2:
+                hidden = part * back / 2  # its weight gradients are computed while the rim travels
+        fetched = numpy.zeros(len(self.devices))
+        for tensor in needs[-2].read:
+            if self.geometry.is_made_here(tensor):
+                wanted = {axis: needs[axis].read[tensor] for axis in _AXES}
+                fetched += self._beyond(tensor, wanted, {a: self.owned(a, tensor) for a in _AXES})
+        exchange = numpy.where(fetched > 0, fetched * byte_seconds + exchange_seconds, 0.0)
+        if both_ways:
+            exchange = exchange + numpy.maximum(0.0, exchange - hidden)
+        return float((compute + exchange).max())
 
     @cached_property
     def _held(self) -> dict[int, dict[str, list[Interval]]]:
@@ -258,7 +278,7 @@ class TilePrices:
             for _, op in self._ops(self.geometry.first, self.geometry.last):
                 for read in op.reads:
                     if read.tensor in own:
-                        extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                        extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
                         wanted = [rule.demand(i, extent) for i in self.owned(axis, op.outputs[0])]
                         own[read.tensor] = [_hull(a, b) for a, b in zip(own[read.tensor], wanted)]
             found[axis] = own
@@ -267,31 +287,30 @@ class TilePrices:
     def backward(self, first: int, last: int) -> tuple[float, float]:
         """Seconds of a backward group, and how many of them go into fetching activations."""
         regions = {axis: self._backward_regions(axis, first, last) for axis in _AXES}
-        slowest = (0.0, 0.0)
         wanted = {axis: self._wanted(axis, first, last, regions[axis]) for axis in _AXES}
-        for place, device in enumerate(self.devices):
-            byte_seconds, exchange_seconds = self._links[place]
-            compute, deltas, values = 0.0, 0, 0
-            for index, op in self._ops(first, last):
-                name = op.outputs[0]
-                if not self.network.tensors[name].differentiable:
-                    continue
-                *_, rows, columns = self.geometry.shape(name)
-                part = self._area({axis: regions[axis][name] for axis in _AXES}, place) / (rows * columns)
-                if self.network.backward_passes(op) == 2:
-                    part = (part + self._part(name, place)) / 2
-                compute += part * self._seconds[device][index - self.geometry.first][1]
-                readers = self.network.readers.get(name, ())
-                if name in self.network.outputs or any(not first <= reader < last for reader in readers):
-                    region = {axis: regions[axis][name] for axis in _AXES}
-                    deltas += self._beyond(name, region, {a: self.owned(a, name) for a in _AXES}, place)
-            for tensor in wanted[-2]:
-                if tensor not in self.network.inputs:
-                    asked = {axis: wanted[axis][tensor] for axis in _AXES}
-                    values += self._beyond(tensor, asked, {a: self._held[a][tensor] for a in _AXES}, place)
-            exchange = (deltas + values) * byte_seconds + (exchange_seconds if deltas or values else 0.0)
-            slowest = max(slowest, (compute + exchange, values * byte_seconds))
-        return slowest
+        byte_seconds, exchange_seconds = self._links
+        compute, deltas, values = (numpy.zeros(len(self.devices)) for _ in range(3))
+        for index, op in self._ops(first, last):
+            name = op.outputs[0]
+            if not self.network.tensors[name].differentiable:
+                continue
+            rows, columns = self._extent(name)
+            region = {axis: regions[axis][name] for axis in _AXES}
+            part = self._areas(region) / (rows * columns)
+            if self.network.backward_passes(op) == 2:
+                part = (part + self._parts(name)) / 2
+            compute += part * self._seconds[1][index - self.geometry.first]
+            readers = self.network.readers.get(name, ())
+            if name in self.network.outputs or any(not first <= reader < last for reader in readers):
+                deltas += self._beyond(name, region, {a: self.owned(a, name) for a in _AXES})
+        for tensor in wanted[-2]:
+            if tensor not in self.network.inputs:
+                asked = {axis: wanted[axis][tensor] for axis in _AXES}
+                values += self._beyond(tensor, asked, {a: self._held[a][tensor] for a in _AXES})
+        moved = deltas + values
+        seconds = compute + moved * byte_seconds + numpy.where(moved > 0, exchange_seconds, 0.0)
+        slowest = max(range(len(seconds)), key=lambda place: (seconds[place], values[place] * byte_seconds[place]))
+        return float(seconds[slowest]), float(values[slowest] * byte_seconds[slowest])
 
     def _wanted(
         self, axis: int, first: int, last: int, regions: dict[str, list[Interval]]
@@ -313,7 +332,7 @@ class TilePrices:
             for read in op.reads:
                 if read.tensor not in self.geometry.maps:
                     continue
-                extent, rule = self.geometry.shape(read.tensor)[axis], read.rules[axis]
+                extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
                 if read.tensor in op.derives_from:
                     want(read.tensor, [rule.demand(i, extent) for i in regions[name]])
                 if trains:
@@ -345,15 +364,16 @@ class TilePrices:
             if not group.fetches or not op.macs or not op.outputs or op.outputs[0] not in self.geometry.maps:
                 continue
             gains = []
+            parts = self._parts(op.outputs[0])
             for place, device in enumerate(self.devices):
-                byte_seconds, exchange_seconds = self._links[place]
+                byte_seconds, exchange_seconds = (one[place] for one in self._links)
                 size = sum(
                     move.box.volume * DTYPE_BYTES[self.network.tensors[tensor].dtype]
                     for tensor, moves in group.fetches.items()
                     for move in moves
                     if move.target == device
                 )
-                ahead = self._seconds[device][group.first - self.geometry.first][0] * self._part(op.outputs[0], place)
+                ahead = self._seconds[0][group.first - self.geometry.first, place] * parts[place]
                 gains.append(min(ahead, size * byte_seconds + exchange_seconds) - SPLIT_COST * ahead)
             if min(gains) > 0:
                 found.append(self.name(group.first))
@@ -377,14 +397,17 @@ class TilePrices:
         def back(first: int, last: int) -> Fraction:
             return Fraction(self.backward(bounds[first], bounds[last])[0])
 
+        longest = max(LEAST_LONGEST, MOST_PRICES // (count * len(self.devices)))
         every = list(range(count))
         found = [self.every_layer(), self._price("one group", [0], None)]
         found.append(self._price("every layer, deltas", None, every))
         found.append(self._price("one group each way", [0], [0]))
-        best = list(cheapest_groups(count, both))
+        best = list(cheapest_groups(count, both, longest))
         found.append(self._price("optimal", None if best == every else best, None))
-        forward = list(cheapest_groups(count, ahead))
+        forward = list(cheapest_groups(count, ahead, longest))
         found.append(
-            self._price("optimal, deltas", None if forward == every else forward, list(cheapest_groups(count, back)))
+            self._price(
+                "optimal, deltas", None if forward == every else forward, list(cheapest_groups(count, back, longest))
+            )
         )
         return found

@@ -25,9 +25,10 @@ from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
+from manyhands.profiler.bands import band_inputs, fitting_parts, possible_parts, whole_seconds
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
-from manyhands.profiler.steps import now, random_inputs
+from manyhands.profiler.steps import now
 from manyhands.profiler.this_machine import identify
 
 LADDER = (1, 2, 4, 8, 16, 32)
@@ -60,12 +61,14 @@ def measure_network(
     device: str = "local",
     torch_device: str = "cpu",
     training: bool = True,
+    free_bytes: int | None = None,
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
     """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
 
     Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
-    is always measured. `training`: False for inference.
+    is always measured. `training`: False for inference. `free_bytes`: what may be taken; where the first rung would
+    take more it is measured on a band of its rows (bands.py), by PyTorch's default kernels unless others are given.
     """
     _check_ladder(ladder)
     say = on_progress or (lambda text: None)
@@ -73,14 +76,19 @@ def measure_network(
     torch.set_num_threads(threads or before)
     try:
         start = time.perf_counter()
-        if kernels is None and torch_device != "cpu":
-            kernels = {}  # what there is to choose from is the CPU's
+        parts = fitting_parts(graph.network, ladder[0], free_bytes) if free_bytes is not None else 1
+        if kernels is None and (torch_device != "cpu" or parts > 1):
+            kernels = {}  # what there is to choose from is the CPU's, and is tried on whole maps
         if kernels is None:
             say(f"choosing kernels for {graph.name}")
             samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
             kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS, training=training).kernels
         layers = _Layers(graph, kernels, torch.device(torch_device), training)
         left = seconds - (time.perf_counter() - start)
+        if parts > 1:
+            layers.parts = _quick_parts(layers, ladder[0], parts, left / (repeats + 2))
+            say(f"{graph.name} does not fit here: measuring one of {layers.parts} bands of it")
+            ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         return _profile(graph, passes, peaks, kernels, device, identify().text)
     finally:
@@ -90,6 +98,15 @@ def measure_network(
 def _check_ladder(ladder: Sequence[int]) -> None:
     if not ladder or ladder[0] < 1 or list(ladder) != sorted(set(ladder)):
         raise BadValue(f"The ladder of batch sizes is {list(ladder)}; it must increase from 1 or more.")
+
+
+def _quick_parts(layers: _Layers, samples: int, least: int, seconds: float) -> int:
+    """The fewest bands, but no fewer than fit, of which one takes no longer than so many seconds."""
+    possible = possible_parts(layers.graph.network)
+    layers.parts = possible[-1]
+    found = layers.run(layers.inputs(samples), samples)
+    taken = sum(found.forward) + sum(found.backward)
+    return next((parts for parts in possible if parts >= least and taken <= seconds * parts), possible[-1])
 
 
 def _climb(
@@ -113,7 +130,7 @@ def _climb(
         else:
             affordable = repeats
         say(f"measuring {samples} samples")
-        inputs = random_inputs(layers.graph, samples, layers.device)
+        inputs = layers.inputs(samples)
         peaks[samples] = layers.peak_bytes(inputs, samples)
         began = time.perf_counter()
         passes[samples] = [layers.run(inputs, samples)]
@@ -130,7 +147,7 @@ def _go_round(layers: _Layers, passes: dict[int, list[_Pass]], end: float) -> No
         for samples, runs in passes.items():
             if time.perf_counter() + 1.5 * taken[samples] > end:
                 return
-            runs.append(layers.run(random_inputs(layers.graph, samples, layers.device), samples))
+            runs.append(layers.run(layers.inputs(samples), samples))
 
 
 def _profile(
@@ -171,6 +188,7 @@ class _Layers:
         self, graph: Graph, kernels: Mapping[str, Kernel], device: torch.device, training: bool = True
     ) -> None:
         self.graph, self.device, self.training = graph, device, training
+        self.parts = 1
         self.weights = Weights.copied(graph, device=device)
         store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
@@ -181,17 +199,25 @@ class _Layers:
             for index in range(len(self.pieces))
         ]
 
+    def inputs(self, samples: int) -> dict[str, torch.Tensor]:
+        """One band of them, where the network is measured in bands."""
+        return band_inputs(self.graph, samples, self.device, self.parts)
+
     def peak_bytes(self, inputs: dict[str, torch.Tensor], samples: int) -> int:
-        """Most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients."""
+        """Most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients. Of a band,
+        as many times that as there are."""
         peak = PeakBytes([*self.weights.tensors.values(), *inputs.values()])
         with peak:
             self.run(inputs, samples)
-        return peak.most_bytes
+        return peak.most_bytes * self.parts
 
     def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
-        """One training step without the optimiser, or one inference, each layer timed."""
-        if not self.training:
-            return self._inference(inputs, samples)
+        """One training step without the optimiser, or one inference, each layer timed; from a band, for all of it."""
+        found = self._training(inputs, samples) if self.training else self._inference(inputs, samples)
+        network = self.graph.network
+        return _Pass(*(whole_seconds(network, one, self.parts) for one in (found.forward, found.backward)))
+
+    def _training(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         for tensor in self.weights.tensors.values():
             tensor.grad = None
         found = _Pass()

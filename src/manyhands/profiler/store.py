@@ -2,6 +2,7 @@
 
 profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
 profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8_inference.json    forward only
+profiles/mobilenetv2_3x224x224_blocks_x86_64-1t-1f0c9a3e_5d3b0c77a1e2f4b8_4workers_cpu_0c77a1e2.json    of a run's
 """
 
 from __future__ import annotations
@@ -58,6 +59,21 @@ def load_profile(path: str | Path, network: Network | None = None, machine: Mach
     if machine is not None and profile.source == "measured" and profile.machine != machine.text:
         raise BadFile(f"{path}: was measured on '{profile.machine}'; this is '{machine.text}'.", hint=_REFRESH)
     return profile
+
+
+def forget_sessions(fingerprint: str, folder: Path | None = None) -> int:
+    """Delete what was measured of a network on clusters and workers, so that the next run measures anew. Gives back how
+    many profiles there were. Those of this machine alone stay, with the kernels that were found for it."""
+    count = 0
+    for path in (folder or profiles_folder()).glob(f"*_{fingerprint}_*.json"):
+        if path.name.endswith(f"_{fingerprint}_inference.json"):
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise BadFile(f"{path}: cannot be deleted: {error.strerror or error}.") from error
+        count += not path.name.endswith(".rate.json")
+    return count
 
 
 def profile_network(

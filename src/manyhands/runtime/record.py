@@ -2,7 +2,7 @@
 
 config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
 events.jsonl  metrics.csv                                what happened, line by line
-devices.json  trace.json  plots/*.png                    what each device did; measured beside predicted
+devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
 checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
 workers/*.log                                            what local workers printed
 """

@@ -41,6 +41,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
+from manyhands.profiler.bands import needed_bytes
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second, identify
@@ -92,6 +93,7 @@ from manyhands.runtime.control import (
     encode,
 )
 from manyhands.runtime.keeping import STATE, Keeping, topic
+from manyhands.runtime.memory_kills import group_of, limit_bytes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
 from manyhands.schedule.backup import is_due
@@ -536,11 +538,13 @@ class Worker:
         """Time the layers of a network here, with made-up weights."""
         graph = _graph(command.graph, command.network)
         graph.state.update(random_state(graph))
+        free = _free_bytes(self.joining.compute)
         profile = measure_network(
             graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name,
-            torch_device=self.joining.compute, training=command.training,
+            torch_device=self.joining.compute, training=command.training, free_bytes=free,
         )  # fmt: skip
-        if command.optimizer is not None and command.training:
+        fits = needed_bytes(command.network, command.ladder[-1]) <= free
+        if command.optimizer is not None and command.training and fits:
             optimizer = Optimizer.from_dict(command.optimizer)
             profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
                                       torch_device=self.joining.compute)  # fmt: skip
@@ -646,3 +650,14 @@ def _memory_bytes(compute: str) -> int:
     if compute.startswith("cuda"):
         return int(torch.cuda.get_device_properties(torch.device(compute)).total_memory)
     return int(psutil.virtual_memory().total)
+
+
+def _free_bytes(compute: str) -> int:
+    """What this process may still take: of its control group, where that has a limit, else of the machine."""
+    import psutil
+
+    if compute.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(compute))[0])
+    limit = limit_bytes(group_of(os.getpid()))
+    free = int(psutil.virtual_memory().available)
+    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free

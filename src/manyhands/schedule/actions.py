@@ -45,7 +45,7 @@ ForwardPart = Literal["", "interior", "rim", "partial", "sum", "ahead", "again"]
 BackwardPart = Literal["", "inputs", "weights"]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A box of one tensor inside a message. `=x[...]`: among gradients, a value of the forward pass."""
 
     tensor: str
@@ -56,7 +56,7 @@ class Part(msgspec.Struct, frozen=True):
         return f"{'=' if self.is_value else ''}{self.tensor}{self.box}"
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """What travels from one device to another at once: boxes of tensors of one micro-batch, packed."""
 
     kind: Kind
@@ -79,7 +79,7 @@ class Message(msgspec.Struct, frozen=True):
         return f"{text[:200]}... {hashlib.sha256(text.encode()).hexdigest()} {self.bytes}B"
 
 
-class Forward(msgspec.Struct, frozen=True, tag="forward"):
+class Forward(msgspec.Struct, frozen=True, gc=False, tag="forward"):
     """Compute operators [first, last) of a stage for this device's share of a micro-batch."""
 
     stage: int
@@ -96,7 +96,7 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
         return f"forward s{self.stage} m{self.micro_batch} {self.first}:{self.last}{part}"
 
 
-class Loss(msgspec.Struct, frozen=True, tag="loss"):
+class Loss(msgspec.Struct, frozen=True, gc=False, tag="loss"):
     """Compute the loss of what the network returned, and the gradients that backward starts with."""
 
     stage: int
@@ -106,7 +106,7 @@ class Loss(msgspec.Struct, frozen=True, tag="loss"):
         return f"loss s{self.stage} m{self.micro_batch}"
 
 
-class Backward(msgspec.Struct, frozen=True, tag="backward"):
+class Backward(msgspec.Struct, frozen=True, gc=False, tag="backward"):
     """Gradients of operators [first, last), last to first."""
 
     stage: int
@@ -121,7 +121,7 @@ class Backward(msgspec.Struct, frozen=True, tag="backward"):
         return f"backward s{self.stage} m{self.micro_batch} {self.first}:{self.last}{part}"
 
 
-class Send(msgspec.Struct, frozen=True, tag="send"):
+class Send(msgspec.Struct, frozen=True, gc=False, tag="send"):
     """Hand a message to the link; computing goes on."""
 
     to: str
@@ -131,7 +131,7 @@ class Send(msgspec.Struct, frozen=True, tag="send"):
         return f"send {self.to} {self.message}"
 
 
-class Receive(msgspec.Struct, frozen=True, tag="receive"):
+class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
     """Wait until a message has arrived."""
 
     source: str
@@ -141,7 +141,7 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
         return f"receive {self.source} {self.message}"
 
 
-class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
+class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     """Add up among `devices`. Gradients travel while computing goes on; statistics are waited for."""
 
     stage: int
@@ -165,7 +165,7 @@ class Reduce(msgspec.Struct, frozen=True, tag="reduce"):
         return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {','.join(self.devices)} {self.bytes}B"
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class Step(msgspec.Struct, frozen=True, gc=False, tag="step"):
     """Wait for the gradients' reductions, then update the weights of a stage."""
 
     stage: int
@@ -176,7 +176,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
         return f"step s{self.stage}" if self.micro_batch < 0 else f"step s{self.stage} m{self.micro_batch}"
 
 
-class Discard(msgspec.Struct, frozen=True, tag="discard"):
+class Discard(msgspec.Struct, frozen=True, gc=False, tag="discard"):
     """Forget a micro-batch: it came back too late, or nothing comes back at all."""
 
     stage: int

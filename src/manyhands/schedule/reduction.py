@@ -17,11 +17,17 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy
+from numpy.typing import NDArray
+
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.schedule.actions import Reduce
 
 MOST_DIRECT = 16
+
+Places = NDArray[numpy.int64]
+Counts = NDArray[numpy.int64]
 
 
 class Hop(NamedTuple):
@@ -97,14 +103,42 @@ def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
     return tuple((points[i + 1] - points[i]) * size for i in range(len(reduce.devices)))
 
 
+def flow_ends(reduce: Reduce) -> tuple[Places, Places]:
+    """Who sends to whom, all rounds together: places among the devices of a sum, one pair for each flow."""
+    count = len(reduce.devices)
+    if reduce.what == "gradients" and count > MOST_DIRECT:
+        sources = numpy.arange(count)
+        return sources, (sources + 1) % count
+    sources, targets = numpy.divmod(numpy.arange(count * count), count)
+    apart = sources != targets
+    return sources[apart], targets[apart]
+
+
+def flow_bytes(reduce: Reduce, network: Network) -> Counts:
+    """What travels along each flow, all rounds together."""
+    count = len(reduce.devices)
+    if reduce.what == "statistics":
+        return numpy.full(count * (count - 1), reduce.bytes)
+    sizes: Counts = numpy.array(hop_bytes(reduce, network))
+    sources, targets = flow_ends(reduce)
+    if count > MOST_DIRECT:  # a device sends every chunk twice, but for two that its neighbour ends up with
+        twice: Counts = 2 * sizes.sum() - sizes[targets] - sizes[(targets + 1) % count]
+        return twice
+    both: Counts = sizes[sources] + sizes[targets]
+    return both
+
+
 def pair_bytes(reduce: Reduce, network: Network) -> dict[tuple[str, str], int]:
     """What travels between each pair, all rounds together."""
-    sizes = hop_bytes(reduce, network)
-    found: dict[tuple[str, str], int] = defaultdict(int)
-    for hops in rounds_of(reduce):
-        for hop in hops:
-            found[(hop.source, hop.target)] += sizes[hop.chunk]
-    return dict(found)
+    sources, targets = (map(reduce.devices.__getitem__, ends.tolist()) for ends in flow_ends(reduce))
+    return dict(zip(zip(sources, targets), flow_bytes(reduce, network).tolist()))
+
+
+def rounds_in(reduce: Reduce) -> int:
+    """How many rounds there are, each of which waits for the one before it."""
+    if reduce.what == "statistics":
+        return 1
+    return 2 if len(reduce.devices) <= MOST_DIRECT else 2 * (len(reduce.devices) - 1)
 
 
 def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:

@@ -108,11 +108,16 @@ class DeviceWork:
 
 
 def _numbered(action: Action, micro_batch: int) -> Action:
+    if isinstance(action, Forward):
+        return Forward(action.stage, micro_batch, action.first, action.last, action.part)
+    if isinstance(action, Backward):
+        return Backward(action.stage, micro_batch, action.first, action.last, action.part)
     if isinstance(action, (Send, Receive)):
-        message = msgspec.structs.replace(action.message, micro_batch=micro_batch)
+        own = action.message
+        message = Message(own.kind, own.stage, micro_batch, own.parts, own.bytes)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
     is_sum = isinstance(action, Reduce) and action.what == "statistics"
-    if is_sum or isinstance(action, (Forward, Loss, Backward, Step)):
+    if is_sum or isinstance(action, (Loss, Step)):
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
 
@@ -149,12 +154,25 @@ Packed = list[tuple[str, str, Message]]
 """(source, target, what goes from one to the other at once)."""
 
 
-def _sends(device: str, packed: Packed) -> list[Action]:
-    return [Send(target, message) for source, target, message in packed if source == device]
+class Mail:
+    """Messages by who sends and who receives them, so that no device looks through those of all others."""
 
+    def __init__(self, *packed: Packed) -> None:
+        self._sends: dict[str, list[Action]] = defaultdict(list)
+        self._receives: dict[str, list[Action]] = defaultdict(list)
+        for source, target, message in (one for several in packed for one in several):
+            self._sends[source].append(Send(target, message))
+            self._receives[target].append(Receive(source, message))
 
-def _receives(device: str, packed: Packed) -> list[Action]:
-    return [Receive(source, message) for source, target, message in packed if target == device]
+    @property
+    def is_empty(self) -> bool:
+        return not self._sends
+
+    def sends(self, device: str) -> list[Action]:
+        return self._sends.get(device, [])
+
+    def receives(self, device: str) -> list[Action]:
+        return self._receives.get(device, [])
 
 
 class Lowering:
@@ -292,21 +310,21 @@ class Lowering:
             out = self.work[device].forward_actions
             out.extend(Receive(source, message) for source, message in self.incoming[stage, device])
         for group in geometry.groups:
-            halos = self._packed(group.fetches, "halo", stage)
+            halos = Mail(self._packed(group.fetches, "halo", stage))
+            sums = Mail(self._packed(group.sums, "partial", stage))
             for device in geometry.devices:
                 out = self.work[device].forward_actions
-                out += _sends(device, halos)
+                out += halos.sends(device)
                 start = group.first
                 if isinstance(geometry, TileGeometry) and start in geometry.interior_first:
                     out.append(Forward(stage, 0, start, start + 1, "interior"))
-                    out += [*_receives(device, halos), Forward(stage, 0, start, start + 1, "rim")]
+                    out += [*halos.receives(device), Forward(stage, 0, start, start + 1, "rim")]
                     start += 1
                 else:
-                    out += _receives(device, halos)
+                    out += halos.receives(device)
                 if group.sums:
-                    sums = self._packed(group.sums, "partial", stage)
-                    out += [Forward(stage, 0, start, group.last, "partial"), *_sends(device, sums)]
-                    out += [*_receives(device, sums), Forward(stage, 0, start, group.last, "sum")]
+                    out += [Forward(stage, 0, start, group.last, "partial"), *sums.sends(device)]
+                    out += [*sums.receives(device), Forward(stage, 0, start, group.last, "sum")]
                     continue
                 for op in self._statistics(geometry, group.first, group.last):
                     if op > start:
@@ -315,11 +333,11 @@ class Lowering:
                     start = op
                 if start < group.last:
                     out.append(Forward(stage, 0, start, group.last))
-        gathered = self._packed(self._outputs(geometry), "output", stage) if self.plan.is_training else []
+        gathered = Mail(self._packed(self._outputs(geometry), "output", stage) if self.plan.is_training else [])
         for device in geometry.devices:
             out = self.work[device].forward_actions
             out.extend(Send(target, message) for target, message in self.outgoing[stage, device])
-            out += _sends(device, gathered) + _receives(device, gathered)
+            out += gathered.sends(device) + gathered.receives(device)
             if geometry.is_last and self.plan.is_training and device in geometry.loss_devices:
                 out.append(Loss(stage, 0))
 
@@ -360,18 +378,24 @@ class Lowering:
         receives, sends, returned = self._backward_messages(geometry)
         runs, exchanges = self._backward_runs(geometry)
         buckets = self._buckets(geometry)
-        for device in geometry.devices:
-            work = self.work[device]
-            no_ends: dict[int, Reduce] = {}
-            for actions, ends in ((work.backward_actions, no_ends), (work.last_backward_actions, buckets)):
-                actions += _receives(device, receives)
-                actions += _sends(device, returned) + _receives(device, returned)
-                actions += _sends(device, exchanges[0]) + _receives(device, exchanges[0])
-                for (first, last), exchange in zip(runs, exchanges[1:]):
-                    leaving = exchange + sends if first == geometry.first else exchange
-                    body, later = self._backward_run(geometry, first, last, ends, split=bool(leaving))
+        arriving, turning, first_exchange = Mail(receives), Mail(returned), Mail(exchanges[0])
+        between = [
+            (span, Mail(exchange), Mail(exchange, sends) if span[0] == geometry.first else Mail(exchange))
+            for span, exchange in zip(runs, exchanges[1:])
+        ]
+        for is_last, ends in ((False, dict[int, Reduce]()), (True, buckets)):
+            computed = [
+                self._backward_run(geometry, *span, ends, split=not leaving.is_empty) for span, _, leaving in between
+            ]
+            for device in geometry.devices:
+                work = self.work[device]
+                actions = work.last_backward_actions if is_last else work.backward_actions
+                actions += arriving.receives(device)
+                actions += turning.sends(device) + turning.receives(device)
+                actions += first_exchange.sends(device) + first_exchange.receives(device)
+                for (_, exchange, leaving), (body, later) in zip(between, computed):
                     # Others wait for what is sent; the weights' gradients are only waited for by the step.
-                    actions += body + _sends(device, leaving) + later + _receives(device, exchange)
+                    actions += body + leaving.sends(device) + later + exchange.receives(device)
 
     def _backward_runs(self, geometry: StageGeometry) -> tuple[list[tuple[int, int]], list[Packed]]:
         """Operators [first, last) that are differentiated without communication, in the order of the backward pass, and

@@ -1,161 +1,191 @@
 """Transfers that share links and ports fairly, under a virtual clock.
 
 Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share them, and
-between these there is only the pair's link. Rates are max-min fair: the most crowded of these gives each of its
-transfers an equal part; what they leave is shared by the others in the same way. Bulk transfers wait while their sender
-has urgent ones under way, as in the engine. Only what is connected to the one that starts or ends is looked at again.
+between these there is only the pair's link. Rates are max-min fair (fairness.py). Bulk transfers wait while their
+sender has urgent ones under way, as in the engine.
+
+What starts and ends at one moment is shared once, when the clock moves on, and only what is connected to it is looked
+at again. The flows of a sum are one bundle: arrays, and one event for all that end together.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from typing import Any
+
+import numpy
 
 from manyhands.facts.cluster import Cluster
+from manyhands.simulator.fairness import SAME, Numbers, fair_rates, fair_rates_of_few
+from manyhands.simulator.flows import Bundle, Ended, Shape, Transfer, Wiring
 
-Resource = tuple[Hashable, ...]
-
-
-@dataclass(eq=False)
-class Transfer:
-    """Bytes on their way. `version` tells a stale finish time from the current one."""
-
-    source: str
-    target: str
-    left: float
-    label: object
-    started: float
-    is_urgent: bool = True
-    crosses: tuple[Resource, ...] = ()
-    rate: float = 0.0
-    since: float = 0.0
-    version: int = 0
+Party = Transfer | Bundle
+MOST_FEW = 64
+"""Transfers that are sooner shared one by one than as arrays."""
 
 
-@dataclass
 class Network:
     """All transfers under way."""
 
-    cluster: Cluster
-    on: dict[Resource, dict[Transfer, None]] = field(default_factory=dict)
-    """Who crosses a resource, in the order they came: sets would make two runs differ in the last digit."""
-    capacity: dict[Resource, float] = field(default_factory=dict)
-    bulk_of: dict[str, dict[Transfer, None]] = field(default_factory=lambda: defaultdict(dict))
-    """Sender -> its bulk transfers."""
-    urgent_of: Counter[str] = field(default_factory=Counter)
+    def __init__(self, cluster: Cluster) -> None:
+        self.wiring = Wiring(cluster)
+        self._on: dict[int, dict[Transfer | Shape, None]] = defaultdict(dict)
+        """Node -> who has it, in the order they came: sets would make two runs differ in the last digit."""
+        self._bundles: dict[Shape, dict[Bundle, None]] = defaultdict(dict)
+        """Those of each shape."""
+        self._urgent = numpy.zeros(len(cluster.devices), numpy.int64)
+        """Urgent transfers under way, by sender."""
+        self._touched: dict[int, None] = {}
+        """Nodes at which something started or ended since rates were shared."""
+        self._touched_at = 0.0
 
     def start(
         self, source: str, target: str, byte_count: float, label: object, now: float, *, is_urgent: bool = True
-    ) -> list[Transfer]:
-        """Begin a transfer. Returns the transfers whose rate changed, the new one among them."""
-        return self.start_all([(source, target, byte_count)], label, now, is_urgent=is_urgent)
+    ) -> Transfer:
+        """Begin a transfer. Its rate is known when things have settled."""
+        route = self.wiring.route(source, target)
+        transfer = Transfer(source, target, byte_count, label, now, is_urgent, route, now)
+        if is_urgent:
+            self._urgent[route.sender] += 1
+        self._enter(transfer)
+        self._touch(transfer, now)
+        return transfer
 
-    def start_all(
-        self, flows: Sequence[tuple[str, str, float]], label: object, now: float, *, is_urgent: bool = True
-    ) -> list[Transfer]:
-        """Begin several transfers (source, target, bytes) at once, and share only once."""
-        new = []
-        held_back: dict[Transfer, None] = {}
-        for source, target, byte_count in flows:
-            crosses = self._resources(source, target)
-            transfer = Transfer(source, target, byte_count, label, now, is_urgent, crosses, since=now)
-            for resource in crosses:
-                self.on.setdefault(resource, {})[transfer] = None
-            if is_urgent:
-                self.urgent_of[source] += 1
-                if self.urgent_of[source] == 1:
-                    held_back.update(self.bulk_of[source])
-            else:
-                self.bulk_of[source][transfer] = None
-            new.append(transfer)
-        if len(new) == 1 and not held_back:
-            return self._share_again(new[0], now)
-        return self._fill(self._connected(*new, *held_back), now)
+    def start_together(
+        self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
+    ) -> Bundle:
+        """Begin a transfer of so many bytes for each flow of a shape."""
+        bundle = Bundle(shape, sizes, label, now, is_urgent=is_urgent)
+        if is_urgent:
+            self._urgent[shape.places[shape.senders]] += 1
+        if not self._bundles[shape]:
+            self._enter(shape)
+        self._bundles[shape][bundle] = None
+        self._touch(bundle, now)
+        return bundle
 
-    def finish(self, transfers: Sequence[Transfer], now: float) -> list[Transfer]:
-        """End transfers. Returns those whose rate changed."""
-        let_go: dict[Transfer, None] = {}
-        for transfer in transfers:
-            if not transfer.is_urgent:
-                del self.bulk_of[transfer.source][transfer]
-                continue
-            self.urgent_of[transfer.source] -= 1
-            if not self.urgent_of[transfer.source]:
-                let_go.update(self.bulk_of[transfer.source])
-        touched = self._connected(*transfers, *let_go)
-        for transfer in transfers:
-            del touched[transfer]
-            for resource in transfer.crosses:
-                del self.on[resource][transfer]
-        return self._fill(touched, now) if touched else []
+    def _enter(self, what: Transfer | Shape) -> None:
+        for node in what.nodes:
+            self._on[node][what] = None
 
-    def _waits(self, transfer: Transfer) -> bool:
-        return not transfer.is_urgent and self.urgent_of[transfer.source] > 0
+    def _leave(self, what: Transfer | Shape) -> None:
+        for node in what.nodes:
+            del self._on[node][what]
 
-    def _resources(self, source: str, target: str) -> tuple[Resource, ...]:
-        found: list[Resource] = []
-        sender, receiver = self.cluster.device(source), self.cluster.device(target)
-        a, b = sender.host_name, receiver.host_name
-        rate = self.cluster.link_between(source, target).bytes_per_second
-        candidates: tuple[tuple[Resource, float], ...] = (
-            (("link", a, b), rate),
-            (("up", a), sender.up_bytes_per_second),
-            (("down", b), receiver.down_bytes_per_second),
-        )
-        if a == b:
-            candidates = ((("inside", source, target), rate),)
-        for resource, capacity in candidates:
-            if capacity < math.inf:
-                self.capacity[resource] = capacity
-                found.append(resource)
-        return tuple(found)
+    def _touch(self, party: Party, now: float) -> None:
+        if not self._touched:
+            self._touched_at = now
+        self._touched.update(dict.fromkeys(party.nodes))
 
-    def _connected(self, *transfers: Transfer) -> dict[Transfer, None]:
-        found = dict.fromkeys(transfers)
-        frontier = list(transfers)
-        seen: set[Resource] = set()
+    def end(self, transfer: Transfer, now: float) -> None:
+        """Its last byte has left."""
+        if transfer.is_urgent:
+            self._urgent[transfer.route.sender] -= 1
+        transfer.version += 1
+        self._leave(transfer)
+        self._touch(transfer, now)
+
+    def end_some(self, bundle: Bundle, now: float) -> Ended:
+        """The last byte of some of its flows has left."""
+        ended = bundle.end_some(now)
+        if bundle.is_urgent:
+            self._urgent[ended.senders] -= 1
+        if bundle.is_over:
+            del self._bundles[bundle.shape][bundle]
+            if not self._bundles[bundle.shape]:
+                self._leave(bundle.shape)
+        self._touch(bundle, now)
+        return ended
+
+    def must_settle(self, until: float) -> bool:
+        """Whether rates must be shared before the clock moves on to `until`."""
+        return bool(self._touched) and until > self._touched_at * (1 + SAME)
+
+    def settle(self, now: float) -> list[Party]:
+        """Share again what was touched. Returns those whose rate changed."""
+        changed: list[Party] = []
+        seen: set[int] = set()
+        for node in self._touched:
+            if node not in seen:
+                found = self._connected(node, seen)
+                if found:
+                    changed += self._share(found, now)
+        self._touched.clear()
+        return changed
+
+    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | Shape, None]:
+        found: dict[Transfer | Shape, None] = {}
+        frontier = [node]
+        seen.add(node)
         while frontier:
-            for resource in frontier.pop().crosses:
-                if resource not in seen:
-                    seen.add(resource)
-                    fresh = [other for other in self.on[resource] if other not in found]
-                    found.update(dict.fromkeys(fresh))
-                    frontier.extend(fresh)
+            for one in self._on[frontier.pop()]:
+                if one not in found:
+                    found[one] = None
+                    for other in one.nodes:
+                        if other not in seen:
+                            seen.add(other)
+                            frontier.append(other)
         return found
 
-    def _share_again(self, transfer: Transfer, now: float) -> list[Transfer]:
-        if all(len(self.on[resource]) == 1 for resource in transfer.crosses):  # alone: the common case
-            if self._waits(transfer):
-                return []
-            transfer.rate = min((self.capacity[resource] for resource in transfer.crosses), default=math.inf)
-            return [transfer]
-        return self._fill(self._connected(transfer), now)
+    def _share(self, connected: dict[Transfer | Shape, None], now: float) -> list[Party]:
+        """Fair rates; bulk waits while its sender has something urgent."""
+        changed: list[Party] = []
+        singles: list[Transfer] = []
+        bundles: dict[Shape, list[Bundle]] = defaultdict(list)
+        for one in connected:
+            if isinstance(one, Shape):
+                for bundle in self._bundles[one]:
+                    if bundle.is_urgent or not self._urgent[bundle.senders].all():
+                        bundles[one].append(bundle)
+                    elif bundle.hold(now):
+                        changed.append(bundle)
+            elif one.is_urgent or not self._urgent[one.route.sender]:
+                singles.append(one)
+            elif one.give(0.0, now):
+                changed.append(one)
+        if bundles or len(singles) > MOST_FEW:
+            return changed + self._share_as_arrays(singles, bundles, now)
+        if len(singles) == 1:
+            rates = [singles[0].route.alone]
+        else:
+            rates = fair_rates_of_few([one.route.crossed for one in singles])
+        return [*changed, *(one for one, rate in zip(singles, rates) if one.give(rate, now))]
 
-    def _fill(self, transfers: dict[Transfer, None], now: float) -> list[Transfer]:
-        """Max-min fair rates by progressive filling."""
-        resources = dict.fromkeys(resource for transfer in transfers for resource in transfer.crosses)
-        left = {resource: self.capacity[resource] for resource in resources}
-        crowd = {resource: {one: None for one in self.on[resource] if not self._waits(one)} for resource in resources}
-        rates = {transfer: 0.0 for transfer in transfers if self._waits(transfer)}
-        while len(rates) < len(transfers):
-            open_resources = [resource for resource in resources if crowd[resource]]
-            if not open_resources:
-                rates.update({transfer: math.inf for transfer in transfers if transfer not in rates})
-                break
-            tightest = min(open_resources, key=lambda resource: left[resource] / len(crowd[resource]))
-            part = left[tightest] / len(crowd[tightest])
-            for transfer in list(crowd[tightest]):
-                rates[transfer] = part
-                for resource in transfer.crosses:
-                    left[resource] = max(0.0, left[resource] - part)
-                    del crowd[resource][transfer]
-        changed = []
-        for transfer, rate in rates.items():
-            if rate != transfer.rate:
-                transfer.left -= transfer.rate * (now - transfer.since) if transfer.rate else 0.0
-                transfer.since, transfer.rate = now, rate
-                transfer.version += 1
-                changed.append(transfer)
+    def _share_as_arrays(self, singles: list[Transfer], bundles: dict[Shape, list[Bundle]], now: float) -> list[Party]:
+        """Bundles of one shape have the same flows, which get the same rates: they are shared as one, so many times."""
+        counts = {shape: self._counts(own) for shape, own in bundles.items()}
+        going = {shape: numpy.flatnonzero(count) for shape, count in counts.items()}
+        if not singles and [len(own) for own in bundles.values()] == [1]:
+            (shape,) = bundles
+            rates = shape.rates_alone(going[shape])
+        else:
+            numbers = numpy.array([one.route.number for one in singles], int)
+            parts: list[list[Any]] = [[own] for own in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
+            for shape, flows in going.items():
+                of_all = (shape.up, shape.down, shape.link, shape.limit, counts[shape])
+                for part, own in zip(parts, of_all):
+                    part.append(own[flows])
+            rates = fair_rates(self.wiring.room, *map(numpy.concatenate, parts))
+        changed: list[Party] = [
+            one for one, rate in zip(singles, rates.tolist()) if rate != one.rate and one.give(rate, now)
+        ]
+        at = len(singles)
+        for shape, own in bundles.items():
+            every = numpy.zeros(len(shape.all))
+            every[going[shape]] = rates[at : at + len(going[shape])]
+            at += len(going[shape])
+            changed += [one for one in own if one.give(every if one.is_whole else every[one.flows], now)]
         return changed
+
+    def _counts(self, bundles: list[Bundle]) -> Numbers:
+        """How many of the bundles, all of one shape, have each flow under way and need not wait with it."""
+        shape = bundles[0].shape
+        total = numpy.zeros(len(shape.all))
+        for bundle in bundles:
+            if bundle.is_whole:
+                total += 1
+            else:
+                total[bundle.flows] += 1
+        if not bundles[0].is_urgent:
+            total[self._urgent[shape.sender] > 0] = 0
+        return total

@@ -58,6 +58,8 @@ class Simulation:
     """Every device's actions in the order they were taken: for an event-driven order, the list."""
     actions: int
     warnings: list[str] = field(default_factory=list)
+    is_energy_known: bool = True
+    """Whether there are watts of every device; if not, the joules are of some devices only, or of none."""
 
     @property
     def samples_per_second(self) -> float:
@@ -80,15 +82,15 @@ class Simulation:
         return 1.0 - self.devices[device].busy_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers only, for --json."""
+        """Numbers only, for --json; null is what is not known."""
         return {
             "simulated": True,
             "seconds": self.seconds,
             "samples": self.samples,
             "samples_per_second": self.samples_per_second,
             "bytes": self.total_bytes,
-            "joules": self.joules,
-            "joules_per_sample": self.joules_per_sample,
+            "joules": self.joules if self.is_energy_known else None,
+            "joules_per_sample": self.joules_per_sample if self.is_energy_known else None,
             "actions": self.actions,
             "devices": {
                 name: {

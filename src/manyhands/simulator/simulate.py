@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -41,8 +40,10 @@ from manyhands.schedule.actions import (
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
+from manyhands.schedule.reduction import Counts, flow_bytes, flow_ends
 from manyhands.schedule.work import DeviceWork
-from manyhands.simulator.links import Network, Transfer
+from manyhands.simulator.flows import Bundle, Shape, Transfer
+from manyhands.simulator.links import Network
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
 MOST_SPANS = 2_000_000
@@ -79,6 +80,9 @@ class _Device:
     policy: Policy
     memory: DeviceMemory
     result: DeviceResult
+    copies: bool
+    """Whether moving bytes in and out of the network takes its time."""
+    log: list[Action] = field(default_factory=list)
     arrived: set[tuple[str, Message]] = field(default_factory=set)
     mail: Counter[tuple[str, Message]] = field(default_factory=Counter)
     held: Action | None = None
@@ -87,6 +91,9 @@ class _Device:
     transfers: int = 0
     transfers_since: float = 0.0
     is_done: bool = False
+
+    def __post_init__(self) -> None:
+        self.state = DeviceState(self.arrived)
 
 
 class _Run:
@@ -102,10 +109,11 @@ class _Run:
         self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
         """Messages of a pair that wait for the one before them: a channel delivers in order."""
         self.spans: list[Span] = []
-        self.log: dict[str, list[Action]] = {name: [] for name in policies}
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
         self.joined: dict[ReduceKey, int] = Counter()
-        self.flows_left: dict[ReduceKey, int] = {}
+        self.shapes: dict[tuple[tuple[str, ...], str], Shape] = {}
+        self.summed: dict[Shape, Counts] = {}
+        """The flows of sums, and what they carried in all."""
         self.complete: set[ReduceKey] = set()
         self.waiting: dict[object, list[str]] = defaultdict(list)
         self.runnable: deque[str] = deque(policies)
@@ -113,17 +121,26 @@ class _Run:
         for name, policy in policies.items():
             work = schedule.lowering.work[name]
             memory = DeviceMemory(self.plan, schedule.network, work.geometries, name)
-            budget = cluster.device(name).memory_bytes
-            self.devices[name] = _Device(name, work, policy, memory, DeviceResult(name, memory_bytes=budget))
+            facts = cluster.device(name)
+            result = DeviceResult(name, memory_bytes=facts.memory_bytes)
+            copies = facts.copy_seconds_per_gigabyte > 0
+            self.devices[name] = _Device(name, work, policy, memory, result, copies)
 
     def to_the_end(self) -> Simulation:
         self._let_run()
-        while self.events:
+        while True:
+            if self.links.must_settle(self.events[0][0] if self.events else math.inf):
+                for party in self.links.settle(self.now):
+                    if (ends := party.ends) < math.inf:  # else it waits, and its rate will change
+                        self._at(ends, "sent", party, party.version)
+            if not self.events:
+                break
             self.now, _, kind, what, version = heapq.heappop(self.events)
             if kind == "computed":
                 self.runnable.append(what)
             elif kind == "sent":
-                self._transfers_ended(what, version)
+                if version == what.version:
+                    self._sent(what)
             elif kind == "arrived":
                 self._arrived(what)
             else:
@@ -145,30 +162,34 @@ class _Run:
     def _advance(self, device: _Device) -> None:
         """Take actions until one takes time or must wait."""
         while not device.is_done:
-            action = device.held
+            action = device.held or self._next(device)
             if action is None:
-                answer = device.policy.next(DeviceState(device.arrived))
-                if answer == DONE:
-                    device.is_done = True
-                    device.result.finished_seconds = self.now
-                    return
-                if answer == WAIT:
-                    self.waiting[device.name].append(device.name)
-                    return
-                assert not isinstance(answer, str)
-                action = answer
-                self.log[device.name].append(action)
-                device.memory.act(action)
-                if isinstance(action, Reduce):
-                    self._join(device, action)
+                return
+            if isinstance(action, (Reduce, Receive, Step)) and not self._can_go_on(device, action):
                 device.held = action
-            if not self._can_go_on(device, action):
                 return
             device.held = None
             if self._takes_time(device, action):
                 return
 
-    def _can_go_on(self, device: _Device, action: Action) -> bool:
+    def _next(self, device: _Device) -> Action | None:
+        """What the policy says, noted; None: it has nothing to do, for now or for good."""
+        answer = device.policy.next(device.state)
+        if isinstance(answer, str):
+            if answer == DONE:
+                device.is_done = True
+                device.result.finished_seconds = self.now
+            else:
+                assert answer == WAIT
+                self.waiting[device.name].append(device.name)
+            return None
+        device.log.append(answer)
+        device.memory.act(answer)
+        if isinstance(answer, Reduce):
+            self._join(device, answer)
+        return answer
+
+    def _can_go_on(self, device: _Device, action: Receive | Reduce | Step) -> bool:
         """Whether an action has what it waits for; if not, the device is noted to be woken."""
         if isinstance(action, Receive):
             key = (action.source, action.message)
@@ -176,11 +197,11 @@ class _Run:
                 self.waiting[(device.name, key)].append(device.name)
                 return False
             device.mail[key] -= 1
-        elif isinstance(action, Reduce) and action.what == "statistics":
-            if action.key not in self.complete:
+        elif isinstance(action, Reduce):
+            if action.what == "statistics" and action.key not in self.complete:
                 self.waiting[action.key].append(device.name)
                 return False
-        elif isinstance(action, Step):
+        else:
             late = next((key for key in device.open_reductions if key not in self.complete), None)
             if late is not None:
                 self.waiting[late].append(device.name)
@@ -190,19 +211,20 @@ class _Run:
 
     def _takes_time(self, device: _Device, action: Action) -> bool:
         """Start an action. True if the processor is busy with it."""
-        if isinstance(action, Send):
-            self._send(device.name, action)
-        if isinstance(action, (Send, Receive, Reduce)):
-            seconds = self.costs.copy_seconds(device.name, action)
-        elif isinstance(action, (Forward, Backward)):
+        is_computing = True
+        if isinstance(action, (Forward, Backward)):
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
-        elif isinstance(action, (Loss, Discard)):  # small beside the network: a profile does not know it
-            seconds = 0.0
-        else:
+        elif isinstance(action, Step):
             geometry = device.work.geometry(action.stage)
             seconds = self.costs.step_seconds(geometry, device.name, self.plan.optimizer_slots)
+        else:
+            is_computing = False
+            if isinstance(action, Send):
+                self._send(device.name, action)
+            seconds = 0.0  # of a loss too: it is small beside the network, and a profile does not know it
+            if device.copies and not isinstance(action, (Loss, Discard)):
+                seconds = self.costs.copy_seconds(device.name, action)
         device.result.busy_seconds += seconds
-        is_computing = isinstance(action, (Forward, Backward, Step))
         if self.keep_spans and len(self.spans) < MOST_SPANS and (seconds or is_computing):
             kind = type(action).__name__.lower() if is_computing else "copy"
             self.spans.append(Span(device.name, "compute", self.now, self.now + seconds, kind, action))
@@ -216,58 +238,46 @@ class _Run:
         self.bytes_between[pair] += action.message.bytes
         self.queues[pair].append(action.message)
         if len(self.queues[pair]) == 1:
-            self._start_transfers([(*pair, action.message.bytes)], action.message)
+            self._start_transfer(*pair, action.message)
 
-    def _start_transfers(self, flows: Sequence[tuple[str, str, float]], label: object) -> None:
-        for source, target, _ in flows:
-            self._count_transfer(source, 1)
-            self._count_transfer(target, 1)
-        self._retime(self.links.start_all(flows, label, self.now, is_urgent=is_urgent(label)))
+    def _start_transfer(self, source: str, target: str, message: Message) -> None:
+        self._count_transfer(source, 1)
+        self._count_transfer(target, 1)
+        self.links.start(source, target, message.bytes, message, self.now, is_urgent=is_urgent(message))
 
-    def _retime(self, changed: list[Transfer]) -> None:
-        for transfer in changed:
-            if transfer.rate:  # else it waits, and its rate will change
-                seconds = transfer.left / transfer.rate if transfer.rate < math.inf else 0.0
-                self._at(transfer.since + max(0.0, seconds), "sent", transfer, transfer.version)
+    def _sent(self, party: Transfer | Bundle) -> None:
+        """The last byte has left: of a message, which arrives after the link's delay, or of some flows of a sum."""
+        if isinstance(party, Bundle):
+            self._sent_for_sum(party)
+            return
+        self.links.end(party, self.now)
+        pair = (party.source, party.target)
+        message = party.label
+        assert isinstance(message, Message)
+        self._note_sent(*pair, party.started, message.kind, message)
+        self._count_transfer(party.source, -1)
+        self.queues[pair].popleft()
+        if self.queues[pair]:
+            self._start_transfer(*pair, self.queues[pair][0])
+        self._at(self.now + self.costs.link(*pair).delay_seconds, "arrived", party)
 
-    def _transfers_ended(self, first: Transfer, version: int) -> None:
-        """The last byte has left: of this transfer and of all others that end now, as those of a sum often do."""
-        ended = [first] if version == first.version else []
-        while self.events and self.events[0][0] == self.now and self.events[0][2] == "sent":
-            _, _, _, other, version = heapq.heappop(self.events)
-            if version == other.version:
-                ended.append(other)
-        for transfer in ended:
-            transfer.version += 1
-        if ended:
-            self._retime(self.links.finish(ended, self.now))
-        for transfer in ended:
-            self._leaves(transfer)
+    def _sent_for_sum(self, bundle: Bundle) -> None:
+        ended = self.links.end_some(bundle, self.now)
+        shape, reduce = bundle.shape, bundle.label
+        assert isinstance(reduce, Reduce)
+        if self.keep_spans:
+            for source, target in zip(shape.sources[ended.flows].tolist(), shape.targets[ended.flows].tolist()):
+                self._note_sent(shape.devices[source], shape.devices[target], bundle.started, "reduce", reduce)
+        for place in ended.users.tolist():
+            self._count_transfer(shape.devices[place], -1)
+        if bundle.is_over:
+            self._at(self.now + self.costs.reduction_delay_seconds(reduce), "reduced", reduce)
 
-    def _leaves(self, transfer: Transfer) -> None:
-        """It arrives after the link's delay."""
-        delay = self.costs.link(transfer.source, transfer.target).delay_seconds
-        is_message = isinstance(transfer.label, Message)
+    def _note_sent(self, source: str, target: str, started: float, kind: str, what: object) -> None:
         if self.keep_spans and len(self.spans) < MOST_SPANS:
-            kind = transfer.label.kind if isinstance(transfer.label, Message) else "reduce"
-            source, target, start = transfer.source, transfer.target, transfer.started
-            self.spans.append(Span(source, "send", start, self.now, kind, transfer.label, target))
-            self.spans.append(Span(target, "receive", start + delay, self.now + delay, kind, transfer.label, source))
-        self._count_transfer(transfer.source, -1)
-        if is_message:
-            pair = (transfer.source, transfer.target)
-            self.queues[pair].popleft()
-            if self.queues[pair]:
-                following = self.queues[pair][0]
-                self._start_transfers([(*pair, following.bytes)], following)
-            self._at(self.now + delay, "arrived", transfer)
-        else:
-            self._count_transfer(transfer.target, -1)
-            reduce = transfer.label
-            assert isinstance(reduce, Reduce)
-            self.flows_left[reduce.key] -= 1
-            if not self.flows_left[reduce.key]:
-                self._at(self.now + self.costs.reduction_delay_seconds(reduce), "reduced", reduce)
+            delay = self.costs.link(source, target).delay_seconds
+            self.spans.append(Span(source, "send", started, self.now, kind, what, target))
+            self.spans.append(Span(target, "receive", started + delay, self.now + delay, kind, what, source))
 
     def _arrived(self, transfer: Transfer) -> None:
         device = self.devices[transfer.target]
@@ -286,12 +296,19 @@ class _Run:
         self.joined[reduce.key] += 1
         if self.joined[reduce.key] < len(reduce.devices):
             return
-        flows = self.costs.reduction_bytes(reduce)
-        self.flows_left[reduce.key] = len(flows)
-        for (source, target), byte_count in flows.items():
-            self.bytes_between[(source, target)] += byte_count
-            self.devices[target].result.bytes_received += byte_count
-        self._start_transfers([(*pair, byte_count) for pair, byte_count in flows.items()], reduce)
+        flows = self._flows_of(reduce)
+        sizes = flow_bytes(reduce, self.schedule.network)
+        self.summed[flows] = self.summed.get(flows, 0) + sizes
+        for name in reduce.devices:
+            self._count_transfer(name, 1)
+        self.links.start_together(flows, sizes.astype(float), reduce, self.now, is_urgent=is_urgent(reduce))
+
+    def _flows_of(self, reduce: Reduce) -> Shape:
+        key = (reduce.devices, reduce.what)
+        found = self.shapes.get(key)
+        if found is None:
+            found = self.shapes[key] = Shape(self.links.wiring, reduce.devices, *flow_ends(reduce))
+        return found
 
     def _reduced(self, reduce: Reduce) -> None:
         self.complete.add(reduce.key)
@@ -308,6 +325,11 @@ class _Run:
     def _result(self) -> Simulation:
         seconds = max(device.result.finished_seconds for device in self.devices.values())
         warnings = []
+        for flows, sizes in self.summed.items():
+            ends = [map(flows.devices.__getitem__, own.tolist()) for own in (flows.sources, flows.targets)]
+            for source, target, byte_count in zip(*ends, sizes.tolist()):
+                self.bytes_between[source, target] += byte_count
+                self.devices[target].result.bytes_received += byte_count
         for (source, _), byte_count in self.bytes_between.items():
             self.devices[source].result.bytes_sent += byte_count
         for name, device in self.devices.items():
@@ -329,7 +351,8 @@ class _Run:
             devices={name: device.result for name, device in self.devices.items()},
             bytes_between=dict(self.bytes_between),
             spans=self.spans,
-            log=self.log,
-            actions=sum(map(len, self.log.values())),
+            log={name: device.log for name, device in self.devices.items()},
+            actions=sum(len(device.log) for device in self.devices.values()),
             warnings=warnings,
+            is_energy_known=all(self.cluster.device(name).watts_active > 0 for name in self.devices),
         )

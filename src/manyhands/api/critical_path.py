@@ -1,0 +1,160 @@
+"""Why a simulated step takes as long as it does: the chain of computing, transfers and delays that it could not end
+before, from its last action back to its first. The seconds of its links add up to the step's.
+
+    nano     ██forward██                                     ██backward██▄step
+                        ╲ value, 4 ms                       ╱ gradient, 4 ms
+    tx2                   ░wait░  ██forward██████backward██
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Literal
+
+from manyhands.facts.cluster import Cluster
+from manyhands.schedule.actions import Message, Reduce
+from manyhands.schedule.reduction import rounds_in
+from manyhands.simulator.result import Simulation, Span
+
+USES = {
+    "value": "activations and their gradients", "gradient": "activations and their gradients",
+    "halo": "tiles' boundaries", "halo-gradient": "tiles' boundaries", "partial": "partial sums", "input": "inputs",
+    "output": "outputs and their gradients", "output-gradient": "outputs and their gradients", "weights": "weights",
+    "weight-gradient": "weight gradients",
+}  # fmt: skip
+"""Message kind -> what a person calls it."""
+GRADIENT_SUMS = "weight gradients"
+STATISTICS = "batch-norm sums"
+_CLOSE = 1e-12
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A link of the chain. Of computing `source` is the device; of a transfer or a delay, who sends."""
+
+    kind: Literal["compute", "transfer", "delay"]
+    seconds: float
+    source: str
+    target: str = ""
+    use: str = ""
+    stage: int = -1
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """A message, or all flows of a sum, from the moment it could start to the moment that others have it."""
+
+    start: float
+    sent: float
+    """When the last byte left."""
+    arrives: float
+    source: str
+    target: str
+    what: object
+
+
+def use_of(what: object) -> str:
+    """What a transfer is for."""
+    if isinstance(what, Reduce):
+        return GRADIENT_SUMS if what.what == "gradients" else STATISTICS
+    return USES.get(what.kind, what.kind) if isinstance(what, Message) else ""
+
+
+def critical_path(result: Simulation, cluster: Cluster) -> list[Leg]:
+    """The chain, last link first. The simulation must have kept its spans."""
+    return list(_Chain(result, cluster).walk())
+
+
+class _Chain:
+    def __init__(self, result: Simulation, cluster: Cluster) -> None:
+        self.result, self.cluster = result, cluster
+        self.seen: set[int] = set()
+        self.computed: dict[str, list[Span]] = defaultdict(list)
+        journeys: list[_Journey] = []
+        sums: dict[object, list[Span]] = defaultdict(list)
+        for span in result.spans:
+            if span.track == "compute" and span.end > span.start:
+                self.computed[span.device].append(span)
+            elif span.track == "send" and isinstance(span.what, Reduce):
+                sums[span.what.key].append(span)
+            elif span.track == "send":
+                delay = cluster.link_between(span.device, span.peer).delay_seconds
+                journeys.append(
+                    _Journey(span.start, span.end, span.end + delay, span.device, span.peer, span.what)
+                )  # fmt: skip
+        self.reaches: dict[str, list[tuple[float, _Journey]]] = defaultdict(list)
+        self.before: dict[tuple[str, str, float], _Journey] = {}
+        for journey in journeys:
+            self.reaches[journey.target].append((journey.arrives, journey))
+            self.before[journey.source, journey.target, journey.sent] = journey
+        for flows in sums.values():
+            self._add_sum(flows)
+        for arrivals in self.reaches.values():
+            arrivals.sort(key=itemgetter(0))
+
+    def _add_sum(self, flows: list[Span]) -> None:
+        """A sum is there when its last flow is and its rounds' delays have passed, for all who take part."""
+        last = max(flows, key=lambda span: span.end)
+        reduce = last.what
+        assert isinstance(reduce, Reduce)
+        slowest = max(self.cluster.link_between(span.device, span.peer).delay_seconds for span in flows)
+        delay = rounds_in(reduce) * slowest
+        start = min(span.start for span in flows)
+        journey = _Journey(start, last.end, last.end + delay, last.device, last.peer, reduce)
+        for device in reduce.devices:
+            self.reaches[device].append((journey.arrives, journey))
+
+    def walk(self) -> Iterator[Leg]:
+        names = list(self.result.devices)
+        device = max(names, key=lambda name: self.result.devices[name].finished_seconds)
+        now = self.result.devices[device].finished_seconds
+        while now > 0:
+            computed, journey = self._computed_by(device, now), self._arrived_by(device, now)
+            if computed is not None and (journey is None or computed.end >= journey.arrives):
+                if now - computed.end > _CLOSE * now:
+                    yield Leg("delay", now - computed.end, device)
+                stage = getattr(computed.what, "stage", -1)
+                yield Leg("compute", computed.end - computed.start, device, use=computed.kind, stage=stage)
+                now = computed.start
+            elif journey is not None:
+                if now > journey.sent:
+                    yield Leg("delay", now - journey.sent, journey.source, journey.target, use_of(journey.what))
+                while True:  # it, and those that it stood in line behind on its connection
+                    self.seen.add(id(journey))
+                    if journey.sent > journey.start:
+                        seconds, stage = journey.sent - journey.start, getattr(journey.what, "stage", -1)
+                        yield Leg("transfer", seconds, journey.source, journey.target, use_of(journey.what), stage)
+                    ahead = self.before.get((journey.source, journey.target, journey.start))
+                    if ahead is None or id(ahead) in self.seen or isinstance(journey.what, Reduce):
+                        break
+                    journey = ahead
+                device, now = self._waited_for(journey), journey.start
+            else:
+                yield Leg("delay", now, device)
+                return
+
+    def _waited_for(self, journey: _Journey) -> str:
+        """Who let it start: its sender, or the last to join a sum."""
+        if isinstance(journey.what, Reduce):
+            return max(journey.what.devices, key=lambda name: self._latest(name, journey.start))
+        return journey.source
+
+    def _latest(self, device: str, now: float) -> float:
+        computed, journey = self._computed_by(device, now), self._arrived_by(device, now)
+        return max(computed.end if computed else 0.0, journey.arrives if journey else 0.0)
+
+    def _computed_by(self, device: str, now: float) -> Span | None:
+        own = self.computed[device]
+        place = bisect_right(own, now, key=lambda span: span.end)
+        return own[place - 1] if place else None
+
+    def _arrived_by(self, device: str, now: float) -> _Journey | None:
+        own = self.reaches[device]
+        place = bisect_right(own, now, key=itemgetter(0))
+        while place and id(own[place - 1][1]) in self.seen:  # links without time or delay: no transfer counts twice
+            place -= 1
+        return own[place - 1][1] if place else None

@@ -1,0 +1,115 @@
+"""A plan's picture in the terminal, and its explanation in words and tables."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from manyhands.cli.show import WIDTH_WITHOUT_TERMINAL, print_table
+from manyhands.facts.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from manyhands.api.explaining import Explanation
+    from manyhands.api.limits import Limit
+    from manyhands.api.public import Planned
+    from manyhands.facts.cluster import Cluster
+    from manyhands.facts.network import Network
+    from manyhands.facts.plan import Plan
+
+MOST_CANDIDATES = 12
+MOST_BESIDES = 2
+ALSO_SAID = 0.05
+"""Parts of a step that are worth a line."""
+CHECKED_TOO = 0.2
+
+
+def print_picture(plan: Plan, network: Network, cluster: Cluster) -> None:
+    """Devices down, layers across; letters where the output has no blocks."""
+    from shutil import get_terminal_size
+
+    from manyhands.observe.plan_lines import can_draw, plan_lines
+
+    width = get_terminal_size().columns - 2 if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    typer.echo()
+    plain = not can_draw(sys.stdout.encoding)
+    for line in plan_lines(plan, network, cluster.names, width=width, plain=plain):
+        typer.echo(f" {line}")
+    typer.echo()
+
+
+def print_explanation(explained: Explanation, planned: Planned) -> None:
+    """What limits it, why others lost, what else would give."""
+    _print_limits(explained)
+    if planned.candidates and planned.objective is None:
+        _print_candidates(explained, planned)
+    _print_what_if(explained, planned)
+
+
+def _print_limits(explained: Explanation) -> None:
+    binding = explained.binding
+    if binding is None:
+        return
+    typer.echo(f"What limits it: {binding.text}.{_checked(binding)}")
+    others = [one for one in explained.limits if one is not binding and one.part >= ALSO_SAID]
+    for one in others[:MOST_BESIDES]:
+        typer.echo(f"  besides: {one.text}.{_checked(one) if one.part >= CHECKED_TOO else ''}")
+    for one in explained.full:
+        if one is not binding:
+            typer.echo(f"  besides: {one.text}.{_checked(one)}")
+    typer.echo()
+
+
+def _checked(limit: Limit) -> str:
+    from manyhands.api.explaining import faster_text
+
+    if limit.relaxed_seconds is None or limit.speed_up is None:
+        return ""
+    how = "planned again" if limit.kind == "memory" else "simulated again"
+    return f" With {limit.relaxed} ({how}): {format_seconds(limit.relaxed_seconds)}, {faster_text(limit.speed_up)}."
+
+
+def _print_candidates(explained: Explanation, planned: Planned) -> None:
+    """What else was looked at, and why it lost."""
+    score = {"memory": "holds at most", "energy": "J a sample"}.get(planned.best)
+    unit = "" if planned.best in ("memory", "energy") else " as long"
+    chosen = planned.candidates[0]
+    scores = [one.score for one in planned.candidates]
+    rows = [[chosen.name, format_seconds(chosen.seconds), "", "chosen"]]
+    for one in explained.runners_up[: MOST_CANDIDATES - 1]:
+        seconds = "" if one.seconds is None else format_seconds(one.seconds)
+        rows.append([one.name, seconds, "" if one.times is None else f"{one.times:.3g}x{unit}", one.reason])
+    headings = ["plan", "a step", "", "why"]
+    if score is not None:
+        headings.insert(2, score)
+        for row, value in zip(rows, scores):
+            row.insert(2, "" if value is None else format_bytes(value) if planned.best == "memory" else f"{value:.3g}")
+    print_table("Plans looked at, simulated", headings, rows, numbers=headings[1:-1])
+    hidden = len(explained.runners_up) + 1 - len(rows)
+    if hidden > 0:
+        typer.echo(f"... and {hidden} more.")
+
+
+def _print_what_if(explained: Explanation, planned: Planned) -> None:
+    from manyhands.api.explaining import faster_text
+
+    of = "a step" if planned.objective is None else "a sample"
+    rows = []
+    for one in explained.best_changes:
+        gains = faster_text(one.speed_up)
+        if planned.best == "memory":
+            gains += f", at most {format_bytes(one.score)} on a device"
+        elif planned.best == "energy":
+            gains += f", {one.score:.3g} J a sample"
+        rows.append([one.change, format_seconds(one.seconds), gains])
+    if rows:
+        print_table("What if (planned anew, simulated)", ["with", of, ""], rows, numbers=[of])
+    notes = []
+    named = [name for name in explained.searched if name != "auto"]
+    if rows and planned.candidates and named:
+        notes.append(f"These are plans by {' or '.join(named)}")
+    if explained.skipped:
+        notes.append(f"not looked at: {', '.join(explained.skipped)}")
+    if notes:
+        typer.echo(f"{'; '.join(notes).capitalize()}. --what-if takes its time and looks at all.")

@@ -1,0 +1,124 @@
+"""Which device holds which layers and which part of them, as rows of blocks: what a plan's pictures are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan_check import layer_range
+from manyhands.observe.figures import short_name
+
+By = Literal["all", "samples", "tiles", "channels"]
+MOST_ROWS = 16
+"""More devices than that: those that do the same share a row."""
+_THINNEST = 0.3
+"""A layer with next to no work is drawn as wide as this part of the average."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A device's part of a stage."""
+
+    stage: int
+    first: int
+    last: int
+    """Layers [first, last)."""
+    by: By
+    begin: float
+    """Of samples and channels: the parts of those before it in the stage."""
+    part: float
+    label: str
+    short: str
+    cell: tuple[int, int] = (0, 0)
+    rows: tuple[float, ...] = (1.0,)
+    columns: tuple[float, ...] = (1.0,)
+    """Of tiles: the grid, relative heights and widths, and which of its cells."""
+    is_each: bool = False
+    """The first of several that are alike."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One device, or several that do the same."""
+
+    devices: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def name(self) -> str:
+        if len(self.devices) == 1:
+            return short_name(self.devices[0])
+        if not self.blocks:
+            return f"{len(self.devices)} not used"
+        return f"{short_name(self.devices[0])} and {len(self.devices) - 1} more"
+
+
+def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[Row]:
+    """The plan's devices in its order, then those that it leaves out."""
+    blocks: dict[str, list[Block]] = {name: [] for name in plan.devices}
+    for number, stage in enumerate(plan.stages):
+        for place, device in enumerate(stage.devices):
+            blocks[device].append(_block(number, stage, place))
+    rows = [Row((name,), tuple(own)) for name, own in blocks.items()]
+    unused = tuple(name for name in names if name not in blocks)
+    together = [Row((name,), ()) for name in unused] if len(unused) <= 3 else [Row(unused, ())]
+    if len(rows) + len(together) > most:
+        rows = [_merged(list(some)) for _, some in groupby(rows, key=_alike)]
+    return [*rows, *together]
+
+
+def _alike(row: Row) -> object:
+    """What devices of one row have in common: the stages, and how much of them."""
+    return [(block.stage, block.by, round(block.part, 2)) for block in row.blocks]
+
+
+def _merged(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    blocks = tuple(
+        replace(block, label=_each(block), short=f"{block.part:.0%}", is_each=True) for block in rows[0].blocks
+    )
+    return Row(tuple(name for row in rows for name in row.devices), blocks)
+
+
+def _each(block: Block) -> str:
+    if block.by == "tiles":
+        return f"a tile of {len(block.rows)}x{len(block.columns)} each, {block.part:.0%}"
+    return f"{block.label} each"
+
+
+def _block(number: int, stage: Stage, place: int) -> Block:
+    first, last = layer_range(stage)
+    share = stage.share
+    if isinstance(share, ByTiles):
+        cell = divmod(place, len(share.columns))
+        high, wide = share.rows[cell[0]] / sum(share.rows), share.columns[cell[1]] / sum(share.columns)
+        where = f"{cell[0]},{cell[1]}"
+        return Block(
+            number, first, last, "tiles", 0.0, high * wide,
+            f"tile {where} of {len(share.rows)}x{len(share.columns)}, {high * wide:.0%}", where, cell,
+            tuple(share.rows), tuple(share.columns),
+        )  # fmt: skip
+    if isinstance(share, (BySamples, ByChannels)):
+        counts = share.samples if isinstance(share, BySamples) else share.groups
+        total, own = sum(counts), counts[place]
+        begin, part = sum(counts[:place]) / total, own / total
+        by: By = "samples" if isinstance(share, BySamples) else "channels"
+        label = f"{own} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
+        return Block(number, first, last, by, begin, part, label, f"{own}/{total}" if total < 100 else f"{part:.0%}")
+    return Block(number, first, last, "all", 0.0, 1.0, "all", "all")
+
+
+def layer_edges(network: Network) -> list[float]:
+    """Where layers begin, and where the last one ends, from 0 to 1: as wide as they have work, none invisibly thin."""
+    work = [float(layer.macs) for layer in network.layers]
+    total, thinnest = sum(work), _THINNEST / len(work)
+    widths = [max(one / total, thinnest) if total else 1.0 for one in work]
+    edges = [0.0]
+    for width in widths:
+        edges.append(edges[-1] + width)
+    return [edge / edges[-1] for edge in edges]

@@ -1,0 +1,163 @@
+"""What a profile promises of every stage of a plan, and a profile put right by what the stages took.
+
+A stage's layers on a device are scaled by one factor, measured over promised, at the rung of their ladders that has as
+many samples as the device took; where there is none, one is put there. That share then has the price that was measured.
+The other rungs of those layers are half believed to be as wrong (the factor's root): if the machine is slower than it
+was they are, and if only this share was misjudged they are not. A tile is a fraction of a sample: both rungs beside it
+are scaled. Where several devices share a profile (workers on equal hardware), a rung takes the median of their factors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.facts.network import Network
+from manyhands.facts.profile import Corrected, DeviceProfile, LayerTiming, Timing
+from manyhands.planner.cost import CostModel
+from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
+from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.policy import Schedule
+
+WORTH = 0.05
+"""A profile that is right within this is left alone: the same run, asked for again, is planned as before."""
+MOST = 8.0
+"""A factor beyond this is rather an accident than a machine; if it is not, the next run goes on from here."""
+MOST_RUNGS = 16
+"""A ladder gets no more than these; then the rungs beside a share are scaled in its place."""
+
+Place = tuple[int, str]
+"""A stage, and a device in it."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a device does for a stage in a round."""
+
+    compute_seconds: float
+    """Forward and backward."""
+    copying_seconds: float = 0.0
+    """Its part of what moving bytes takes from computing: felt while the stage computes, or while it waits."""
+
+    def factor(self, measured_seconds: float) -> float:
+        """How many times longer than promised the layers themselves took: as little off as copying can explain."""
+        if not self.compute_seconds:
+            return 1.0
+        least = measured_seconds - self.copying_seconds
+        return min(max(self.compute_seconds, least), measured_seconds) / self.compute_seconds
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Some layers took `factor` times what a profile says of them."""
+
+    factor: float
+    samples: Mapping[int, frozenset[float]]
+    """Layer -> how many samples it was run on: a fraction of one for a tile, several numbers where operators differ."""
+
+
+def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
+    """Of every stage on every device that computes in it."""
+    found: dict[Place, Promise] = {}
+    for device, work in schedule.lowering.work.items():
+        computing = {geometry.index: 0.0 for geometry in work.geometries}
+        copying = 0.0
+        for action in schedule.every_action(device):
+            if isinstance(action, (Forward, Backward)):
+                computing[action.stage] += costs.compute_seconds(work.geometry(action.stage), device, action)
+            elif isinstance(action, (Send, Receive, Reduce)):
+                copying += costs.copy_seconds(device, action)
+        total = sum(computing.values())
+        for stage, seconds in computing.items():
+            found[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)
+    return found
+
+
+def evidence(geometry: StageGeometry, network: Network, device: str, factor: float) -> Evidence:
+    """What a stage on a device says of its layers."""
+    ahead, back = geometry.fractions(device), geometry.backward_fractions(device)
+    samples: dict[int, set[float]] = {}
+    for op in range(geometry.first, geometry.last):
+        facts = network.ops[op]
+        if geometry.is_split_inside and not (facts.macs or facts.moved_bytes):  # takes no time
+            continue
+        own = samples.setdefault(network.layer_of_op[op], set())
+        own |= {part[op - geometry.first] * geometry.samples for part in (ahead, back)}
+    return Evidence(factor, {layer: frozenset(s for s in own if s > 0) for layer, own in samples.items()})
+
+
+def corrected(profile: DeviceProfile, found: Iterable[Evidence], *, steps: int, when: str) -> DeviceProfile:
+    """The profile with its layers as they were found to be; the same profile where it was right.
+
+    `steps`: that each piece of evidence is the median of.
+    """
+    seen = tuple(found)
+    whole = {int(n) for one in seen for samples in one.samples.values() for n in samples if n == int(n)}
+    ladders = [_with_rungs(profile, layer, whole) for layer in range(len(profile.layers))]
+    factors: dict[tuple[int, int], list[float]] = {}
+    for one in seen:
+        factor = min(max(one.factor, 1 / MOST), MOST)
+        for layer, samples in one.samples.items():
+            ladder = ladders[layer]
+            for rung in {rung for number in samples for rung in rungs(ladder, number)}:
+                factors.setdefault((layer, rung), []).append(factor)
+    taken = {place: _worth(statistics.median(several)) for place, several in factors.items()}
+    if all(factor == 1.0 for factor in taken.values()):
+        return profile
+    layers = []
+    for number, ladder in enumerate(ladders):
+        own = {rung: factor for (of, rung), factor in taken.items() if of == number}
+        layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, own) if own else ladder))
+    before = profile.corrected or Corrected(0, 0, "")
+    return msgspec.structs.replace(
+        profile, layers=tuple(layers), corrected=Corrected(before.runs + 1, before.steps + steps, when)
+    )
+
+
+def _with_rungs(profile: DeviceProfile, layer: int, samples: Iterable[int]) -> tuple[Timing, ...]:
+    """A layer's ladder with rungs where there were none, which say what was read between the others so far."""
+    ladder = profile.ladders[layer]
+    new = sorted(set(samples) - {timing.samples for timing in ladder})[: max(0, MOST_RUNGS - len(ladder))]
+    added = [Timing(number, *profile.layer_seconds(layer, number)) for number in new]
+    return tuple(sorted([*ladder, *added], key=lambda timing: timing.samples))
+
+
+def rungs(ladder: Sequence[Timing], samples: float) -> tuple[int, ...]:
+    """The places of a ladder that a number of samples is read from: what is read is scaled as they are."""
+    place = bisect_left(ladder, samples, key=lambda timing: timing.samples)
+    if place < len(ladder) and ladder[place].samples == samples:
+        return (place,)
+    if place == 0 or len(ladder) == 1:
+        return (0,)
+    high = min(place, len(ladder) - 1)
+    return (high - 1, high)
+
+
+def _worth(factor: float) -> float:
+    return factor if abs(factor - 1) > WORTH else 1.0
+
+
+def _scaled(ladder: tuple[Timing, ...], factors: Mapping[int, float]) -> tuple[Timing, ...]:
+    forward = _rising([one.forward_seconds for one in ladder], factors)
+    backward = _rising([one.backward_seconds for one in ladder], factors)
+    return tuple(Timing(one.samples, f, b) for one, f, b in zip(ladder, forward, backward))
+
+
+def _rising(before: list[float], factors: Mapping[int, float]) -> list[float]:
+    """Every rung times its factor, the others times its root. Where more samples took no less time before, they do not
+    now: a rung that nothing is known of gives way to its neighbours, and one that is known to those below it."""
+    other = math.sqrt(statistics.median(factors.values()))
+    found = [seconds * factors.get(rung, other) for rung, seconds in enumerate(before)]
+    rises = [low <= high for low, high in zip(before, before[1:])]
+    for low in range(len(found) - 2, -1, -1):
+        if rises[low] and low not in factors:
+            found[low] = min(found[low], found[low + 1])
+    for low in range(len(found) - 1):
+        if rises[low]:
+            found[low + 1] = max(found[low + 1], found[low])
+    return found

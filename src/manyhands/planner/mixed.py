@@ -1,0 +1,360 @@
+"""Plans that no corner of the space holds: tiles, then samples, then one device, on the same devices or on others.
+
+Two searches, both by the arrays of steps.py and tile_steps.py.
+
+    pipelined    hybrid.py's search over disjoint groups of devices, with tiles as one more way to share a stage
+    repeating    devices may work in several stages, one after another (one micro-batch, or order sequential):
+
+                     f(l, c) = min over e, c'  of  stage(c; l, e) + move(e; c -> c') + f(e, c')
+
+                 over the layer l a stage starts at and its crew c: which devices, shared how. What a device has already
+                 does not travel. The adding up of weight gradients goes on while earlier stages run backward.
+
+Both rank plans by a model; the few that look best, of every shape, are then simulated by whoever asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Literal
+
+import msgspec
+import numpy
+
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.plan import ByTiles, Plan, Stage
+from manyhands.facts.plan_check import layer_range
+from manyhands.planner.hybrid import coarse_cuts, pipelines, planned_stage
+from manyhands.planner.pricing import alike
+from manyhands.planner.shares import Counts, Numbers
+from manyhands.planner.steps import Batch, Ground, Pairs, StageTable, sizes
+from manyhands.planner.task import Task
+from manyhands.planner.tile_steps import TileSteps, Tiling
+from manyhands.schedule.tiles import tileable_layers
+
+Kind = Literal["single", "samples", "tiles"]
+MOST_POSITIONS = 72
+"""Cuts that the repeating search looks at; in longer networks the promising ones."""
+MOST_STAGES = 4
+MOST_OF_A_KIND = 2
+"""Devices of one kind that may each be alone in a stage: others would be the same again."""
+MOST_STARTS = 2
+"""Plans that are kept of each number of stages and each set of shares."""
+MOST_PIPELINED = 4
+MOST_REPEATING = 6
+"""Plans of each search that are worth a simulation."""
+MOST_LINES = 300_000
+"""Stages that a full search of pipelines with tiles may look at; beyond, cuts are only the promising ones."""
+BUCKET_BYTES = 4_000_000
+FEWER_TILES = 2
+
+
+def is_mixed(plan: Plan, layers_tiled: int) -> bool:
+    """Whether a resolved plan is in none of the corners: one stage, a pipeline of groups of devices, or tiles as far as
+    they go (`layers_tiled`) with the rest on one device."""
+    stages = plan.stages
+    if len(stages) == 1 or all(len(stage.devices) == 1 for stage in stages):
+        return False
+    by_tiles = [isinstance(stage.share, ByTiles) and len(stage.devices) > 1 for stage in stages]
+    names = [name for stage in stages for name in stage.devices]
+    if not any(by_tiles):
+        return len(names) != len(set(names))
+    is_corner = len(stages) == 2 and by_tiles[0] and len(stages[1].devices) == 1
+    return not (is_corner and layer_range(stages[0])[1] == layers_tiled)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who may share a stage, and how."""
+
+    kind: Kind
+    devices: tuple[str, ...]
+
+    @property
+    def bit(self) -> int:
+        """By tiles or otherwise, as a set of one."""
+        return 2 if self.kind == "tiles" else 1
+
+
+def crews(task: Task, network_tiles: bool, samples: int) -> list[Crew]:
+    """Devices alone, the fastest of each kind; and the fastest two, three and so on together."""
+    names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, max(1, samples)))
+    kinds: dict[tuple[object, ...], int] = {}
+    found = []
+    for name in names:
+        device = task.cluster.device(name)
+        kind = (device.kind, device.gflops, device.memory_bytes, device.up_bytes_per_second)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= MOST_OF_A_KIND:
+            found.append(Crew("single", (name,)))
+    for size in sizes(len(names)):
+        if size <= samples:
+            found.append(Crew("samples", tuple(names[:size])))
+        if network_tiles:
+            found.append(Crew("tiles", tuple(names[:size])))
+    return found
+
+
+class Repeating:
+    """The repeating search, for one way of cutting the mini-batch."""
+
+    def __init__(self, task: Task, batch: Batch, tiling: Tiling) -> None:
+        self.task, self.batch, self.tiling = task, batch, tiling
+        self.network, self.cluster = task.network, task.cluster
+        self.layers = len(self.network.layers)
+        self.ground = Ground(
+            self.network, self.cluster, task.profile, batch.samples, batch.optimizer_slots, self.cluster.names
+        )
+        self.crews = crews(task, bool((tiling.end > numpy.arange(self.layers + 1)).any()), batch.samples)
+        self.positions = self._positions()
+
+    def _positions(self) -> list[int]:
+        """Where stages may start or end."""
+        if self.layers < MOST_POSITIONS:
+            return list(range(self.layers + 1))
+        ends = {int(end) for end in self.tiling.end[:1]}
+        return sorted({0, self.layers, *ends, *coarse_cuts(self.network, MOST_POSITIONS - 4)})
+
+    # What stages cost
+
+    @cached_property
+    def tables(self) -> list[tuple[TileSteps, StageTable]]:
+        """Of each crew, the stages that it can take."""
+        positions = numpy.array(self.positions)
+        first, last = (positions[one] for one in numpy.triu_indices(len(positions), 1))
+        found = []
+        for crew in self.crews:
+            steps = TileSteps(self.ground.only(crew.devices), self.batch, self.tiling, [(0, len(crew.devices))])
+            group = numpy.zeros(len(first), numpy.int64)
+            table = steps.tiled(first, last, group) if crew.kind == "tiles" else steps.shared(first, last, group)
+            found.append((steps, steps.within_memory(table, 1)))
+        return found
+
+    @cached_property
+    def _prices(self) -> _Prices:
+        places = numpy.full(self.layers + 1, -1)
+        places[self.positions] = numpy.arange(len(self.positions))
+        shape = (len(self.crews), len(self.positions), len(self.positions))
+        nothing = [numpy.zeros(shape) for _ in range(3)]
+        found = _Prices(numpy.full(shape, inf), nothing[0], nothing[1], nothing[2], numpy.full(shape, -1))
+        trained = self.ground.bytes.trained
+        for crew, (_, table) in enumerate(self.tables):
+            at = (crew, places[table.first], places[table.last])
+            weights = trained[table.last] - trained[table.first]
+            last_bucket = numpy.minimum(1.0, BUCKET_BYTES / numpy.maximum(weights, 1.0))
+            found.own[at] = self.batch.count * (table.forward + table.backward)
+            found.backward[at] = table.backward
+            found.reduce[at], found.tail[at] = table.reduce, table.reduce * last_bucket
+            found.line[at] = numpy.arange(len(table))
+        return found
+
+    @cached_property
+    def _parts(self) -> Numbers:
+        """[crew, device] -> the part of a stage's tensors that a device has, by its speed."""
+        names = self.cluster.names
+        speeds = {name: 1 / max(self.task.step_seconds(name, self.batch.samples), 1e-30) for name in names}
+        found = numpy.zeros((len(self.crews), len(names)))
+        for place, crew in enumerate(self.crews):
+            whole = sum(speeds[name] for name in crew.devices)
+            for name in crew.devices:
+                found[place, names.index(name)] = speeds[name] / whole
+        return found
+
+    @cached_property
+    def _moves(self) -> Numbers:
+        """[place, crew, next crew] -> seconds that the cut there takes, both ways together; infinite where it is the
+        same crew: that would be one stage."""
+        devices, count = self.cluster.devices, len(self.crews)
+        ups = numpy.array([one.up_bytes_per_second for one in devices])
+        downs = numpy.array([one.down_bytes_per_second for one in devices])
+        pairs = Pairs.of(self.cluster, self.cluster.names)
+        byte_seconds, delay = numpy.zeros((count, count)), numpy.zeros((count, count))
+        for a in range(count):
+            for b in range(count):
+                moved = self._moved(a, b)
+                numpy.fill_diagonal(moved, 0.0)
+                out, into = moved.sum(1), moved.sum(0)
+                byte_seconds[a, b] = max((out / ups).max(), (into / downs).max(), (moved / pairs.rates).max())
+                delay[a, b] = pairs.delays[moved > 0].max(initial=0.0)
+        samples, rounds = self.batch.samples, self.batch.count
+        crossing, returning = (
+            one[self.positions][:, None, None] * samples
+            for one in (self.ground.bytes.crossing, self.ground.bytes.returning)
+        )
+        found: Numbers = crossing * byte_seconds + delay + returning * byte_seconds + delay * (returning > 0)
+        found *= rounds
+        found[:, numpy.arange(count), numpy.arange(count)] = inf
+        return found
+
+    def _moved(self, a: int, b: int) -> Numbers:
+        """[from, to] -> the part of all that crosses from one crew to the next that a device hands to another."""
+        one, other = self._parts[a], self._parts[b]
+        if self.crews[a].kind != self.crews[b].kind:  # rows against samples: everybody has a part of everything
+            return numpy.outer(one, other)
+        ends, after = one.cumsum(), other.cumsum()
+        low = numpy.maximum((ends - one)[:, None], (after - other)[None, :])
+        found: Numbers = numpy.maximum(0.0, numpy.minimum(ends[:, None], after[None, :]) - low)
+        return found
+
+    # The search
+
+    def plans(self) -> list[tuple[float, Plan]]:
+        """The best plans of each number of stages and each set of shares, the fastest by the model first."""
+        prices, end = self._prices, len(self.positions) - 1
+        behind = _Front.at_the_end(end, len(self.crews))
+        fronts: list[_Front] = []
+        found: list[tuple[float, Plan]] = []
+        for number in range(min(MOST_STAGES, end)):
+            front = _Front.empty(end, len(self.crews))
+            for used in (0,) if number == 0 else (1, 2, 3):
+                longest, ending, crew = behind.joined(used, self._moves) if number else behind.last(used)
+                total = prices.own + longest.T[:, None, :]
+                after = numpy.maximum(prices.tail, ending.T[:, None, :] + prices.reduce - prices.backward)
+                for place, own in enumerate(self.crews):
+                    front.take(used | own.bit, place, used, total[place], after[place], crew[:, place])
+            fronts.append(front)
+            whole = front.longest[:, 0, :] + front.ending[:, 0, :]
+            for used in (1, 2, 3):
+                for place in numpy.argsort(whole[used])[:MOST_STARTS]:
+                    if whole[used, place] < inf:
+                        found.append((float(whole[used, place]), self._read(fronts, used, int(place))))
+            behind = front
+        return sorted(found, key=lambda one: one[0])
+
+    def _read(self, fronts: list[_Front], used: int, crew: int) -> Plan:
+        """A plan from its first stage to its last."""
+        stages, place = [], 0
+        for front in reversed(fronts):
+            following = int(front.end[used, place, crew])
+            steps, table = self.tables[crew]
+            one = planned_stage(steps, table, int(self._prices.line[crew, place, following]))
+            stages.append(Stage((one.first, one.last), one.devices, one.share))
+            at = (used, place, crew)
+            used, crew, place = int(front.used[at]), int(front.crew[at]), following
+        plan = self.task.plan(stages, self.batch.count)
+        return plan if plan.may_repeat_devices else msgspec.structs.replace(plan, order="gpipe")
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """[crew, place, place] -> a stage of the layers between two places."""
+
+    own: Numbers
+    """Forward and backward of all micro-batches."""
+    backward: Numbers
+    reduce: Numbers
+    tail: Numbers
+    """Of adding up weight gradients, what cannot begin before the stage's own backward is done."""
+    line: Counts
+
+
+@dataclass
+class _Front:
+    """[shares used, place, crew] -> the best way on from a place with this crew first."""
+
+    longest: Numbers
+    ending: Numbers
+    """What adding up weight gradients takes beyond that."""
+    end: Counts
+    used: Counts
+    crew: Counts
+    """Where its first stage ends, and what follows it."""
+
+    @staticmethod
+    def empty(end: int, crews: int) -> _Front:
+        shape = (4, end + 1, crews)
+        return _Front(numpy.full(shape, inf), numpy.zeros(shape), *(numpy.full(shape, -1) for _ in range(3)))
+
+    @staticmethod
+    def at_the_end(end: int, crews: int) -> _Front:
+        found = _Front.empty(end, crews)
+        found.longest[0, end] = 0.0
+        return found
+
+    def last(self, used: int) -> tuple[Numbers, Numbers, Counts]:
+        """What follows a last stage: nothing, at no cost."""
+        return self.longest[used], self.ending[used], self.crew[used]
+
+    def joined(self, used: int, moves: Numbers) -> tuple[Numbers, Numbers, Counts]:
+        """[place, crew] -> the best way on, the cut there included; and who follows."""
+        longest = moves + self.longest[used][:, None, :]
+        crew = (longest + self.ending[used][:, None, :]).argmin(2)
+        return (
+            numpy.take_along_axis(longest, crew[:, :, None], 2)[:, :, 0],
+            numpy.take_along_axis(self.ending[used], crew, 1),
+            crew,
+        )
+
+    def take(
+        self, used: int, crew: int, before: int, total: Numbers, after: Numbers, following: Counts
+    ) -> None:  # fmt: skip
+        """Stages of one crew in front of what follows: the best end for every start, where it is better."""
+        end = (total + after).argmin(1)
+        rows = numpy.arange(len(end))
+        longest, ending = total[rows, end], after[rows, end]
+        better = longest + ending < self.longest[used, :, crew] + self.ending[used, :, crew]
+        at = (used, numpy.flatnonzero(better), crew)
+        self.longest[at], self.ending[at] = longest[better], ending[better]
+        self.end[at], self.used[at], self.crew[at] = end[better], before, following[end[better]]
+
+
+def mixed_plans(task: Task) -> list[Plan]:
+    """Plans outside the corners that look best by the model, of both searches."""
+    tiling = Tiling.of(task.network)
+    layers_tiled, _ = tileable_layers(task.network)
+    like = Batch(1, 1, task.optimizer_slots, task.batch_norm == "synchronised", task.warm_up)
+    ranked: list[tuple[float, Plan]] = []
+    for count in [task.micro_batches] if task.micro_batches else _counts(task):
+        way = replace(like, samples=task.batch_size // count, count=count)
+        ranked += [one for one in Repeating(task, way, tiling).plans() if is_mixed(one[1], layers_tiled)]
+    found = _shapes([plan for _, plan in sorted(ranked, key=lambda one: one[0])], MOST_REPEATING, task)
+    try:
+        piped = pipelines(
+            task.network, task.cluster, task.profile, task.batch_size, micro_batches=task.micro_batches, like=like,
+            may_be_alone=False, pricing=lambda ground, way: TileSteps(ground, way, tiling), most_lines=MOST_LINES,
+        )  # fmt: skip
+    except ManyhandsError:
+        return found
+    plans = [one.plan(task.network) for one in piped]
+    return found + _shapes([plan for plan in plans if is_mixed(plan, layers_tiled)], MOST_PIPELINED, task)
+
+
+def _counts(task: Task) -> list[int]:
+    """Micro-batches of the repeating search: one; without batch statistics, which they would cut, a few too, so that
+    one is computed while another travels."""
+    if any(op.statistics for op in task.network.ops):
+        return [1]
+    return [count for count in (1, 2, 4) if task.batch_size % count == 0]
+
+
+def promising_tiles(task: Task, names: Sequence[str]) -> list[int]:
+    """How many of these devices, the first ones, tiles are worth a simulation on: all, and the best few by price."""
+    tiling, count = Tiling.of(task.network), len(names)
+    like = Batch(task.batch_size, 1, task.optimizer_slots, task.batch_norm == "synchronised")
+    end = tileable_layers(task.network)[0]
+    if not end:
+        return [count]
+    ground = Ground(
+        task.network, task.cluster, task.profile, task.batch_size, task.optimizer_slots, tuple(names)
+    )  # fmt: skip
+    steps = TileSteps(ground, like, tiling, [(0, size) for size in sizes(count)])
+    group = numpy.arange(len(steps.groups))
+    table = steps.tiled(numpy.zeros(len(group), int), numpy.full(len(group), end), group)
+    seconds = table.forward + table.backward + table.reduce
+    best = [int(steps.ends[table.group[line]]) for line in numpy.argsort(seconds)[:FEWER_TILES]]
+    return list(dict.fromkeys([count, *best]))
+
+
+def _shapes(plans: list[Plan], most: int, task: Task) -> list[Plan]:
+    """The first plans, one of each shape: devices of one kind can change places."""
+    found: dict[tuple[object, ...], Plan] = {}
+    kinds = alike(task)
+    for plan in plans:
+        crews = (
+            (type(stage.share), stage.layers, sorted(kinds[name] for name in stage.devices)) for stage in plan.stages
+        )
+        found.setdefault((plan.micro_batches, *map(str, crews)), plan)
+    return list(found.values())[:most]

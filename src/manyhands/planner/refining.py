@@ -1,0 +1,72 @@
+"""A plan made better by small changes, and plans priced soon: what a search by prices leaves to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import layer_range, resolve
+from manyhands.planner.task import Candidate, Price, Task
+
+MANY = 16
+"""Micro-batches beyond which a round is not simulated whole to be compared with others."""
+FEW = (8, 12)
+MOVES = (-1, 1, -2, 2)
+"""Layers by which a cut is moved."""
+MOST_TRIALS = 24
+
+
+def soon(price: Price) -> Price:
+    """The price of a plan, by two shorter rounds where a round is long: once the pipeline is full, every micro-batch
+    adds the same. For ranking; what is taken is priced whole."""
+
+    def found(plan: Plan) -> float:
+        if plan.micro_batches <= MANY:
+            return price(plan)
+        less, more = (price(shortened(plan, count)) for count in FEW)
+        return more + (plan.micro_batches - FEW[1]) * (more - less) / (FEW[1] - FEW[0])
+
+    return found
+
+
+def shortened(plan: Plan, most: int) -> Plan:
+    """The same plan with a smaller batch of no more micro-batches than that."""
+    count = min(most, plan.micro_batches)
+    return msgspec.structs.replace(plan, batch_size=plan.micro_batch_size * count, micro_batches=count)
+
+
+def refined(candidate: Candidate, task: Task, price: Price) -> Candidate:
+    """The plan with its cuts moved by a layer or two, as long as that makes it better."""
+    best, trials = candidate, 0
+    is_better = True
+    while is_better and trials < MOST_TRIALS:
+        is_better = False
+        assert best.plan is not None
+        for plan in moved_cuts(best.plan):
+            trials += 1
+            try:
+                plan = resolve(plan, task.network, task.cluster)
+                found = Candidate(best.name, plan, price(plan))
+            except ManyhandsError:
+                continue
+            if found.seconds < best.seconds * (1 - 1e-6):
+                best, is_better = found, True
+                break
+    return best
+
+
+def moved_cuts(plan: Plan) -> Iterator[Plan]:
+    """The resolved plan with one of its cuts somewhere else."""
+    ranges = [layer_range(stage) for stage in plan.stages]
+    for place, ((first, cut), (_, last)) in enumerate(pairwise(ranges)):
+        for by in MOVES:
+            if first < cut + by < last:
+                one = msgspec.structs.replace(plan.stages[place], layers=(first, cut + by))
+                other = msgspec.structs.replace(plan.stages[place + 1], layers=(cut + by, last))
+                yield msgspec.structs.replace(
+                    plan, stages=(*plan.stages[:place], one, other, *plan.stages[place + 2 :])
+                )

@@ -1,0 +1,69 @@
+"""A network that a device cannot hold whole is measured on a band of its input's rows.
+
+What is computed over maps takes time in proportion to their rows; what follows them (global pooling, a classifier)
+takes what it takes. So a device with little memory can say how fast it is without having the memory of a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from manyhands.facts.network import Network
+from manyhands.graph.graph import Graph
+from manyhands.profiler.steps import random_inputs
+from manyhands.schedule.tiles import tileable_layers
+
+LEAST_ROWS = 32
+"""Of a band: with fewer a map's edges would be most of it."""
+_ROOM = 1.3
+"""What allocators and kernels take beside tensors."""
+
+
+def needed_bytes(network: Network, samples: int) -> int:
+    """About what measuring a whole training step takes: every tensor that is made, or kept, and the weights."""
+    tensors = sum(max(layer.activation_bytes, layer.saved_bytes) for layer in network.layers)
+    return int(_ROOM * (samples * tensors + 3 * sum(layer.parameter_bytes for layer in network.layers)))
+
+
+def possible_parts(network: Network) -> tuple[int, ...]:
+    """Into how many bands the input may be cut so that every map's rows are divided evenly; 1 first."""
+    inputs = [network.tensors[name] for name in network.inputs]
+    last = tileable_layers(network)[0]
+    if not last or any(len(one.shape) != 4 for one in inputs):
+        return (1,)
+    rows = inputs[0].shape[2]
+    maps = [
+        network.tensors[name].shape[2]
+        for op in network.ops[: network.layers[last - 1].last]
+        for name in op.outputs
+        if len(network.tensors[name].shape) == 4
+    ]
+    found = [1]
+    while rows // (2 * found[-1]) >= LEAST_ROWS and not any(one % (2 * found[-1]) for one in (rows, *maps) if one > 1):
+        found.append(2 * found[-1])
+    return tuple(found)
+
+
+def fitting_parts(network: Network, samples: int, free_bytes: int) -> int:
+    """The fewest bands of which one fits; where none does, the most there may be."""
+    parts = possible_parts(network)
+    needed = needed_bytes(network, samples)
+    return next((count for count in parts if needed <= count * free_bytes), parts[-1])
+
+
+def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) -> dict[str, torch.Tensor]:
+    """One band of so many."""
+    whole = random_inputs(graph, samples, device)
+    if parts == 1:
+        return whole
+    return {name: tensor[:, :, : tensor.shape[2] // parts].contiguous() for name, tensor in whole.items()}
+
+
+def whole_seconds(network: Network, seconds: Sequence[float], parts: int) -> list[float]:
+    """Of all layers, from those of one band."""
+    if parts == 1:
+        return list(seconds)
+    last = tileable_layers(network)[0]
+    return [one * parts if place < last else one for place, one in enumerate(seconds)]

@@ -1,0 +1,96 @@
+"""Max-min fair rates: the most crowded port or link gives each of its flows an equal part; what they leave is shared by
+the others in the same way. All that fill up at the same level are looked at together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+Numbers = NDArray[numpy.float64]
+Places = NDArray[numpy.int64]
+
+SAME = 1e-12
+"""Levels, and ends, that differ by so little (relatively) differ by rounding only."""
+NO_LINK = -1
+
+
+def fair_rates(
+    room: Numbers, up: Places, down: Places, link: Places, limit: Numbers, times: Numbers | None = None
+) -> Numbers:
+    """The rate of each flow. `up` and `down` say which entry of `room` it crosses, `link` names its link, of `limit`
+    bytes a second, unless that is `NO_LINK`. `times`: how many such flows there are; each gets the rate."""
+    times = numpy.ones(len(up)) if times is None else times
+    crossed = [up, down]
+    limited = numpy.flatnonzero(link != NO_LINK)
+    if len(limited):
+        own = link[limited]
+        named = numpy.searchsorted(numpy.sort(own), own)  # the same number for the same link
+        links = numpy.full(len(limited) + 1, numpy.inf)
+        links[named] = limit[limited]
+        places = numpy.full(len(up), len(room) + len(links) - 1)
+        places[limited] = len(room) + named
+        room = numpy.concatenate((room, links))
+        crossed.append(places)
+    rates = numpy.full(len(up), numpy.inf)
+    left, rising = room.copy(), numpy.arange(len(up))
+    crowd = _count(crossed, times, len(room))
+    while len(rising):
+        level = numpy.divide(left, crowd, out=numpy.full(len(room), numpy.inf), where=crowd > 0)
+        levels = [level[places] for places in crossed]
+        least = numpy.minimum.reduce(levels)
+        # Full is what none of its flows finds a lower level beside: the others only rise until it is their turn.
+        higher = [own > least * (1 + SAME) for own in levels]
+        is_full = numpy.ones(len(room), bool)
+        for places, own in zip(crossed, higher):
+            is_full[places[own]] = False
+        stops = is_full[crossed[0]]
+        for places in crossed[1:]:
+            stops |= is_full[places]
+        part = least[stops]
+        rates[rising[stops]] = part
+        goes_on = ~stops
+        if not goes_on.any():
+            return rates
+        gone, count = [places[stops] for places in crossed], times[stops]
+        taken = numpy.where(part < numpy.inf, part * count, 0.0)
+        left = numpy.maximum(left - _count(gone, taken, len(room)), 0.0)
+        crowd -= _count(gone, count, len(room))
+        rising, times, crossed = rising[goes_on], times[goes_on], [places[goes_on] for places in crossed]
+    return rates
+
+
+def fair_rates_of_few(crossed: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
+    """The same for a few flows, of which each says what it crosses and how much that carries: without arrays, which
+    take longer to set up than to work through."""
+    left: dict[int, float] = {}
+    crowd: dict[int, int] = {}
+    flows_on: dict[int, list[int]] = {}
+    for flow, own in enumerate(crossed):
+        for place, limit in own:
+            if place in left:
+                crowd[place] += 1
+                flows_on[place].append(flow)
+            else:
+                left[place], crowd[place], flows_on[place] = limit, 1, [flow]
+    rates = [math.inf] * len(crossed)
+    while crowd:
+        part, fullest = min((left[place] / count, place) for place, count in crowd.items())
+        for flow in flows_on[fullest]:
+            if rates[flow] == math.inf:
+                rates[flow] = part
+                for place, _ in crossed[flow]:
+                    left[place] = max(0.0, left[place] - part)
+                    crowd[place] -= 1
+                    if not crowd[place]:
+                        del crowd[place]
+    return rates
+
+
+def _count(crossed: list[Places], weights: Numbers, size: int) -> Numbers:
+    total = numpy.zeros(size)
+    for places in crossed:
+        total += numpy.bincount(places, weights=weights, minlength=size)
+    return total

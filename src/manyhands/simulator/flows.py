@@ -1,0 +1,264 @@
+"""Transfers under way, and the ports and links they cross, numbered so that arrays can be indexed with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from manyhands.facts.cluster import Cluster
+from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_rates
+
+
+class Route(NamedTuple):
+    """What a transfer from one device to another crosses."""
+
+    number: int
+    sender: int
+    up: int
+    down: int
+    link: int
+    """`NO_LINK` where a port limits before the link does."""
+    limit: float
+    """The link's bytes a second."""
+    alone: float
+    """Bytes a second of a transfer that shares nothing."""
+    crossed: tuple[tuple[int, float], ...]
+    """Ports, and the link if it is named, that carry so many bytes a second and no more."""
+    nodes: tuple[int, ...]
+    """Transfers with no node in common share no port, link or sender."""
+
+
+class Wiring:
+    """A cluster's ports. Port h is the way up from host h, port hosts + h the way down to it; the last one is for flows
+    inside a host, which cross none."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.place = {device.name: place for place, device in enumerate(cluster.devices)}
+        hosts = {name: place for place, name in enumerate(dict.fromkeys(one.host_name for one in cluster.devices))}
+        self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
+        self.hosts = len(hosts)
+        self.room = numpy.full(2 * self.hosts + 1, numpy.inf)
+        self.room[self.host] = [device.up_bytes_per_second for device in cluster.devices]
+        self.room[self.hosts + self.host] = [device.down_bytes_per_second for device in cluster.devices]
+        self._rooms, self._hosts = self.room.tolist(), self.host.tolist()
+        self._is_shared = (numpy.bincount(self.host) > 1).tolist()
+        self._routes: dict[tuple[str, str], Route] = {}
+        none = numpy.zeros(0, numpy.int64)
+        self._columns: tuple[Places, Places, Places, Numbers] = (none, none, none, numpy.zeros(0))
+
+    def route(self, source: str, target: str) -> Route:
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self._route(source, target)
+        return found
+
+    def _route(self, source: str, target: str) -> Route:
+        sender, receiver = self.place[source], self.place[target]
+        a, b = self._hosts[sender], self._hosts[receiver]
+        limit = self.cluster.link_between(source, target).bytes_per_second
+        up, down = (a, self.hosts + b) if a != b else (2 * self.hosts, 2 * self.hosts)
+        port = min(self._rooms[up], self._rooms[down])
+        link = NO_LINK if limit >= port else a * self.hosts + b if a != b else self.inside(sender, receiver)
+        crossed = tuple((place, self._rooms[place]) for place in (up, down) if self._rooms[place] < math.inf)
+        if link != NO_LINK:
+            crossed += ((len(self._rooms) + link, limit),)
+        number = len(self._routes)
+        return Route(number, sender, up, down, link, limit, min(limit, port), crossed, self.nodes({sender}, {down}))
+
+    def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
+        """Ports up and down, links and their limits of some routes, by number."""
+        if len(self._columns[0]) < len(self._routes):
+            _, _, *known = zip(*self._routes.values())
+            self._columns = (
+                numpy.array(known[0]), numpy.array(known[1]), numpy.array(known[2]), numpy.array(known[3]),
+            )  # fmt: skip
+        ups, downs, links, limits = self._columns
+        return ups[routes], downs[routes], links[routes], limits[routes]
+
+    def limits(self, devices: Sequence[str], sources: Places, targets: Places) -> Numbers:
+        """What the links of some pairs carry."""
+        if not self.cluster.links:
+            return numpy.full(len(sources), self.cluster.link.bytes_per_second)
+        pairs = zip(sources.tolist(), targets.tolist())
+        between = self.cluster.link_between
+        return numpy.array([between(devices[a], devices[b]).bytes_per_second for a, b in pairs])
+
+    def inside(self, sender: Any, receiver: Any) -> Any:
+        """The link between two devices of one host, numbered after those between hosts; of arrays too."""
+        return self.hosts**2 + sender * len(self.place) + receiver
+
+    def nodes(self, senders: set[int], downs: set[int]) -> tuple[int, ...]:
+        """Of flows with these senders, down these ports."""
+        hosts = {self._hosts[sender] for sender in senders}
+        own = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
+        shared = [host for host in sorted(hosts) if self._is_shared[host]]
+        return (*own, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
+
+
+class Shape:
+    """Flows among some devices: from devices[sources[i]] to devices[targets[i]]."""
+
+    def __init__(self, wiring: Wiring, devices: Sequence[str], sources: Places, targets: Places) -> None:
+        self._wiring, self.devices, self.sources, self.targets = wiring, tuple(devices), sources, targets
+        self.all = numpy.arange(len(sources))
+        self.places = numpy.array([wiring.place[name] for name in devices])
+        self.sender, receiver = self.places[sources], self.places[targets]
+        a, b, nowhere = wiring.host[self.sender], wiring.host[receiver], 2 * wiring.hosts
+        is_inside = a == b
+        self.up, self.down = numpy.where(is_inside, nowhere, a), numpy.where(is_inside, nowhere, wiring.hosts + b)
+        self.limit = wiring.limits(devices, sources, targets)
+        self.link = numpy.where(is_inside, wiring.inside(self.sender, receiver), a * wiring.hosts + b)
+        # Whatever crosses a link crosses both ports: one that carries as much as either of them never limits.
+        self.link[self.limit >= numpy.minimum(wiring.room[self.up], wiring.room[self.down])] = NO_LINK
+        self._alone: dict[bytes, Numbers] = {}
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        return self._wiring.nodes(set(self.sender.tolist()), set(self.down.tolist()))
+
+    @cached_property
+    def senders(self) -> NDArray[numpy.bool_]:
+        return self.senders_of(self.all)
+
+    @cached_property
+    def users(self) -> NDArray[numpy.bool_]:
+        """Which of the devices send or receive."""
+        return self.senders | self.receivers_of(self.all)
+
+    def rates_alone(self, flows: Places) -> Numbers:
+        """Rates of some of the flows while nothing else is under way: the same for every sum among these devices."""
+        key = flows.tobytes()
+        found = self._alone.get(key)
+        if found is None:
+            crossed = self.up[flows], self.down[flows], self.link[flows], self.limit[flows]
+            found = self._alone[key] = fair_rates(self._wiring.room, *crossed)
+        return found
+
+    def senders_of(self, flows: Places) -> NDArray[numpy.bool_]:
+        """Which of the devices send some of the flows."""
+        return numpy.bincount(self.sources[flows], minlength=len(self.devices)) > 0
+
+    def receivers_of(self, flows: Places) -> NDArray[numpy.bool_]:
+        return numpy.bincount(self.targets[flows], minlength=len(self.devices)) > 0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Bytes on their way. `version` tells a stale finish time from the current one."""
+
+    source: str
+    target: str
+    left: float
+    label: object
+    started: float
+    is_urgent: bool
+    route: Route
+    since: float
+    rate: float = 0.0
+    version: int = 0
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self.route.nodes
+
+    @property
+    def ends(self) -> float:
+        """When its last byte leaves, at this rate."""
+        if not self.rate:
+            return math.inf
+        return self.since + max(0.0, self.left / self.rate)
+
+    def give(self, rate: float, now: float) -> bool:
+        """Another rate from now on. Whether it is another."""
+        if rate == self.rate:
+            return False
+        if now > self.since:
+            self.left -= self.rate * (now - self.since)
+        self.since, self.rate = now, rate
+        self.version += 1
+        return True
+
+
+class Ended(NamedTuple):
+    """What has ended of a bundle."""
+
+    flows: Places
+    senders: Places
+    """Devices that send nothing more of it, by their places in the cluster."""
+    users: Places
+    """Devices that neither send nor receive more of it, by their places in the shape."""
+
+
+class Bundle:
+    """Transfers that start together, as those of a sum. The arrays are of those still under way."""
+
+    def __init__(self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
+        self.shape, self.flows, self.left, self.label, self.is_urgent = shape, shape.all, sizes, label, is_urgent
+        self.started = self.since = now
+        self.rate = numpy.zeros(len(sizes))
+        self.version = 0
+        self.senders = shape.places[shape.senders]
+        """Who still sends some of it, by places in the cluster."""
+        self._senders, self._users = shape.senders, shape.users
+        self._is_going = False
+        self._ending = numpy.zeros(len(sizes), bool)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self.shape.nodes
+
+    @property
+    def is_over(self) -> bool:
+        return not len(self.flows)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.flows is self.shape.all
+
+    @property
+    def ends(self) -> float:
+        """When the first of them ends."""
+        seconds = numpy.divide(self.left, self.rate, out=numpy.full(len(self.left), numpy.inf), where=self.rate > 0)
+        first = max(0.0, float(seconds.min()))
+        self._ending = seconds <= first + (self.since + first) * SAME
+        return self.since + first
+
+    def give(self, rate: Numbers, now: float) -> bool:
+        """Other rates from now on. Whether they are others."""
+        if rate is self.rate or numpy.array_equal(rate, self.rate):
+            return False
+        self._sent_until(now)
+        self.rate = rate
+        self.version += 1
+        self._is_going = bool(rate.any())
+        return True
+
+    def hold(self, now: float) -> bool:
+        """Wait: nothing is sent from now on. Whether anything was."""
+        return self._is_going and self.give(numpy.zeros(len(self.flows)), now)
+
+    def end_some(self, now: float) -> Ended:
+        """The last byte has left of those that `ends` spoke of."""
+        self._sent_until(now)
+        flows, stays = self.flows, ~self._ending
+        ended, self.flows, self.left = flows[self._ending], flows[stays], self.left[stays]
+        self.rate = numpy.zeros(len(self.flows))  # until things have settled
+        self.version += 1
+        senders, users = self._senders, self._users
+        self._senders = self.shape.senders_of(self.flows)
+        self._users = self._senders | self.shape.receivers_of(self.flows)
+        silent, self.senders = self.shape.places[senders & ~self._senders], self.shape.places[self._senders]
+        self._is_going = False
+        return Ended(ended, silent, numpy.flatnonzero(users & ~self._users))
+
+    def _sent_until(self, now: float) -> None:
+        if now > self.since:
+            self.left = self.left - self.rate * (now - self.since)
+        self.since = now
