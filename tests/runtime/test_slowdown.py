@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.api.session import Session, _alike, _place
+from manyhands.api.session import Session, _alike, profile_place
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import UnknownName, WorkerLost
@@ -74,7 +74,7 @@ def test_unequal_workers_of_one_machine_keep_their_own_numbers(graph: Graph) -> 
     found = _alike(session, known)
     assert found[first] == known[first]
     assert found[second][0].layer_seconds(0, 4) == found[third][0].layer_seconds(0, 4) == (1.5, 3.0)
-    places = {_place(session, graph, name, None) for name in cluster.names}
+    places = {profile_place(session, graph, name, None) for name in cluster.names}
     assert len(places) == 2
 
 

@@ -27,6 +27,8 @@ from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinato
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.runtime.watch import SILENCE_SECONDS
 
+WORTH_PROBING = 6_000_000
+"""Bytes per second of the slowest link from which on it is measured what messages cost devices."""
 MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
 LISTEN_VARIABLE = "MANYHANDS_LISTEN"
@@ -176,8 +178,8 @@ def measure(
         for device in session.cluster.devices
     )
     cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
-    if not session.has_links and count > 1:
-        cluster = _with_links(session, cluster)
+    if count > 1:
+        cluster = _with_message_costs(session, cluster) if session.has_links else _with_links(session, cluster)
     return cluster, Profile({name: known[name][0] for name in cluster.names})  # not as answers came
 
 
@@ -208,6 +210,24 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
         links = []
     usual_link = Link(max(one.bytes_per_second for one in found.values()), delay)
     return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
+
+
+def _with_message_costs(session: Session, cluster: Cluster) -> Cluster:
+    """A cluster whose links are known, with what messages cost its devices beside the links' time: computing lost to
+    each message and each byte. Where links are so slow that this is next to nothing, it is not looked at."""
+    slowest = min(cluster.bytes_per_second_between(a, b) for a in cluster.names for b in cluster.names if a != b)
+    if slowest < WORTH_PROBING:
+        return cluster
+    found = probe_links(session.coordinator, cluster.names)
+    devices = []
+    for device in cluster.devices:
+        own = found[device.name]
+        others = [name for name in cluster.names if name != device.name]
+        delay = max(cluster.link_between(device.name, other).delay_seconds for other in others)
+        each = max(0.0, own.delay_seconds - delay) / (2 * len(others))
+        lost = own.lost_seconds_per_byte * 1e9
+        devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
 
 
 _Known = dict[str, tuple[DeviceProfile, float]]

@@ -77,7 +77,7 @@ def train(
     steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
     plan        a Plan (mh.tile_plan and mh.pipeline_plan make one), a plan file, or a strategy: "auto", "single",
-                "samples", "pipeline", "tiles"; "auto" and "pipeline" may leave devices out
+                "samples", "pipeline", "tiles", "mixed"; "auto", "pipeline" and "mixed" may leave devices out
     tune        try so many of the strategy's best plans for a few steps each, and take the fastest; 0: trust the
                 simulation
     reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)

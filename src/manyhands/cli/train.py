@@ -61,7 +61,7 @@ def train(
         typer.Option(
             "--share",
             "-s",
-            help="How to share the work: auto (fastest), single, samples, pipeline or tiles. Default: samples.",
+            help="How to share the work: auto (fastest), single, samples, pipeline, tiles or mixed. Default: samples.",
         ),
     ] = None,
     grid: Annotated[

@@ -81,6 +81,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     down_bytes_per_second: float = math.inf
     host: str = ""  # the device whose port it shares, as one of several workers there; empty: its own
     copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
+    message_seconds: float = 0.0  # of computing lost to each message sent or received, however small
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
@@ -92,7 +93,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             raise BadValue(f"{self.name}: host '{self.host:.80}' cannot name a device.", hint=NAME_HINT)
         for field in ("gflops", "memory_bytes", "memory_bytes_per_second", "cores"):
             self._check(field, above_zero=True)
-        for field in ("operator_seconds", "copy_seconds_per_gigabyte", "watts_active", "watts_idle", "watts_transfer"):
+        for field in ("operator_seconds", "copy_seconds_per_gigabyte", "message_seconds"):
+            self._check(field, above_zero=False)
+        for field in ("watts_active", "watts_idle", "watts_transfer"):
             self._check(field, above_zero=False)
         for field in ("up_bytes_per_second", "down_bytes_per_second"):
             self._check(field, above_zero=True, most=math.inf)
@@ -408,6 +411,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "down": ("down_bytes_per_second", _rate, _write_rate),
     "host": ("host", _host, str),
     "copy_time": ("copy_seconds_per_gigabyte", _seconds, _write_seconds),
+    "message_time": ("message_seconds", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
     "estimated": ("estimated", _flag, bool),
     "source": ("source", _text, str),

@@ -10,7 +10,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
-from manyhands.schedule.reduction import flow_bytes, flow_ends, pair_bytes, rounds_in
+from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
 from manyhands.schedule.tiles import TileGeometry
 
 
@@ -114,13 +114,16 @@ class CostModel:
         return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
 
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
-        """Computing lost to moving an action's bytes in and out of the network, where no other core does it."""
-        each = self.cluster.device(device).copy_seconds_per_gigabyte / 1e9
-        if not each:
+        """Computing lost to an action's messages and to moving their bytes in and out of the network, where no other
+        core does it."""
+        facts = self.cluster.device(device)
+        each, message = facts.copy_seconds_per_gigabyte / 1e9, facts.message_seconds
+        if not each and not message:
             return 0.0
         if isinstance(action, Reduce):
-            return each * self._moved_bytes(action)[action.devices.index(device)]
-        return each * action.message.bytes
+            moved = self._moved_bytes(action)[action.devices.index(device)] if each else 0.0
+            return each * moved + message * messages_each(action)
+        return each * action.message.bytes + message
 
     def link(self, source: str, target: str) -> Link:
         return self.cluster.link_between(source, target)

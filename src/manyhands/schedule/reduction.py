@@ -141,6 +141,12 @@ def rounds_in(reduce: Reduce) -> int:
     return 2 if len(reduce.devices) <= MOST_DIRECT else 2 * (len(reduce.devices) - 1)
 
 
+def messages_each(reduce: Reduce) -> int:
+    """What a device of a sum sends and receives for it, in messages."""
+    others = len(reduce.devices) - 1
+    return 2 * others if reduce.what == "statistics" else 4 * others
+
+
 def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:
     """Operator of a stage [first, last) -> trainable weights whose gradient is complete once backward has passed it."""
     seen: set[str] = set()
