@@ -16,10 +16,11 @@ DEEPER = ("resnet34", "vgg19", "yolov2-16", "efficientnet-b1")
 """More layers of the kinds that another network of the zoo has: with the slow tests."""
 
 
-def by_name(kind: str, names: Iterable[str]) -> list[Any]:
-    """Parameters with a group for each."""
+def by_name(kind: str, names: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
+    """Parameters with a group for each; `slow` ones are with the slow tests, as DEEPER is."""
+    late = {*DEEPER, *slow}
     return [
-        pytest.param(name, id=name, marks=[pytest.mark.xdist_group(f"{kind} {name}"), *slow_if(name in DEEPER)])
+        pytest.param(name, id=name, marks=[pytest.mark.xdist_group(f"{kind} {name}"), *slow_if(name in late)])
         for name in names
     ]
 

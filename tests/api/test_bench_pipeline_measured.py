@@ -108,6 +108,7 @@ def test_no_lab_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 # Processes
 
 
+@pytest.mark.slow
 def test_torch_runs_every_way_and_is_named_when_it_dies() -> None:
     pipelines = [Way("1f1b", (0, 1), (0, 20, UNITS), 2), Way("gpipe", (0, 1), (0, 9, UNITS), 2)]
     ways = [Way("ddp", (0, 1), shares=(3, 1)), *pipelines]
@@ -130,6 +131,7 @@ def test_torch_runs_every_way_and_is_named_when_it_dies() -> None:
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.slow
 def test_torch_says_what_it_cannot_do() -> None:
     setting = Setting("mobilenetv2", (3, 64, 64), 4, 1)
     with (
@@ -139,6 +141,7 @@ def test_torch_says_what_it_cannot_do() -> None:
         group.run(Way("1f1b", (0,), (0, 0), 1), 1)  # a stage of nothing
 
 
+@pytest.mark.slow
 def test_torch_that_does_not_start_is_named() -> None:
     with pytest.raises(ManyhandsError, match="Torch rank 0 ended"):
         TorchGroup(Setting("nothing", (3, 64, 64), 4, 1), [()])

@@ -76,6 +76,7 @@ def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
     assert min(float(value) for value in figures.values() if not isinstance(value, str)) > 0
 
 
+@pytest.mark.slow
 def test_groupings_are_compared_with_both_extremes(subject: Subject, session: Session) -> None:
     figures = bench_groups(subject, session, (2, 1), 1, 1, quiet)
     for link in ("fast", "slow"):

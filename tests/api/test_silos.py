@@ -188,6 +188,7 @@ def test_a_data_set_is_divided_into_files(whole: dict[str, Tensor], tmp_path: Pa
     assert result.accuracy == pytest.approx(float(right.double().mean()))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_samples(three: Coordinator, tmp_path: Path) -> None:
     train(three, tmp_path / "run", steps=3)
     _, model = train(three, tmp_path / "run", resume=True)

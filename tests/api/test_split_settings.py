@@ -72,6 +72,7 @@ def generator() -> nn.Sequential:
     ).double()
 
 
+@pytest.mark.slow
 def test_what_a_generator_makes_stays_at_the_edge(two: Two, tmp_path: Path) -> None:
     """Exact at K=0. Pictures, drawn and true, are at the edge only; the server, upstream, replays and logs how late."""
     data, models = Drawings(), {}

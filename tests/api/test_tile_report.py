@@ -149,6 +149,7 @@ def test_only_tiled_plans_have_a_map(network: Network) -> None:
     assert tiled_schedule(tiled(network, ByTiles((1, 1))), network) is not None
 
 
+@pytest.mark.slow
 def test_a_run_sends_what_was_planned_and_draws_it(tmp_path: Path) -> None:
     """In real processes; and a log that says otherwise is noticed."""
     with workers(2, pictures=True) as cluster:

@@ -86,6 +86,7 @@ def read(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_split_told_as_json_and_gone_on_with(place: Path) -> None:
     words = ("train", *QUICK, "--cut", "2", "--bits", "8", "--k", "2@0", "--out", "run", "--json")
     found = read(run(*words, cwd=place))

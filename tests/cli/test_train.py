@@ -170,6 +170,7 @@ def test_a_loss_that_is_no_number(place: Path) -> None:
     assert "learning rate" in result.stderr
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_middle_nobody_is_left(place: Path) -> None:
     command = Command(place, ("train", "--devices", "2", "--batch-size", "32", "--steps", "1000", "--out", "stopped"))
     command.wait_for("step 100 of 1000")

@@ -75,6 +75,7 @@ def test_two_workers_join_train_and_are_sent_home(tmp_path: Path) -> None:
         assert leftovers(worker.mark) == []
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_when_interrupted_and_notices_a_dead_coordinator(tmp_path: Path) -> None:
     train = Command(tmp_path, ("train", "--listen", "127.0.0.1:0", "--devices", "3"))
     words = join_words(train)

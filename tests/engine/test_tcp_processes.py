@@ -46,6 +46,11 @@ def test_a_peer_killed_in_the_middle_of_a_message(security: Security) -> None:
         assert SIZE // 4 < b.mailbox.received_bytes["a"] < SIZE, "the fault came in the middle"
 
 
+@pytest.mark.parametrize(
+    "security",
+    [pytest.param(False, id="plain"), pytest.param(True, id="encrypted", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_a_frozen_peer(security: Security) -> None:
     with with_peer(security, "wait", 1.5) as (b, process):
         time.sleep(2.0)

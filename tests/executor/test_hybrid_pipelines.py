@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from groups import slow_if
 from hand_made import cluster
 from manyhands.executor.executor import Executor
 from manyhands.executor.optimizers import build
@@ -489,7 +490,13 @@ HYBRIDS: dict[str, tuple[tuple[float, ...], list[list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "order"), [*((kind, "1f1b") for kind in HYBRIDS), ("two-shared", "gpipe")])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        pytest.param(kind, order, marks=slow_if(kind == "two-shared"))
+        for kind, order in [*((kind, "1f1b") for kind in HYBRIDS), ("two-shared", "gpipe")]
+    ],
+)
 def test_peak_memory_stays_within_eq_3(kind: str, order: Order) -> None:
     """MobileNetV2's tensors, counted as they are made and die; what is not weights is held to its own part too."""
     graph = mobilenet()

@@ -45,6 +45,7 @@ def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
 
+@pytest.mark.parametrize("example", by_name("zoo", ZOO, slow=("yolov2", "resnet50")), indirect=True)
 def test_zoo_trains_exactly(example: Example) -> None:
     graph = example.graph
     batch, target = example.batch(3), example.target(3)

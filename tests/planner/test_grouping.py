@@ -249,7 +249,7 @@ def test_windows_of_all_kinds() -> None:
     assert layer.macs_per_place * 8 * 6 == ops[1].macs
 
 
-@pytest.mark.parametrize(("model", "count"), [("vgg16", 18), ("tiny", 5)])
+@pytest.mark.parametrize(("model", "count"), [pytest.param("vgg16", 18, marks=pytest.mark.slow), ("tiny", 5)])
 def test_maps_end_where_the_classifier_begins(model: str, count: int) -> None:
     layers = kernel_layers(load_network(model))
     assert len(layers) == count
@@ -257,7 +257,12 @@ def test_maps_end_where_the_classifier_begins(model: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [("resnet18", "is read by"), ("unet", "is read by"), ("bert-small", "no convolution")]
+    ("model", "said"),
+    [
+        ("resnet18", "is read by"),
+        ("unet", "is read by"),
+        pytest.param("bert-small", "no convolution", marks=pytest.mark.slow),
+    ],
 )
 def test_networks_the_model_does_not_know(model: str, said: str) -> None:
     with pytest.raises(BadValue, match=said):

@@ -48,6 +48,7 @@ def counted() -> tuple[int, int, int]:
     return len(own.children(recursive=True)), threading.active_count(), own.num_fds()
 
 
+@pytest.mark.slow
 def test_nothing_is_left(mark: str, tmp_path: Path) -> None:
     """After success and after Ctrl-C, each with workers of its own."""
     plan, seen = shared(("local-1",), 12), []

@@ -129,7 +129,11 @@ def test_every_file_is_valid_at_any_moment(
     assert mh.read_plan(folder / "plan.yaml", ran.planned.network) == ran.result.plan
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Optimizer("Adam", lr=1e-3, betas=(0.8, 0.9))], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD, pytest.param(Optimizer("Adam", lr=1e-3, betas=(0.8, 0.9)), marks=pytest.mark.slow)],
+    ids=lambda one: one.name,
+)
 def test_resuming_gives_the_same_bits(cluster: Coordinator, tmp_path: Path, optimizer: Optimizer) -> None:
     """With shuffling, dropout, momenta and a learning-rate schedule."""
     plan = piped(names(cluster))

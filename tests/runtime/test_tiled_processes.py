@@ -54,7 +54,16 @@ def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
     return plans[kind]
 
 
-@pytest.mark.parametrize("kind", ["every layer", "one group", "deltas", "interior first", "mixed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "every layer",
+        pytest.param("one group", marks=pytest.mark.slow),
+        pytest.param("deltas", marks=pytest.mark.slow),
+        "interior first",
+        "mixed",
+    ],
+)
 def test_tiles_equal_one_device(cluster: Coordinator, tmp_path: Path, kind: str) -> None:
     plan = plan_called(kind, names(cluster))
     ran = train(cluster, plan, tmp_path / "tiles", steps=STEPS)
@@ -67,6 +76,7 @@ def test_tiles_equal_one_device(cluster: Coordinator, tmp_path: Path, kind: str)
     assert ran.result.losses == pytest.approx(one.result.losses, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_float32_stays_close_over_ten_steps(cluster: Coordinator, tmp_path: Path) -> None:
     plan = plan_called("every layer", names(cluster))
     runs = [
