@@ -264,7 +264,7 @@ def much_too_fast(network: Network, session: Session, name: str) -> DeviceProfil
         granularity=network.granularity, device=name, source="measured",
         machine=session.coordinator.members[name].facts.machine,
         layers=tuple(
-            LayerTiming(one.name, tuple(Timing(n, 1e-6, 1e-6) for n in (BATCH // 4, BATCH // 2, BATCH)))
+            LayerTiming(one.name, tuple(Timing(n, 1e-6, 1e-6) for n in (1, BATCH // 4, BATCH // 2, BATCH)))
             for one in network.layers
         ),
     )  # fmt: skip

@@ -159,12 +159,12 @@ def measure(
 ) -> tuple[Cluster, Profile]:
     """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused.
 
-    `ladder`: numbers of samples up to a device's share that are measured; by default even shares, and half of them.
+    `ladder`: numbers of samples up to a device's share that are measured; by default one, half an even share, and that.
     `kernels`: by default those that were found for this machine; others are measured anew, and not kept.
     `training`: False for inference: forward passes in evaluation mode, kept apart.
     """
     count = len(session.cluster.devices)
-    shares = ladder or tuple(sorted({max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
+    shares = ladder or tuple(sorted({1, max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
     known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
     if known is None:
         if say is not None:

@@ -49,7 +49,8 @@ MOST_REPEATING = 6
 MOST_LINES = 300_000
 """Stages that a full search of pipelines with tiles may look at; beyond, cuts are only the promising ones."""
 BUCKET_BYTES = 4_000_000
-FEWER_TILES = 2
+FEWER_TILES = 1
+"""Numbers of the fastest devices that tiles are tried on beside all."""
 
 
 def is_mixed(plan: Plan, layers_tiled: int) -> bool:

@@ -32,7 +32,7 @@ from manyhands.planner.rivals import SYNCHRONOUS
 from manyhands.planner.simple import samples, single
 from manyhands.planner.steps import Batch, sizes
 from manyhands.planner.task import Candidate, Price, Task, fitting
-from manyhands.planner.tile_plans import gridded, tiles, with_best_groups
+from manyhands.planner.tile_plans import tiles, with_best_groups
 
 CORNERS = ("single", "samples", "pipeline", "tiles")
 STRATEGIES = ("auto", *CORNERS, "mixed")
@@ -190,18 +190,22 @@ def fewer_tiles(task: Task, price: Price) -> Plan:
     if task.tiles.grid is not None:
         return tiles(task, price)
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, task.batch_size))
-    found: list[tuple[float, Plan]] = []
+    best: tuple[float, Plan] | None = None
     refusal: ManyhandsError | None = None
     for count in promising_tiles(task, names):
+        own = task if count == len(names) else replace(task, cluster=subcluster(task.cluster, names[:count]))
         try:
-            plan = gridded(replace(task, cluster=subcluster(task.cluster, names[:count])))
-            found.append((price(plan), plan))
+            plan = tiles(own, price)
+            seconds = price(plan)
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+            continue
+        if best is None or seconds < best[0]:
+            best = (seconds, plan)
+    if best is None:
         assert refusal is not None
         raise refusal
-    return with_best_groups(min(found, key=lambda one: one[0])[1], 0, task, price)[0]
+    return best[1]
 
 
 def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
