@@ -88,6 +88,7 @@ def test_numbers_as_targets_in_another_type(cluster: Coordinator) -> None:
     assert found.accuracy is None
 
 
+@pytest.mark.slow
 def test_losses_that_do_not_follow_from_those_of_batches(cluster: Coordinator) -> None:
     def spread(output: Tensor, target: Tensor) -> Tensor:
         return (output.std(0) - functional.one_hot(target, 5).double().std(0)).square().sum()

@@ -140,6 +140,7 @@ def alone(data: Dataset[Any], three: Coordinator, folder: Path) -> dict[str, Ten
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_joined_by_id_it_is_exactly_one_device(three: Coordinator, tmp_path: Path) -> None:
     """What one silo lacks is left out; the order is the first device's; only row numbers leave the coordinator."""
     before = dict(three.endpoint.sent_bytes)

@@ -98,6 +98,7 @@ def test_a_generator_has_its_output_at_the_edge(two: Two, alone: dict[str, Tenso
     assert [stage.devices for stage in result.plan.stages] == [(two.server,), (two.edge,)]
 
 
+@pytest.mark.slow
 def test_frozen_layers_get_no_gradients(two: Two, tmp_path: Path) -> None:
     plain, model = network(), network()
     for one in (plain, model):
@@ -140,6 +141,7 @@ def test_k_by_epoch(two: Two, tmp_path: Path) -> None:
     assert [(one["reason"], one["step"], one["bytes_moved"]) for one in told] == [("phase", 2 * per_epoch, 0)]
 
 
+@pytest.mark.slow
 def test_eight_bits_are_a_quarter_of_the_bytes(two: Two, tmp_path: Path) -> None:
     data = Pictures(dtype=torch.float32)
     found = {}
@@ -209,6 +211,7 @@ def plan_at(cut: int, ends: tuple[str, str]) -> Plan:
     return Plan("Sequential", BATCH, (Stage((0, cut), ends[:1]), Stage((cut, LAYERS), ends[1:])), order="replay")
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_the_edge_alone(
     alone: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

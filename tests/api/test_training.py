@@ -45,6 +45,7 @@ def test_strategies_by_name(cluster: Coordinator, tmp_path: Path, strategy: str)
     assert ran.planned.steps == 3
 
 
+@pytest.mark.slow
 def test_local_workers_a_cluster_file_and_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.api.session.MEASURE_SECONDS", 0.1)
     facts = {"kind": "local", "gflops": 10, "memory": "1 GB"}

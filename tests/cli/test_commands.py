@@ -202,6 +202,7 @@ def test_a_module_says_what_it_takes(tmp_path: Path) -> None:
     assert set(shown["layers"][0]["inputs"]) == {"ids", "mask"}
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_refused_and_named(tmp_path: Path) -> None:
     for words in (["plan", "--strategy", "single"], ["simulate", "-p", "single"]):
         result = run(*words, "-m", "yolov2-16", "-c", "pi3x6", "--micro-batches", "1", cwd=tmp_path)

@@ -78,6 +78,7 @@ def test_without_arguments_digits_are_learnt_on_four_workers(tmp_path: Path) -> 
     assert "step 220 of 220" in command.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_file_decides_json_is_one_document_and_the_folder_is_whole(place: Path) -> None:
     result = run_json("--plan", "two.yaml", "--steps", "3", "--out", "planned", cwd=place)
     keys = {"accuracy", "losses", "plan", "folder", "throughput", "predicted_seconds", "measured_seconds"}

@@ -46,6 +46,7 @@ def test_a_peer_killed_in_the_middle_of_a_message(security: Security) -> None:
         assert SIZE // 4 < b.mailbox.received_bytes["a"] < SIZE, "the fault came in the middle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "security",
     [pytest.param(False, id="plain"), pytest.param(True, id="encrypted", marks=pytest.mark.slow)],

@@ -299,6 +299,7 @@ def test_float32_comes_close() -> None:
 # The zoo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"), [("tiny", (1, 16, 16)), ("resnet18", (3, 32, 32))], ids=["tiny", "resnet18"]
 )

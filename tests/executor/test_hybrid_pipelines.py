@@ -490,6 +490,7 @@ HYBRIDS: dict[str, tuple[tuple[float, ...], list[list[int]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "order"),
     [

@@ -150,6 +150,7 @@ def any_plan(data: st.DataObject, network: Network, **options: Any) -> Plan:
     return msgspec.structs.replace(plan, stages=stages, batch_norm="synchronised")
 
 
+@pytest.mark.slow
 @tiled("yolov2")
 @settings(DRAWN, max_examples=6)
 @given(st.data())

@@ -81,6 +81,7 @@ def evaluated(graph: Graph, weights: Weights, x: Tensor, seed: int = 0) -> Tenso
 # Noise at rest
 
 
+@pytest.mark.slow
 def test_stochastic_depth_evaluates_as_the_module_does() -> None:
     torch.manual_seed(0)
     module = registry.build("efficientnet-b1", num_classes=10).double()

@@ -40,12 +40,11 @@ def bounds_of(graph: Graph, granularity: str) -> list[int]:
     return [layer.first for layer in describe(graph, granularity).layers]
 
 
-@pytest.fixture(scope="module", params=by_name("zoo", ZOO))
+@pytest.fixture(scope="module", params=by_name("zoo", ZOO, slow=("yolov2", "resnet50")))
 def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
 
-@pytest.mark.parametrize("example", by_name("zoo", ZOO, slow=("yolov2", "resnet50")), indirect=True)
 def test_zoo_trains_exactly(example: Example) -> None:
     graph = example.graph
     batch, target = example.batch(3), example.target(3)

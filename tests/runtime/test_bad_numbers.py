@@ -97,6 +97,7 @@ def test_samples_of_another_shape(cluster: Coordinator, tmp_path: Path) -> None:
         train(cluster, shared(names(cluster), 5, 7), tmp_path / "all", data=data, shuffle=False)
 
 
+@pytest.mark.slow
 def test_ignored_targets_are_not_shared(cluster: Coordinator, tmp_path: Path) -> None:
     """The mean is over the others: shares would have to know of each other."""
     data = Pictures(change=lambda i, x, y: (x, torch.tensor(-100) if i == 30 else y))

@@ -79,6 +79,7 @@ def test_nothing_is_left_after_an_error(mark: str, tmp_path: Path) -> None:
     assert not marked(mark)
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_ended_too(mark: str) -> None:
     with Coordinator.local_cluster(mh.Cluster.local(1)) as coordinator:
         assert len(marked(mark)) == 1
@@ -123,6 +124,7 @@ train(mh.Cluster.local(2), shared(("local-1", "local-2"), 5, 7), Path({folder!r}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
@@ -147,6 +149,7 @@ def test_workers_end_with_the_process_that_started_them(mark: str, tmp_path: Pat
         process.communicate()
 
 
+@pytest.mark.slow
 def test_workers_started_by_a_thread_outlive_it(mark: str) -> None:
     """The kernel takes the thread for the parent; they belong to the process."""
     found: list[Coordinator] = []

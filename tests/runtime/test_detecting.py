@@ -389,6 +389,7 @@ def session() -> Iterator[Coordinator]:
         yield coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("detecting")
 def test_a_worker_stopped_for_a_while_is_suspected_and_not_lost(session: Coordinator) -> None:
     name = next(iter(session.members))

@@ -128,6 +128,7 @@ def test_local_batch_norm_is_that_of_replicas(cluster: Coordinator, tmp_path: Pa
     assert_close(ran.state, model.state_dict())
 
 
+@pytest.mark.slow
 def test_same_seed_and_plan_give_the_same_bits(cluster: Coordinator, tmp_path: Path) -> None:
     plan = piped(names(cluster))
     runs: list[Ran] = [train(cluster, plan, tmp_path / str(n), steps=8) for n in range(2)]

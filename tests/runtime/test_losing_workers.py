@@ -89,6 +89,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
     assert resumed.result.losses == whole.result.losses
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_ends_the_run(cluster: Coordinator, tmp_path: Path) -> None:
     devices = names(cluster)
     fired: list[float] = []
@@ -128,6 +129,7 @@ def dying_when(
     return fired
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "when"),
     [(Measure, "when it was to measure"), (Prepare, "while it got ready"), (Send, "")],
@@ -189,6 +191,7 @@ def test_those_who_do_not_come_are_named() -> None:
             coordinator.wait_for(2, 0.2)
 
 
+@pytest.mark.slow
 def test_on_step_may_raise(cluster: Coordinator, tmp_path: Path) -> None:
     """Whatever a callback raises ends the run, and the workers are ready for the next one."""
 

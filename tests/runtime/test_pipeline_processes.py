@@ -87,6 +87,7 @@ def test_shares_and_skips_over_processes_equal_one_device(cluster: Coordinator, 
     assert ran.result.logs[first].sent_bytes[last] == 4 * 8 * 4 * 64 * plan.batch_size  # the skip, in float64
 
 
+@pytest.mark.slow
 def test_measured_memory_stays_within_what_was_predicted(cluster: Coordinator, tmp_path: Path) -> None:
     """Every device counts in one step of the run; 1F1B holds K_p micro-batches, GPipe all of them."""
     peaks = {}

@@ -127,6 +127,7 @@ def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monke
     assert lost["reason"].endswith(f"{devices[0]} evaluates alone.")
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path) -> None:
     devices, times = names(cluster), list[float]()
 
