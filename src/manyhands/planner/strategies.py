@@ -41,7 +41,7 @@ FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
 WORTH_MEMORY = 0.99
 """A plan that holds more micro-batches must be that much faster."""
 MOST_SIMULATED = 16
-FEW_SIMULATED = 6
+FEW_SIMULATED = 4
 MOST_WHOLE = 8
 """Pipelines that are simulated, those with the least predicted time; so many where a simulation takes long; and so many
 with all their micro-batches."""
@@ -146,14 +146,15 @@ def ranked_mixed(task: Task, price: Price) -> list[Candidate]:
     """Plans in none of the corners, simulated, the best first; the groups of the best few's tiles are chosen too."""
     ranked: list[Candidate] = []
     refusal: ManyhandsError | None = None
-    for plan in mixed_plans(task):
+    is_large = lines(task) > MOST_LINES
+    plans = mixed_plans(task)
+    for plan in [*plans[:2], *plans[2:][-2:]] if is_large else plans:  # of both searches
         try:
             plan = resolve(plan, task.network, task.cluster)
             ranked.append(Candidate("mixed", plan, soon(price)(plan)))
         except ManyhandsError as error:
             refusal = refusal or error
     ranked.sort(key=lambda one: one.seconds)
-    is_large = lines(task) > MOST_LINES
     found: list[Candidate] = []
     for one in ranked:
         if len(found) == (1 if is_large else MOST_MIXED) or (found and one.seconds > WORTH * ranked[0].seconds):
@@ -186,8 +187,8 @@ def _finished(candidate: Candidate, task: Task, price: Price) -> Candidate:
 
 
 def fewer_tiles(task: Task, price: Price) -> Plan:
-    """Tiles on all devices, or on the fastest few where that is better."""
-    if task.tiles.grid is not None:
+    """Tiles on all devices, or on the fastest few where that is better and can be looked at."""
+    if task.tiles.grid is not None or lines(task) > MOST_LINES:
         return tiles(task, price)
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, task.batch_size))
     best: tuple[float, Plan] | None = None

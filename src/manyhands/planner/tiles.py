@@ -35,7 +35,7 @@ _AXES = (-2, -1)
 SPLIT_COST = 0.05
 """What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
 MOST_PRICES = 4000
-LEAST_LONGEST = 4
+LEAST_LONGEST = 3
 """Groups are priced for every tile: the more there are, and the more places to exchange, the shorter the groups that
 are looked at, beside one group for all."""
 MESSAGE_SECONDS = 100e-6
