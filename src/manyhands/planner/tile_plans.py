@@ -13,6 +13,9 @@ from manyhands.schedule.tiles import tileable_layers
 
 SIMULATED_UP_TO = 1.3
 """Groupings whose price is within this of the least are simulated."""
+MANY_TILES = 12
+MOST_OF_MANY = 2
+"""Beyond so many tiles a simulation takes long: so many groupings, and no interior first."""
 
 
 def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
@@ -97,6 +100,8 @@ def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[
     """A plan whose tiled stage exchanges boundary data where that is fastest, and computes inside its tiles first where
     that pays; and its price."""
     _, best, seconds = fastest_groups(plan, task, price, stage)[0]
+    if len(plan.stages[stage].devices) > MANY_TILES:
+        return best, seconds
     early = TilePrices(best, stage, task.network, task.cluster, task.profile).interior_first()
     if not early:
         return best, seconds
@@ -119,6 +124,8 @@ def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list
         key = (groups.forward, groups.backward)
         if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
             continue
+        if len(tried) == MOST_OF_MANY and len(plan.stages[stage].devices) > MANY_TILES:
+            break
         grouped = with_groups(plan, stage, groups)
         try:
             tried[key] = (groups, grouped, price(grouped))
