@@ -24,6 +24,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.mixed import is_mixed
 from manyhands.planner.strategies import CORNERS
 from manyhands.profiler.bench_capture import Figures, Progress
+from manyhands.runtime.processes import end_with
 from manyhands.schedule.tiles import tileable_layers
 
 BEATS = 1.001
@@ -129,7 +130,7 @@ def _each(act: Callable[[Scenario], Answer], scenarios: Sequence[Scenario], at_o
     if at_once < 2 or len(scenarios) < 2:
         yield from map(act, scenarios)
         return
-    with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
         for done in as_completed([pool.submit(act, one) for one in scenarios]):
             yield done.result()
 

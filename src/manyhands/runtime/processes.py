@@ -194,10 +194,17 @@ def is_to_load_everything() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; where it cannot, the control connection tells."""
+    """Have the kernel kill this process when its parent ends, if asked for; else the control connection tells."""
+    if os.environ.get(DIE_VARIABLE) == "1":
+        end_with(parent)
+    elif os.getppid() != parent:
+        os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel, where it can, kill this process when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
-        if os.environ.get(DIE_VARIABLE) == "1":
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that took effect
         os._exit(0)
 
@@ -213,10 +220,7 @@ def divide_into(name: str, slots: int) -> tuple[str, int]:
     for slot in slot_names(name, slots):
         child = os.fork()
         if child == 0:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != own:
-                os._exit(0)
+            end_with(own)
             return slot, own
         children[child] = slot
     code = 0
