@@ -33,3 +33,4 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing is read from or written to the user's cache."""
     root: Path = tmp_path_factory.getbasetemp() / "home"
     os.environ["MANYHANDS_HOME"] = str(root)
+    os.environ["MANYHANDS_DISCOVERY"] = "off"  # no test tells the network of its coordinators

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from manyhands.api.comparing import Comparison, compare
     from manyhands.api.evaluation import EvaluateResult, evaluate
     from manyhands.api.explaining import Explanation, explain
+    from manyhands.api.exporting import export_onnx
     from manyhands.api.inference import Inference, infer
     from manyhands.api.job import TrainResult
     from manyhands.api.pipelining import pipeline_plan
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from manyhands.api.split_job import SplitResult
     from manyhands.api.splitting import split_train
     from manyhands.api.tiling import tile_plan
+    from manyhands.api.trainer import Trainer
     from manyhands.api.training import train
+    from manyhands.data.given import Pairs, collect
     from manyhands.decoupling.decouple import Decoupled, decouple
     from manyhands.decoupling.report import DecoupleReport
     from manyhands.facts.cluster import Cluster, Device, Link
@@ -68,6 +71,10 @@ _HOMES = {
     "TrainResult": ("api.training", "TrainResult"),
     "split_train": ("api.splitting", "split_train"),
     "SplitResult": ("api.split_job", "SplitResult"),
+    "Trainer": ("api.trainer", "Trainer"),
+    "collect": ("data.given", "collect"),
+    "Pairs": ("data.given", "Pairs"),
+    "export_onnx": ("api.exporting", "export_onnx"),
     "evaluate": ("api.evaluation", "evaluate"),
     "EvaluateResult": ("api.evaluation", "EvaluateResult"),
     "infer": ("api.inference", "infer"),
@@ -90,10 +97,10 @@ _HOMES = {
 
 __all__ = [
     "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Explanation",
-    "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Plan", "Planned", "Profile", "SplitResult",
-    "Stage", "TrainResult", "__version__", "capture", "compare", "decouple", "evaluate", "explain", "infer",
-    "load_cluster", "load_graph", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
-    "split_train", "tile_plan", "train",
+    "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "Profile",
+    "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture", "collect", "compare", "decouple",
+    "evaluate", "explain", "export_onnx", "infer", "load_cluster", "load_graph", "pipeline_plan", "plan", "profile",
+    "read_plan", "save_graph", "simulate", "split_train", "tile_plan", "train",
 ]  # fmt: skip
 
 

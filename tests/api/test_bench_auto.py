@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from manyhands.api import bench_auto as whole
 from manyhands.api import bench_auto_lab as lab
 from manyhands.api import bench_auto_memory as memory
-from manyhands.api.bench_auto import PARTS, bench_auto, failed
+from manyhands.api.bench_auto import PARTS, bench_auto
 from manyhands.api.bench_auto_lab import MIXED, TRIALS, Compared, Trial, worth_measuring
 from manyhands.api.bench_auto_scale import joined_layers, unequal
 from manyhands.api.bench_auto_scenarios import (
@@ -26,6 +26,7 @@ from manyhands.api.bench_auto_scenarios import (
     drawn_scenarios,
 )
 from manyhands.api.bench_auto_simulated import Answer, bench_simulated, figures_of
+from manyhands.api.bench_parts import failed
 from manyhands.api.networks import load_network
 from manyhands.cli.bench import app
 from manyhands.facts.cluster import Cluster

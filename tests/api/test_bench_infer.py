@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hand_made import even_profile
 from manyhands.api import bench_infer as whole
 from manyhands.api import bench_infer_lab as lab
-from manyhands.api.bench_infer import PARTS, bench_infer, failed, scope_of
+from manyhands.api.bench_infer import PARTS, bench_infer, scope_of
 from manyhands.api.bench_infer_accuracy import Accuracy, Way
 from manyhands.api.bench_infer_drawn import draw_lab, draw_memory, draw_scores, draw_simulated
 from manyhands.api.bench_infer_lab import Extent, Measured, bench_lab, lab_figures, lab_of
@@ -41,6 +41,7 @@ from manyhands.api.bench_infer_simulated import (
 )
 from manyhands.api.bench_infer_site import WARM_UPS, Ran, interleaved
 from manyhands.api.bench_infer_sync import bench_sync
+from manyhands.api.bench_parts import KEPT, failed
 from manyhands.api.planning_inference import plan_for, sample_seconds
 from manyhands.cli.bench import app
 from manyhands.executor.log import DeviceLog, MeasuredSpan
@@ -229,7 +230,7 @@ def test_a_part_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "sync_failed: It does not fit. Take fewer." in result.stderr
     assert json.loads(result.stdout)["memory_reduction_4"] == 0.7
-    assert json.loads((tmp_path / whole.KEPT).read_text())["memory_reduction_4"] == 0.7
+    assert json.loads((tmp_path / KEPT).read_text())["memory_reduction_4"] == 0.7
 
 
 # Pictures

@@ -1,4 +1,4 @@
-"""What `import manyhands` offers, as the README shows it."""
+"""What `import manyhands` offers, as the documentation shows it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_every_public_name_loads() -> None:
         _ = mh.no_such_name
 
 
-def test_readme_example_runs(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
+def test_documented_example_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "own-model.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
@@ -79,15 +79,15 @@ def test_a_profile_of_another_network_is_refused(tmp_path: Path) -> None:
         read_profiles(str(tmp_path / "p.json"), other, cluster)
 
 
-def test_readme_documents_are_valid() -> None:
-    """The cluster and the plan the README shows, as a person would type them."""
+def test_documented_files_are_valid() -> None:
+    """The cluster and the plan that the reference shows, as a person would type them."""
     import yaml
 
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.plan import Plan
 
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    cluster_text, plan_text = (part.split("```")[0] for part in readme.split("```yaml\n")[1:])
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
+    cluster_text, plan_text = (part.split("```")[0] for part in page.split("```yaml\n")[1:])
     cluster = Cluster.from_dict(yaml.safe_load(cluster_text))
     plan = Plan.from_dict(yaml.safe_load(plan_text))
     result = mh.simulate(plan, "resnet18", cluster)

@@ -146,7 +146,8 @@ def test_what_is_refused_at_once(tmp_path: Path) -> None:
         (BadValue, "loss is a str", {"loss": "mse"}),
         (BadValue, "model is a str", {"model": "resnet"}),
         (BadData, "72 samples; a batch has 100", {"batch_size": 100}),
-        (BadData, "map-style", {"data": Endless()}),
+        (BadData, "Endless gave no samples", {"data": Endless()}),
+        (BadValue, "batch_size is not given", {"batch_size": None}),
         (BadValue, "seed", {"seed": -1}),
         (UnknownName, "SGDD", {"optimizer": Optimizer("SGDD")}),
     ]

@@ -28,12 +28,14 @@ class Command:
     words: tuple[str, ...]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     text: str = ""
+    in_group: bool = False
+    """In a process group of its own, all of which hears its signals: as the foreground of a terminal does."""
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
             [PROGRAM, *self.words], cwd=self.folder, env={**os.environ, MARK: self.mark}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            preexec_fn=_interruptible,
+            preexec_fn=_interruptible, start_new_session=self.in_group,
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
@@ -58,7 +60,13 @@ class Command:
         raise AssertionError(f"{self.words} did not say '{part}' within {limit_seconds} s:\n{self.text}")
 
     def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        self.signal(signal.SIGINT)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.in_group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -88,10 +96,19 @@ def leftovers(mark: str, limit_seconds: float = 20.0) -> list[str]:
     return found
 
 
-def _marked(mark: str) -> list[str]:
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes that carry the mark: the command, and whatever it or its children have started."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+                found.append(process)
+    return found
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            found.append(f"{process.pid} {' '.join(process.cmdline())}")
     return found

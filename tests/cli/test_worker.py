@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import signal
 import socket
+import subprocess
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,9 @@ from command_processes import Command, leftovers
 from forking import run_command
 
 from manyhands.api.joining import reachable
+from manyhands.facts.version import __version__
+from manyhands.runtime import members
+from manyhands.runtime.coordinator import Coordinator
 
 
 @pytest.mark.xdist_group("commands")
@@ -24,16 +31,78 @@ from manyhands.api.joining import reachable
         (["--join", "127.0.0.1:1", "--token", "t", "--name", "a b"], 10, "cannot name a device"),
         (["--join", "127.0.0.1:1", "--token", "t", "--compute", "tpu"], 10, "cuda:1"),
         (["--join", "127.0.0.1:1", "--token", "t", "--slowdown", "0.5"], 10, "it must be 1 to 1000"),
-        ([], 2, "--join"),
+        (["--join", "127.0.0.1:1", "--token", "t", "--wait", "0"], 10, "--wait is 0"),
+        (["--join", "127.0.0.1:1", "--token", "t", "--wait", "inf"], 10, "--stay"),
+        ([], 10, "knows no token"),
+        (["--token", "t"], 10, "Give --join HOST:PORT"),
     ],
 )
 def test_mistakes(words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MANYHANDS_TOKEN", raising=False)
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # in which no token is kept
     done = run_command("worker", *words, cwd=tmp_path)
     text = done.stdout + done.stderr
     assert done.returncode == code, text
     assert said in text
     assert "Traceback" not in text
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "__version__", "9.0")
+    with Coordinator() as coordinator:
+        words = ("--join", "{}:{}".format(*coordinator.address), "--token", coordinator.token)
+        done = run_command("worker", *words, cwd=tmp_path, MANYHANDS_HOME=str(tmp_path / "home"))
+    assert done.returncode == 12, done.stdout + done.stderr
+    assert f"runs manyhands {__version__}; the coordinator runs 9.0" in done.stderr
+    assert "pip install manyhands==9.0" in done.stderr
+    assert not (tmp_path / "home" / "worker-token").exists(), "it did not join"
+
+
+def test_a_service_for_systemd(tmp_path: Path) -> None:
+    words = ("--print-service", "--name", "pi4", "--join", "10.0.0.1:7077", "--silo", "my 5%.npz", "--token", "secret")
+    done = run_command("worker", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    unit = done.stdout
+    command = f'-m manyhands worker --stay --name pi4 --join 10.0.0.1:7077 --silo "{tmp_path}/my 5%%.npz"\n'
+    assert command in unit
+    assert "secret" not in unit, "everybody can read a unit"
+    for line in ("Restart=always", "DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict"):
+        assert line in unit.splitlines()
+    if shutil.which("systemd-analyze"):
+        path = tmp_path / "manyhands-worker.service"
+        path.write_text(unit)
+        checked = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True, timeout=60
+        )
+        assert "manyhands-worker.service" not in checked.stderr, checked.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_stays_finds_one_coordinator_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told the token once, and neither time where; asked to go, it goes."""
+    monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
+    token = uuid.uuid4().hex
+    once = Command(tmp_path, ("worker", "--token", token, "--name", "pi", "--threads", "1"))
+    with Coordinator(token=token) as coordinator:
+        coordinator.wait_for(["pi"], 60)
+    assert once.ended() == 0, once.text
+    assert "worker-token: next time `manyhands worker` will do" in once.text
+    assert token not in once.text
+    stays = Command(tmp_path, ("worker", "--stay", "--threads", "1"))
+    for _ in range(2):
+        with Coordinator(token=token) as coordinator:
+            stays.wait_for("Joined 127.0.0.1:")
+        stays.wait_for("Waiting for the next one")
+    with Coordinator(token=token) as coordinator:
+        coordinator.wait_for(1, 60)
+        stays.process.send_signal(signal.SIGTERM)
+        assert stays.ended() == 0, stays.text
+    assert "has left, as it was asked to" in stays.text
+    for command in (once, stays):
+        assert leftovers(command.mark) == []
 
 
 def test_a_taken_port_is_named(tmp_path: Path) -> None:

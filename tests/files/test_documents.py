@@ -83,12 +83,13 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.yaml"
-    with open(path, "wb") as file:
-        file.truncate(documents.LARGEST_DOCUMENT_BYTES + 1)  # a hole: takes no room
-    with pytest.raises(BadFile, match="64 MB; at most 64 MB"):
-        read_document(path)
-    monkeypatch.setattr(documents, "LARGEST_DOCUMENT_BYTES", 4)
+    for suffix, most_bytes in ((".json", documents.LARGEST_DOCUMENT_BYTES), (".yaml", documents.LARGEST_YAML_BYTES)):
+        path = tmp_path / f"a{suffix}"
+        with open(path, "wb") as file:
+            file.truncate(most_bytes + 1)  # a hole: takes no room
+        with pytest.raises(BadFile, match=f"at most {most_bytes // 10**6} MB"):
+            read_document(path)
+    monkeypatch.setattr(documents, "LARGEST_YAML_BYTES", 4)
     path.write_text("a: 1")
     assert read_document(path) == {"a": 1}
     path.write_text("a: 12")
@@ -143,7 +144,8 @@ def test_the_new_text_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "new" / "folder" / "a.txt").read_text() == "text"
 
 
-def test_others_may_read_what_is_written_and_links_stay_links(tmp_path: Path) -> None:
+def test_others_may_read_what_is_written_where_they_may_look_and_links_stay_links(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     target, link = tmp_path / "a.txt", tmp_path / "link.txt"
     old = os.umask(0o022)
     try:

@@ -18,9 +18,10 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.exhaustive import Exhaustive
+from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.shares import offloaded
-from manyhands.planner.steps import Batch, Ground, Steps
+from manyhands.planner.steps import Steps
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 

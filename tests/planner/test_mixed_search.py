@@ -21,9 +21,9 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
+from manyhands.planner.ground import Batch, Pairs, sizes
 from manyhands.planner.mixed import MOST_STAGES, Repeating, is_mixed, mixed_plans
 from manyhands.planner.refining import moved_cuts, shortened, soon
-from manyhands.planner.steps import Batch, Pairs, sizes
 from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided

@@ -304,6 +304,8 @@ class FaultCluster:
         on_event: Callable[[str], None] | None = None,
         rewrite: Callable[[Plan, tuple[str, ...]], Plan] | None = None,
         pilot: Pilot | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        start: RunState | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -340,15 +342,16 @@ class FaultCluster:
 
         chosen = resolve(plan, graph.network, made_cluster(plan.devices))
         order = Order(
-            graph, chosen, RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
+            graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
         )  # fmt: skip
         data, shuffled = Pictures(), BatchOrder(6 * BATCH, BATCH, True, 5)
-        with Rewindable(lambda step: Prefetcher(data, shuffled, step, steps), 0) as batches:
+        with Rewindable(lambda step: Prefetcher(data, shuffled, step, steps), order.start.steps_done) as batches:
             journey = Journey(
                 self.coordinator, order, batches, change, endurance or Endurance("light"), on_step=stepped, tell=told,
                 on_snapshot=lambda found: trip.saved.append(found.steps_done), pilot=pilot,
+                should_stop=should_stop,
             )  # fmt: skip
             trip.outcome = journey.run()
         return trip

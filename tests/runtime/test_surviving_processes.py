@@ -22,6 +22,7 @@ from manyhands.api import job
 from manyhands.executor import checkpoint
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.household import household_token
 from manyhands.runtime.processes import WorkerProcess
 from real_runs import BATCH, LAYERS, Pictures, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
 
@@ -250,16 +251,22 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[..., Typed]]) -> None:
+def test_a_coordinator_is_killed_and_started_again(
+    place: tuple[Path, Callable[..., Typed]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody types a token, and one worker is not told where: the household's is kept, and the coordinator found."""
+    monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
     folder, typed = place
+    monkeypatch.setenv("MANYHANDS_HOME", str(folder / "home"))
+    token = household_token()
     where = f"127.0.0.1:{free_port()}"
     job = (
-        "--listen", where, "--token", "secret", "--devices", "2", "--model", "mine:mlp", "--data", "rows.npz",
+        "--listen", where, "--devices", "2", "--model", "mine:mlp", "--data", "rows.npz",
         "--plan", "plan.yaml", "--steps", "1200", "--optimizer", "SGD:lr=0.01,momentum=0.9",
     )  # fmt: skip
+    told = {"left": ("--join", where), "right": ()}
     own = [
-        typed(name, "worker", "--join", where, "--token", "secret", "--name", name, "--threads", "1", "--wait", "90")
-        for name in ("left", "right")
+        typed(name, "worker", *words, "--name", name, "--threads", "1", "--wait", "90") for name, words in told.items()
     ]
     first = typed("first", "train", *job, "--out", "run")
     first.until(lambda: checkpoint.latest(folder / "run") is not None)
@@ -267,14 +274,14 @@ def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[.
     kept = checkpoint.latest(folder / "run")
     assert kept is not None
     assert checkpoint.load(kept).step < 1200, "the fault did not fire"
-    second = typed("second", "train", "--listen", where, "--token", "secret", "--resume", "run")
+    second = typed("second", "train", "--listen", where, "--resume", "run")
     assert second.process.wait(120) == 0, second.text
     for worker in own:
         assert worker.process.wait(30) == 0, worker.text
         assert "Waiting 90 s for it to come back" in worker.text
-        assert f"Joining {where} again" in worker.text
+        assert f"Joined {where} again as" in worker.text
     for name in ("left", "right"):
-        typed(f"{name}-2", "worker", "--join", where, "--token", "secret", "--name", name, "--threads", "1")
+        typed(f"{name}-2", "worker", "--name", name, "--threads", "1")
     whole = typed("whole", "train", *job, "--out", "whole")
     assert whole.process.wait(120) == 0, whole.text
     found = []
@@ -284,6 +291,8 @@ def test_a_coordinator_is_killed_and_started_again(place: tuple[Path, Callable[.
         found.append(checkpoint.load(newest))
     assert found[0].step == found[1].step == 1200
     assert_close(found[0].model, found[1].model, 1e-5)
+    for path in (folder / "run").rglob("*"):
+        assert not path.is_file() or token.encode() not in path.read_bytes(), f"{path} has the token in it"
 
 
 @pytest.mark.slow

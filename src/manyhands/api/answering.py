@@ -17,13 +17,14 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any
 
-from manyhands.api.answering_door import Door
 from manyhands.api.answering_handler import Handler
 from manyhands.api.answering_lines import Answer, Labels
-from manyhands.api.answering_requests import Limits, Refusal, Room
+from manyhands.api.answering_requests import Limits, Room
 from manyhands.api.answering_stream import Asks, Late, in_order
 from manyhands.api.joining import reachable
 from manyhands.data.wanted import Samples, Wanted
+from manyhands.engine.http_door import Door
+from manyhands.engine.http_handler import Refusal
 from manyhands.engine.security import is_loopback, new_token, server_context
 from manyhands.facts.errors import BadData, ManyhandsError
 

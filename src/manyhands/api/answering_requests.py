@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
 from typing import Protocol
@@ -16,6 +16,8 @@ from typing import Protocol
 from manyhands.data.sample_arrays import MAGIC, read_array
 from manyhands.data.samples import read_picture
 from manyhands.data.wanted import Sample, Samples, Wanted
+from manyhands.engine.http_door import ConnectionLimits
+from manyhands.engine.http_handler import Refusal
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.units import format_bytes
 
@@ -29,7 +31,7 @@ _LONGEST_LINE = 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(ConnectionLimits):
     """What one client may ask, so that others are answered too."""
 
     body_bytes: int = 64 * 10**6
@@ -38,28 +40,12 @@ class Limits:
     pixel_count: int = 25_000_000
     samples: int = 10_000
     """Of one request."""
-    connections: int = 64
-    idle_seconds: float = 15.0
-    """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
     body_seconds: float = 60.0
     """Until all of a body has come."""
     request_seconds: float = 300.0
     """From then until everything is answered."""
     under_way: int = 8
     """Samples of one request that are asked before the first of them is answered."""
-    drain_seconds: float = 30.0
-    """How long requests under way are waited for in the end."""
-
-
-class Refusal(Exception):
-    """A request that is not answered as asked: the status, and why."""
-
-    def __init__(self, status: int, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.status, self.message, self.hint = status, message, hint
-
-    def told(self) -> dict[str, str]:
-        return {"error": self.message, **({"hint": self.hint} if self.hint else {})}
 
 
 class Room:
@@ -218,7 +204,7 @@ def _joined(parts: list[Samples], limits: Limits) -> Samples:
 
 def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
     """The files of a form, by name."""
-    boundary = _header("Content-Type", content_type).get_boundary("") or ""
+    boundary = _said(lambda: _header("Content-Type", content_type).get_boundary(""))
     if not 1 <= len(boundary) <= 70:  # RFC 2046
         raise Refusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
     pieces = (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"), limits.samples + 2)
@@ -232,7 +218,7 @@ def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str,
             raise Refusal(400, "A part of the form has no end of its headers.")
         fields = _fields(head)
         disposition = _header("Content-Disposition", fields.get("content-disposition", ""))
-        name = disposition.get_filename("")
+        name = _said(lambda: disposition.get_filename(""))
         if name or "content-type" in fields:  # else a plain field
             files.append((plain_name(name) or f"file {len(files)}", body))
     if not files:
@@ -244,6 +230,14 @@ def _fields(head: bytes) -> Mapping[str, str]:
     lines = head.decode("utf-8", "replace").split("\r\n")
     pairs = (line.partition(":") for line in lines)
     return {key.strip().lower(): value.strip() for key, colon, value in pairs if colon}
+
+
+def _said(read: Callable[[], str | None]) -> str:
+    """What a header says; nothing where it is in an encoding that there is not."""
+    try:
+        return read() or ""
+    except (ValueError, LookupError):
+        return ""
 
 
 def _header(name: str, value: str) -> Message:

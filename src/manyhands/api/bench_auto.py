@@ -8,7 +8,6 @@ segmentation   a U-Net at 1024x1024 on four devices of 1.5 GB, and on one of the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,9 @@ from pathlib import Path
 from manyhands.api import bench_auto_lab, bench_auto_memory, bench_auto_scale
 from manyhands.api.bench_auto_scenarios import COUNT, SEED, drawn_scenarios
 from manyhands.api.bench_auto_simulated import Answer, bench_simulated
-from manyhands.facts.errors import BadValue, ManyhandsError, unknown
-from manyhands.files.documents import write_document
+from manyhands.api.bench_parts import check_asked, measure_parts
 from manyhands.observe.auto_plots import Gain, Sides, draw_gains, draw_sides
 from manyhands.profiler.bench_capture import Figures, Progress
-from manyhands.profiler.this_machine import identify
-
-KEPT = "figures.json"
 
 
 @dataclass(frozen=True)
@@ -101,32 +96,8 @@ def bench_auto(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench auto`, flat. A part that cannot be measured says why and the others go on:
-    `_skipped` where something is missing here, `_failed` where something went wrong. Figures so far are kept in `out`.
-    """
-    for name in only:
-        if name not in PARTS:
-            raise unknown("part", name, PARTS)
-    if quick and full:
-        raise BadValue("--quick and --full cannot both be given.", hint="Leave one of them out.")
+    """Every figure of `manyhands bench auto`, flat."""
+    check_asked(PARTS, only, quick, full)
     say = on_progress or (lambda text: None)
     bench = Bench(QUICK if quick else FULL if full else DEFAULT, out, say)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
-    for name in (part for part in PARTS if not only or part in only):
-        say(name)
-        begin = time.monotonic()
-        try:
-            figures |= PARTS[name](bench)
-        except ManyhandsError as error:
-            figures[f"{name}_failed"] = f"{error.message} {error.hint}".strip()
-        figures[f"seconds_{name}"] = time.monotonic() - begin
-        if out is not None:
-            write_document(out / KEPT, figures)
-    return figures
-
-
-def failed(figures: Figures) -> list[str]:
-    """Parts that went wrong, and trials of the lab."""
-    return [name for name in figures if name.endswith("_failed")]
+    return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

@@ -7,7 +7,6 @@ memory it takes, and what decoupling does to accuracy.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +18,10 @@ from manyhands.api.bench_infer_local import bench_memory, bench_speedup
 from manyhands.api.bench_infer_networks import RESNET50, SUBJECTS, Library, Subject
 from manyhands.api.bench_infer_simulated import FAST, PAIRS, SCALING, WEAK, bench_simulated
 from manyhands.api.bench_infer_sync import bench_sync
-from manyhands.facts.errors import BadValue, ManyhandsError, unknown
-from manyhands.files.documents import write_document
+from manyhands.api.bench_parts import check_asked, measure_parts
 from manyhands.profiler.bench_capture import Figures, Progress
-from manyhands.profiler.this_machine import identify
 
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
-KEPT = "figures.json"
 TRAINED = replace(SHORT, blocks=(1, 1, 1), samples=3_000)
 """A minute or two: too short to tell networks apart by a per cent."""
 LAB = Extent((FAST, SCALING), turns=8, at_once=10, measure_seconds=5.0)
@@ -120,8 +116,6 @@ PARTS: Mapping[str, Callable[[Bench], Figures]] = {
 
 
 def scope_of(quick: bool, full: bool, compute: str) -> Scope:
-    if quick and full:
-        raise BadValue("--quick and --full cannot both be given.", hint="Leave one of them out.")
     scope = QUICK if quick else FULL if full else DEFAULT
     if compute == "cpu":
         return replace(scope, accuracy=TRAINED_FULL) if full else scope
@@ -138,32 +132,8 @@ def bench_infer(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench infer`, flat. A part that cannot be measured says why and the others go on:
-    `_skipped` where something is missing here, `_failed` where something went wrong.
-
-    `compute`: where accuracy is trained (`cpu`, `cuda`). Figures found so far are kept in `out`.
-    """
-    for name in only:
-        if name not in PARTS:
-            raise unknown("part", name, PARTS)
+    """Every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
+    check_asked(PARTS, only, quick, full)
     say = on_progress or (lambda text: None)
     bench = Bench(scope_of(quick, full, compute), pictures, out, say)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
-    for name in (part for part in PARTS if not only or part in only):
-        say(name)
-        begin = time.monotonic()
-        try:
-            figures |= PARTS[name](bench)
-        except ManyhandsError as error:
-            figures[f"{name}_failed"] = f"{error.message} {error.hint}".strip()
-        figures[f"seconds_{name}"] = time.monotonic() - begin
-        if out is not None:
-            write_document(out / KEPT, figures)
-    return figures
-
-
-def failed(figures: Figures) -> list[str]:
-    """Parts that went wrong."""
-    return [name for name in PARTS if f"{name}_failed" in figures]
+    return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

@@ -9,6 +9,7 @@ from manyhands.api.bench_infer_networks import Library, Subject
 from manyhands.api.bench_infer_simulated import ALL, ALONE, BOTH, COATES, COATES_DECOUPLED, MODNN, MODNN_DECOUPLED, ONE
 from manyhands.api.bench_infer_site import WARM_UPS, Stand, interleaved, listed
 from manyhands.api.bench_tile_setup import usable
+from manyhands.api.papers import HEADLINES
 from manyhands.api.planning_inference import plan_for
 from manyhands.api.session import open_session
 from manyhands.facts.cluster import Cluster
@@ -17,8 +18,6 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.profiler.bench_capture import Figures, Progress
 
-PAPER_REDUCTION = 0.701
-"""ResNet-50 x1.5 on four devices (section 4.4)."""
 DEVICES = 4
 ROUND = 8
 TRIAL_SAMPLES = 6
@@ -43,7 +42,7 @@ def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Fig
             found[name] = stand.run(plan, WARM_UPS + 1, ROUND if name == ALL else 0, memory=True).peak_bytes
     figures: Figures = {
         "memory_reduction_4": 1 - found[BOTH] / found[ONE],
-        "memory_reduction_4_paper": PAPER_REDUCTION,
+        "memory_reduction_4_paper": HEADLINES["decnn_memory"].value,
         "memory_reduction_4_modnn": 1 - found[MODNN] / found[ONE],
         "memory_reduction_4_coates": 1 - found[COATES] / found[ONE],
         "memory_reduction_4_modnn_decoupled": 1 - found[MODNN_DECOUPLED] / found[ONE],

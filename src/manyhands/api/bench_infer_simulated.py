@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.api.bench_infer_networks import Known, Library, Subject
+from manyhands.api.papers import DECNN_SPEEDUPS
 from manyhands.api.planning_inference import plan_for
 from manyhands.api.public import simulate
 from manyhands.facts.cluster import Cluster
@@ -40,12 +41,6 @@ BOTH, ALL = "schemes 1+2", "schemes 1+2+3"
 METHODS = (ONE, *TILED, ALONE, BOTH, ALL)
 STREAM, SETTLED = 10, 4
 """Samples of a simulated stream, and how many of them fill it."""
-PAPER_SPEEDUPS = {
-    ("resnet50", FAST, BOTH): 3.81, ("resnet34", FAST, BOTH): 4.0, ("vgg16", FAST, BOTH): 3.45,
-    ("resnet50", WEAK, BOTH): 2.95, ("resnet34", WEAK, BOTH): 2.5, ("resnet50", FAST, MODNN): 3.03,
-    ("resnet50", FAST, COATES): 3.23, ("resnet50", WEAK, MODNN): 1.77, ("resnet50", WEAK, COATES): 1.84,
-}  # fmt: skip
-"""Over one device with the original network (section 4.3)."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +231,7 @@ def _text(model: str, rows: Table) -> str:
     for pair, own in rows.items():
         parts = []
         for name in METHODS:
-            paper = PAPER_SPEEDUPS.get((model, pair, name))
+            paper = DECNN_SPEEDUPS.get((model, pair, name))
             beside = f" ({own[ONE].latency / own[name].latency:.2f}x, paper {paper:g}x)" if paper else ""
             parts.append(f"{name} {1e3 * own[name].latency:.0f} ms {1 / own[name].interval:.2f}/s{beside}")
         lines.append(f"{pair_text(pair)}: " + ", ".join(parts))

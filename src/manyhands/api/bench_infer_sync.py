@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from manyhands.api.bench_infer_networks import GROUPS, Library, Subject
+from manyhands.api.papers import DECNN_TABLES_1_AND_3
 from manyhands.api.planning_inference import plan_for
 from manyhands.facts.network import Network
 from manyhands.facts.presets import preset
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.schedule.synchronisation import SyncCount, sync_points, window_exchanges
 
-PAPER = {"1d": (17, 102, 1.8), "2d": (17, 204, 1.2), "channels": (3, 36, 1.58)}
-"""Synchronisation points, messages, megabytes."""
 CLUSTER = "decnn-240-20"
 GRIDS = {"1d": (GROUPS, 1), "2d": (2, 2)}
 STRATEGIES = {"1d": "modnn", "2d": "coates", "channels": "channels"}
@@ -34,7 +33,7 @@ def bench_sync(library: Library, subject: Subject, say: Progress) -> Figures:
     lines = [
         f"{name}: {figures[f'sync_points_{name}']} points, {figures[f'messages_{name}']} messages, "
         f"{figures[f'megabytes_{name}']:.3g} MB (paper {points}, {messages}, {size:g} MB)"
-        for name, (points, messages, size) in PAPER.items()
+        for name, (points, messages, size) in DECNN_TABLES_1_AND_3.items()
     ]
     return figures | {
         "sync": "; ".join(lines),

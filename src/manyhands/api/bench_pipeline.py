@@ -17,14 +17,16 @@ from manyhands.api import bench_pipeline_measured as measured
 from manyhands.api.bench_pipeline_studies import draw_pipeline_studies
 from manyhands.api.comparing import ALONE, HETPIPE, Comparison, compare
 from manyhands.api.networks import load_network
+from manyhands.api.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.network import Network
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.exhaustive import Exhaustive
+from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.shares import offloaded
-from manyhands.planner.steps import Batch, Ground, Steps
+from manyhands.planner.steps import Steps
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import identify
 from manyhands.simulator.simulate import simulate
@@ -50,17 +52,6 @@ SUBJECTS = (
     Subject("resnet50", (3, 224, 224), 256),
     Subject("bert-small", None, 2048),
 )
-TABLE_4: dict[tuple[str, str], tuple[float, float, float]] = {
-    ("efficientnet-b1", "env-a"): (4.4, 2.1, 2.8), ("efficientnet-b1", "env-b"): (3.0, 4.8, 9.7),
-    ("efficientnet-b1", "env-b-1000"): (3.7, 2.1, 1.4), ("mobilenetv2", "env-a"): (4.5, 1.5, 3.5),
-    ("mobilenetv2", "env-b"): (3.2, 2.3, 11.2), ("mobilenetv2", "env-b-1000"): (3.8, 1.2, 1.3),
-    ("resnet50", "env-a"): (3.4, 3.6, 5.8), ("resnet50", "env-b"): (1.5, 6.1, 12.2),
-    ("resnet50", "env-b-1000"): (3.7, 2.9, 3.1), ("bert-small", "env-a"): (3.5, 6.4, 1.0),
-    ("bert-small", "env-b"): (1.3, 6.8, 1.0), ("bert-small", "env-b-1000"): (3.9, 4.2, 1.3),
-}  # fmt: skip
-"""The paper's speed-ups over the best device alone, data parallel and pipeline parallel."""
-TABLE_2 = {"efficientnet-b1": (171.4, 76.2), "mobilenetv2": (98.0, 52.1), "resnet50": (576.2, 212.4)}
-"""The paper's megabytes a mini-batch on five Nanos: HetPipe's (Eq. 1) and its own (Eq. 2)."""
 ENVIRONMENTS = ("env-a", "env-b", "env-b-1000", "env-c")
 
 
@@ -232,14 +223,14 @@ def bench_table_4(quick: bool, say: Progress) -> Figures:
             for short, name in (("device", ALONE), ("dp", "data parallel"), ("pp", "pipeline parallel")):
                 if against[name] is not None:
                     figures[f"speedup_{short}_{key}"] = against[name] or 0.0
-            paper = TABLE_4.get((subject.model, environment))
+            paper = ASTEROID_TABLE_4.get((subject.model, environment))
             lines.append(
                 f"{subject.model} {environment}: "
                 + "/".join("OOM" if one is None else f"{one:.1f}" for one in against.values())
                 + (f" (paper {'/'.join(map(str, paper))})" if paper else "")
                 + f", best rival {rival.name if rival else 'none'}; {table.why}"
             )
-            if environment == "env-a" and subject.model in TABLE_2:
+            if environment == "env-a" and subject.model in ASTEROID_TABLE_2:
                 figures[f"volume_mb_hpp_{subject.model}".replace("-", "_")] = ours.volume / 1e6
                 figures[f"volume_mb_hdp_{subject.model}".replace("-", "_")] = table.row(HETPIPE).volume / 1e6
     return {
@@ -247,7 +238,9 @@ def bench_table_4(quick: bool, say: Progress) -> Figures:
         **figures,
         "table4": "over the best device / data parallel / pipeline parallel, simulated with the catalogue, batch norm "
         "local; OOM: the rival runs out of memory. " + " | ".join(lines),
-        "table2_paper": "; ".join(f"{model}: HDP {hdp} MB, HPP {hpp} MB" for model, (hdp, hpp) in TABLE_2.items()),
+        "table2_paper": "; ".join(
+            f"{model}: HDP {hdp} MB, HPP {hpp} MB" for model, (hdp, hpp) in ASTEROID_TABLE_2.items()
+        ),
     }
 
 

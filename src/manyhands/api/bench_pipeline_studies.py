@@ -24,9 +24,9 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.models.registry import build
 from manyhands.observe.pipeline_studies import draw_accuracies, draw_bars, draw_policies
+from manyhands.planner.ground import Batch, by_memory
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.rivals import average
-from manyhands.planner.steps import Batch, by_memory
 from manyhands.planner.task import Task
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.simulator.result import Simulation

@@ -364,7 +364,7 @@ def find_calibration(network: Network, data: str, batch_size: int, *, folder: Pa
     try:
         return msgspec.convert(raw, Calibration)
     except msgspec.ValidationError as error:
-        raise BadFile(f"{path}: is not a calibration: {error}.", hint=_REFRESH) from error
+        raise BadFile(f"{path}: is not a calibration: {error!s:.300}.", hint=_REFRESH) from error
     except ManyhandsError as error:
         raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error
 

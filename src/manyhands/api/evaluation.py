@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from manyhands.api.public import is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.data.given import given
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster
@@ -230,6 +231,7 @@ def evaluate(
     say: Say | None = None,
 ) -> EvaluateResult:
     """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
+    data = given(data).data
     graph = captured(model, data, loss, granularity=granularity, name=name)
     network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers
     size = min(batch_size, length(data))

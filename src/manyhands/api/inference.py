@@ -38,11 +38,14 @@ from manyhands.graph.weights import Weights
 from manyhands.planner.inference import INFERENCE_STRATEGIES, objective_named
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.crew import Endurance
+from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState
 from manyhands.runtime.streaming import MOST_WAITING, SUBMIT_SECONDS, Streaming
 
 THROUGHPUT_LADDER = (1, 4)
 """Numbers of samples that are measured where several may share a batch."""
+MANY_ROUNDS = 10**6
+"""Nobody knows how many there will be."""
 
 
 def infer(
@@ -182,6 +185,7 @@ class Inference:
             order = Order(
                 graph, chosen, RunState(Weights.copied(graph).tensors), 0, kernels=replan.kernels(chosen),
                 memory_step=0 if memory else -1, wait_limit_seconds=limit_seconds,
+                watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
             )  # fmt: skip
             wait_seconds = REJOIN_SECONDS if session.others_may_join else 0.0
             streaming = Streaming(
@@ -239,6 +243,11 @@ class Inference:
     def waiting(self) -> int:
         """Samples that nobody works on yet."""
         return self.streaming.waiting
+
+    @property
+    def stage_rates(self) -> list[float | None]:
+        """Of each stage of the plan: samples per second that it could do; None: not known yet."""
+        return self.streaming.pace.rates(self.plan)
 
     @property
     def reruns(self) -> int:

@@ -21,6 +21,7 @@ from manyhands.api.honesty import Honesty, compared, correct_profiles, sentence
 from manyhands.api.public import simulate
 from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session
+from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.rewinding import Rewindable
@@ -36,7 +37,10 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
+from manyhands.observe.live import RunState as Ending
+from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.runtime.journey import Endurance, Journey, Pilot, Replan, Travelled
+from manyhands.runtime.living import Living, rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
 from manyhands.schedule.checker import check
@@ -51,6 +55,8 @@ TRACED_STEPS = 3
 OnStep = Callable[[int, float, float], None]
 """Step, loss, seconds."""
 OnPlanned = Callable[["Planned"], None]
+OnOpened = Callable[[Path], str | None]
+"""Told the run's folder before anything happens; returns where the run is shown, if it is."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,13 @@ def opened(
     say: Say | None,
     command: str = "train",
     by_name: bool = False,
+    on_opened: OnOpened | None = None,
+    tensorboard: bool = False,
 ) -> Iterator[Opened]:
     """Capture the model, make the folder. An error in the middle says where to go on from; `by_name`: in the words of
-    the command line."""
+    the command line. `on_opened` is told of the folder, and may say where it is shown."""
+    if tensorboard:
+        need_tensorboard()
     folder, resumed = resumed_from(folder, resume, say)
     last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
     graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
@@ -168,18 +178,35 @@ def opened(
     is_new = folder is None or not Path(folder).exists()
     where = Path(folder) if folder is not None else new_folder(command, graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
+    if tensorboard:
+        record.board = TensorBoard(where, start.steps_done)
+    living = record.living = Living(
+        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
+        batch_size=options.batch_size,
+    )  # fmt: skip
+    ending: tuple[Ending, str] = ("ended", "")
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        if on_opened is not None:
+            living.shown_at(on_opened(where) or "")
+        living.said("starting workers")
         yield Opened(graph, record, start, where, last_step, resumed is not None)
     except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt)
+        ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
+        call = f"mh.{command}" if command == "train" else f"mh.{command}_train"
+        words = f"manyhands {command if command == 'train' else command + ' train'} --resume {where}"
+        how = words if by_name else f"{call}(..., resume='{where}')"
         with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
-            record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (_stopped(record, last_step, how),)
+            else:
+                record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
         if isinstance(error, ManyhandsError):
-            call = f"mh.{command}" if command == "train" else f"mh.{command}_train"
-            words = f"manyhands {command if command == 'train' else command + ' train'} --resume {where}"
-            _point_to_checkpoint(error, where, words if by_name else f"{call}(..., resume='{where}')")
+            _point_to_checkpoint(error, where, how)
         raise
     finally:
+        living.close(*ending)
         record.close()
         if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
             shutil.rmtree(where, ignore_errors=True)
@@ -193,6 +220,19 @@ def _point_to_checkpoint(error: ManyhandsError, folder: Path, how: str) -> None:
     if newest is not None:
         again = f"Checkpoint: {newest}\nGo on with: {how}"
         error.hint = f"{error.hint}\n{again}".strip()
+
+
+def _stopped(record: RunRecord, last_step: int, how: str) -> str:
+    """Somebody ended it: which step the last checkpoint is of, and how to go on, for whoever did."""
+    newest = checkpoint.latest(record.folder)
+    if newest is None:
+        record.event("stopped", step=0, steps=last_step)
+        return "It had not begun: nothing is kept."
+    step = int(newest.name.rpartition("-")[2])
+    record.event("stopped", step=step, steps=last_step, checkpoint=str(newest.relative_to(record.folder)))
+    if step >= last_step:
+        return f"All {last_step} steps are done. Checkpoint: {newest}"
+    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {how}"
 
 
 def cuts_statistics(plan: Plan, network: Network) -> bool:
@@ -256,13 +296,19 @@ class Job:
             seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
             trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
             backup_every=self.backup_every(planned, lasting),
+            watch_every=rounds_between_looks(
+                planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
+            ),
         )  # fmt: skip
+        self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             staleness = journey.outcome.staleness[-1] if journey.outcome.staleness else None
             self.record.step(step, step // steps_per_epoch, loss, seconds, options.batch_size, staleness)
+            stop.is_patient = True
             if on_step is not None:
-                on_step(step, loss if loss is not None else float("nan"), seconds)
+                with stop.asked_by():
+                    on_step(step, loss if loss is not None else float("nan"), seconds)
 
         if first == 0:
             self._keep(self.start)
@@ -270,16 +316,25 @@ class Job:
         endurance = Endurance(
             lasting.replan, least, most, wait_seconds=REJOIN_SECONDS if self.session.others_may_join else 0.0
         )
-        with Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches:
+        with (
+            stopping() as stop,
+            Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches,
+        ):
             journey = Journey(
                 self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
-                on_snapshot=self._keep, tell=self.tell, pilot=self.pilot(),
+                on_snapshot=self._keep, tell=self.tell, pilot=self.pilot(), living=self.record.living,
+                should_stop=lambda: stop.is_wanted(self.say),
             )  # fmt: skip
-            outcome = journey.run()
+            try:
+                outcome = journey.run()
+            finally:
+                stop.is_patient = False
         assert outcome.state is not None
         assert outcome.plan is not None
         self.trained = outcome.state
         Weights(self.trained.weights).load_into(options.model, self.graph)
+        if stop.is_asked:
+            raise KeyboardInterrupt
         if outcome.plan != planned.plan:
             cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
@@ -312,11 +367,31 @@ class Job:
     def tell(self, event: str, /, **facts: Any) -> None:
         """What happened to the workers: into the folder, and to whoever looks on."""
         self.record.event(event, **facts)
+        living = self.record.living
         if event == "replanned":
             write_document(self.folder / "plan.yaml", facts["plan"])
+            if living is not None:
+                living.replanned(Plan.from_dict(facts["plan"]))
         text = happened(event, facts)
+        if living is not None and text:
+            living.waits(text) if event == "waiting" else living.said(text)
         if text and self.say is not None:
             self.say(text)
+
+    def __post_init__(self) -> None:
+        if self.record.living is not None:
+            self.record.living.coordinated_by(self.session.coordinator)
+        self._doing("measuring and planning")
+
+    def _doing(self, text: str) -> None:
+        if self.record.living is not None:
+            self.record.living.said(text)
+
+    def _show(self, planned: Planned) -> None:
+        """Others see now what is to be run, and by whom."""
+        living = self.record.living
+        if living is not None:
+            living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
 
     def _keep(self, found: RunState) -> None:
         options = self.options
@@ -365,10 +440,12 @@ class Job:
     def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
         """After the last step: held-out data, pictures."""
         if self.test is not None:
+            self._doing("evaluating on held-out data")
             result.test = self.evaluated(planned, self.test, loss)
             self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
         if result.honesty is not None:
             self._be_honest(planned, result, result.honesty)
+        self._doing("drawing pictures")
         self.write_pictures(planned, result)
         self.record.event("finished", steps=result.steps)
 
@@ -401,4 +478,6 @@ class Job:
     def write_pictures(self, planned: Planned, result: TrainResult) -> None:
         from manyhands.api.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
 
-        write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)
+        note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)
+        if note and self.say is not None:
+            self.say(note)

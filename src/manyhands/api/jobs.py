@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import join_command, parse_address
+from manyhands.api.joining import join_command, join_text, parse_address
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
@@ -26,6 +26,7 @@ from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO, entry_of
+from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
 from manyhands.runtime.watch import SILENCE_SECONDS
@@ -33,7 +34,7 @@ from manyhands.runtime.watch import SILENCE_SECONDS
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.api.job import OnPlanned, OnStep, TrainResult
+    from manyhands.api.job import OnOpened, OnPlanned, OnStep, TrainResult
     from manyhands.data.sets import DataSets
     from manyhands.runtime.coordinator import Coordinator
 
@@ -391,19 +392,20 @@ def _told(listen: str, token: str) -> Iterator[None]:
 def _joined(listen: str, wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
     """A coordinator that enough workers have joined; others may come later."""
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, beat_for
+    from manyhands.runtime.household import household_token
 
     host, port = parse_address(listen, DEFAULT_PORT)
     count, beat_seconds = wish.count(joining=True), beat_for(wish.silence)
     with Coordinator(
-        host, port, token, on_event=say, silence_seconds=wish.silence, beat_seconds=beat_seconds,
-        most=wish.most_devices,
+        host, port, token or household_token(say), on_event=say, silence_seconds=wish.silence,
+        beat_seconds=beat_seconds, most=wish.most_devices, title=wish.model,
     ) as coordinator:  # fmt: skip
-        command = join_command(coordinator)
-        say(f"Waiting for {count} worker(s){'' if count > 1 else ' (more: --devices N)'}. On each device:\n  {command}")
+        more = "" if count > 1 else " (more: --devices N)"
+        say(f"Waiting for {count} worker(s){more}. On each device:\n{join_text(coordinator)}")
         try:
             coordinator.wait_for(count, JOIN_SECONDS)
         except TimedOut as error:
-            error.hint = f"On each device: {command}"
+            error.hint = f"On each device: {join_command(coordinator)}"
             raise
         yield coordinator
 
@@ -455,11 +457,15 @@ def train_job(
     cluster: Cluster | LabCluster | Coordinator,
     folder: Path | None = None,
     resume: Path | None = None,
+    on_opened: OnOpened | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: Say | None = None,
+    tensorboard: bool = False,
 ) -> TrainResult:
     """Train by names."""
+    if tensorboard:
+        need_tensorboard()
     optimizer = parse_optimizer(wish.optimizer)
     if wish.model not in ZOO and ":" not in wish.model:
         error = unknown("model", wish.model, ZOO)
@@ -474,9 +480,9 @@ def train_job(
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
         micro_batches=wish.micro_batches, tune=wish.tune, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
-        config={"wish": _kept(wish)}, on_planned=on_planned,
+        config={"wish": _kept(wish)}, on_opened=on_opened, on_planned=on_planned,
         on_step=on_step, say=say, replan=wish.replan, backup_every=wish.backup_every,
-        workers=(wish.least_devices, wish.most_devices), silence_seconds=wish.silence,
+        workers=(wish.least_devices, wish.most_devices), silence_seconds=wish.silence, tensorboard=tensorboard,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from manyhands.facts.cluster import NAME_HINT
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_SLOWDOWN = 1000
+MOST_WAIT_SECONDS = 7 * 86400.0
 EVERY_ADDRESS = {"0.0.0.0": ("192.0.2.1", socket.AF_INET), "::": ("2001:db8::1", socket.AF_INET6)}
 """Where one listens on all of a machine's addresses -> somebody far away, kept for examples (RFC 5737, RFC 3849)."""
 
@@ -39,8 +41,8 @@ def check_joining(token: str, name: str) -> None:
     """What a worker needs before it knocks."""
     if not token:
         raise BadValue(
-            "There is no token; the coordinator printed one with the command to join.",
-            hint="Add --token TOKEN, or set MANYHANDS_TOKEN.",
+            "This device knows no token; the coordinator printed one with the command to join.",
+            hint="Add --token TOKEN (it is remembered once it fits), or set MANYHANDS_TOKEN.",
         )
     if name and not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
@@ -55,10 +57,21 @@ def check_slowdown(slowdown: float) -> float:
     return slowdown
 
 
+def check_wait(seconds: float) -> float:
+    """How long a worker tries to reach its coordinator."""
+    if not 0 < seconds <= MOST_WAIT_SECONDS:
+        raise BadValue(
+            f"--wait is {seconds:g}; it must be more than 0 and at most {MOST_WAIT_SECONDS:g} seconds.",
+            hint="For a worker that waits for ever: --stay.",
+        )
+    return seconds
+
+
 def reachable(host: str) -> str:
     """The address under which others find this machine, where `host` is all of its addresses; else `host` itself.
 
     It is the one that the default route leaves by: connecting a UDP socket asks for it without sending anything.
+    Without such a route it is the first that this machine has.
     """
     if host not in EVERY_ADDRESS:
         return host
@@ -67,9 +80,23 @@ def reachable(host: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far_away, 9))
             found = str(probe.getsockname()[0])
-    except OSError:  # no network at all: only this machine can join
-        found = ""
-    return found if found and found != host else ("127.0.0.1" if family == socket.AF_INET else "::1")
+        if found and found != host:
+            return found
+    except OSError:
+        pass
+    from manyhands.runtime.identity import addresses
+
+    own = [address for address in addresses() if (":" in address) == (family == socket.AF_INET6)]
+    nowhere = "127.0.0.1" if family == socket.AF_INET else "::1"  # no network at all: only this machine can join
+    return own[0] if own else nowhere
+
+
+def join_text(coordinator: Coordinator, more: str = "") -> str:
+    """What to type on each device, for a terminal, and nowhere else: the token is in it."""
+    text = f"  {join_command(coordinator)}{more}"
+    if coordinator.is_announced:
+        text += f"\nOne that has joined with this token before finds the way by itself: manyhands worker{more}"
+    return text
 
 
 def join_command(coordinator: Coordinator) -> str:
@@ -77,3 +104,67 @@ def join_command(coordinator: Coordinator) -> str:
     host, port = coordinator.address[:2]
     host = reachable(host)
     return f"manyhands worker --join {f'[{host}]' if ':' in host else host}:{port} --token {coordinator.token}"
+
+
+SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo")
+
+
+def service_unit(options: Mapping[str, str], program: Sequence[str]) -> str:
+    """A systemd unit for a worker that is there whenever the device is on; `options`: what was typed, by name."""
+    typed = [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
+    command = " ".join(_quoted(word) for word in (*program, "worker", "--stay", *typed))
+    return _UNIT.format(command=command)
+
+
+def _quoted(word: str) -> str:
+    """One word of systemd's command lines, in which % and $ mean something."""
+    if any(not sign.isprintable() for sign in word):
+        raise BadValue(f"{word!r:.80} cannot be written into a unit file.")
+    safe = word.replace("%", "%%").replace("$", "$$")
+    if re.fullmatch(r"[^\s\"'\\\\;]+", safe):
+        return safe
+    return '"' + safe.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+_UNIT = """\
+# /etc/systemd/system/manyhands-worker.service, made by: manyhands worker --print-service
+[Unit]
+Description=manyhands worker
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+# MANYHANDS_TOKEN=... stands in this file, which only root need be able to read
+EnvironmentFile=-/etc/manyhands/worker.env
+ExecStart={command}
+Restart=always
+RestartSec=10
+# asked to stop, it hands over what others need first
+TimeoutStopSec=60
+SuccessExitStatus=143
+# a user of its own, and a folder of its own to write in
+DynamicUser=yes
+StateDirectory=manyhands
+Environment=MANYHANDS_HOME=/var/lib/manyhands HOME=/var/lib/manyhands PYTHONUNBUFFERED=1
+WorkingDirectory=/var/lib/manyhands
+UMask=0077
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+RestrictSUIDSGID=yes
+RestrictNamespaces=yes
+LockPersonality=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
+SystemCallArchitectures=native
+# others on the device go first
+Nice=5
+
+[Install]
+WantedBy=multi-user.target
+"""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.api.session import Say, Session
+from manyhands.engine.security import new_token
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
 from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
@@ -100,7 +101,13 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
         Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
         entered(lab.spaces.namespace(DESK)),
         Coordinator(
-            lab.address(DESK), logs=logs, patience=max(1.0, played.scale), silence_seconds=SILENCE_SECONDS
+            lab.address(DESK),
+            0,
+            new_token(),
+            logs=logs,
+            patience=max(1.0, played.scale),
+            silence_seconds=SILENCE_SECONDS,
+            announce=False,
         ) as coordinator,
     ):
         coordinator.wanted = set(played.workers.names)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import manyhands
-from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.network import Network
 from manyhands.files.documents import cache_folder, write_bytes_atomic
 from manyhands.models.registry import ZOO
@@ -66,7 +66,7 @@ def load_network(model: str, input_shape: tuple[int, ...] | None = None, granula
     path = _cached(model, input_shape, granularity)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Network)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError, ManyhandsError):  # whatever became of it
         network = capture_model(model, input_shape, granularity).network
         with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
             write_bytes_atomic(path, msgspec.json.encode(network))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.api.tile_report import is_tiled, write_tile_map
 from manyhands.files.documents import write_document
+from manyhands.observe.figures import NO_PLOTS, are_plots_here
 from manyhands.observe.plots import draw_losses, draw_memory, draw_predicted_beside_measured, draw_utilisation
 from manyhands.observe.stage_plots import draw_stages
 from manyhands.observe.trace import combined_trace
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from manyhands.api.job import Planned, TrainResult
 
 
-def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainResult, epoch_steps: int) -> None:
-    """Measured beside predicted, the loss, peaks of memory; the pipeline and the tiles if there are any."""
+def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainResult, epoch_steps: int) -> str:
+    """Measured beside predicted, the loss, peaks of memory; the pipeline and the tiles if there are any.
+
+    Returns what is to be said of it: nothing, or why there are no pictures.
+    """
     spans = [span for log in result.logs.values() for span in log.spans]
     step = max((span.step for span in spans), default=0)
     measured = one_step(spans, step)
@@ -28,6 +32,8 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
     end = max((span.end for span in measured), default=0.0)
     title = f"{planned.network.name} on {planned.cluster.name}"
     write_document(folder / "trace.json", combined_trace(planned.prediction.spans, measured, title=title))
+    if not are_plots_here():
+        return NO_PLOTS
     busy = {
         name: sum(s.end - s.start for s in measured if s.device == name and s.kind in ("forward", "backward"))
         / (end or 1.0)
@@ -52,6 +58,7 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
         draw_memory(peaks, budgets, plots / "memory.png", title=f"{title}: peak of tensor bytes in a step")
     if is_tiled(plan):
         write_tile_map(Schedule(plan, planned.network), plots / "tiles.png", title=title)
+    return ""
 
 
 def _write_stages(found: Honesty, path: Path, title: str) -> None:

@@ -14,8 +14,8 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, BySamples, LayerName, Order, Plan, Share, Single, Stage, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.planner.ground import by_memory
 from manyhands.planner.simple import balanced_cuts, proportional
-from manyhands.planner.steps import by_memory
 from manyhands.planner.task import Task
 
 if TYPE_CHECKING:

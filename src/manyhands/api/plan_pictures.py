@@ -10,6 +10,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.units import format_bytes, format_seconds
+from manyhands.observe.figures import need_plots
 from manyhands.simulator.result import Simulation
 
 
@@ -17,6 +18,8 @@ def check_picture_name(path: str) -> None:
     """Before anything is planned."""
     if path and Path(path).suffix.lower() != ".png":
         raise BadValue(f"--picture is '{path}'; pictures are written as PNG.", hint=f"Type --picture {path}.png")
+    if path:
+        need_plots()
 
 
 def write_plan_picture(

@@ -159,7 +159,7 @@ def best_named(name: str, cluster: Cluster) -> Best:
                     "use kinds of the catalogue (manyhands devices).",
                 )
             return known
-    raise unknown("thing to be good at", name, BEST)
+    raise unknown("objective", name, BEST)
 
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:
@@ -289,15 +289,18 @@ def schedule_text(plan: Plan, network: Network) -> str:
 
 
 def write_simulation(folder: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> list[Path]:
-    """plan.yaml, cluster.yaml, trace.json and timeline.png in a folder."""
+    """plan.yaml, cluster.yaml, trace.json and, where pictures can be drawn, timeline.png in a folder."""
+    from manyhands.observe.figures import are_plots_here
     from manyhands.observe.timeline import draw_timeline
     from manyhands.observe.trace import trace_events
 
     title = f"{network.name} on {cluster.name}, simulated: {result.seconds:.4g} s a step"
-    files = [folder / name for name in ("plan.yaml", "cluster.yaml", "trace.json", "timeline.png")]
+    files = [folder / name for name in ("plan.yaml", "cluster.yaml", "trace.json")]
     write_document(files[0], plan.to_dict())
     write_document(files[1], cluster.to_dict())
     write_document(files[2], trace_events(result.spans, title=title))
-    notes = {name: f"{1 - result.idle_part(name):.0%} busy" for name in result.devices}
-    draw_timeline(result.spans, list(result.devices), result.seconds, files[3], title=title, notes=notes)
+    if are_plots_here():
+        notes = {name: f"{1 - result.idle_part(name):.0%} busy" for name in result.devices}
+        file = folder / "timeline.png"
+        files.append(draw_timeline(result.spans, list(result.devices), result.seconds, file, title=title, notes=notes))
     return files

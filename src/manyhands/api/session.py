@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.api.joining import parse_address
+from manyhands.api.joining import join_text, parse_address
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.lab import LabCluster
@@ -24,6 +24,7 @@ from manyhands.graph.graph import Graph
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.household import household_token
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.runtime.watch import SILENCE_SECONDS
 
@@ -110,13 +111,13 @@ def open_session(
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
+    said = say or (lambda text: None)
     with Coordinator(
-        host, port, os.environ.get("MANYHANDS_TOKEN", ""), silence_seconds=silence_seconds,
-        beat_seconds=beat_for(silence_seconds),
+        host, port, os.environ.get("MANYHANDS_TOKEN", "") or household_token(said), silence_seconds=silence_seconds,
+        beat_seconds=beat_for(silence_seconds), title=cluster.name,
     ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
-        if say is not None:
-            say(f"Waiting for {', '.join(cluster.names)}. On each: {coordinator.join_command()} --name NAME")
+        said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")
         coordinator.wait_for(cluster.names, limit_seconds)
         yield Session(coordinator, cluster, False, 0, has_links=True)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api import jobs
-from manyhands.api.joining import join_command, parse_address
+from manyhands.api.joining import join_command, join_text, parse_address
 from manyhands.api.split_typed import BATCH_SIZE, EPOCHS, SplitWish, optimizer_of, parse_silos
 from manyhands.facts.errors import TimedOut
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.api.job import OnPlanned, OnStep
+    from manyhands.api.job import OnOpened, OnPlanned, OnStep
     from manyhands.api.split_job import SplitResult
 
 
@@ -24,6 +24,7 @@ def joined_job(
     token: str = "",
     folder: Path | None = None,
     resume: Path | None = None,
+    on_opened: OnOpened | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: jobs.Say | None = None,
@@ -32,14 +33,18 @@ def joined_job(
     model, loss, test = _model(wish)
     from manyhands.api.splitting import split_train
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.household import household_token
 
     silos = parse_silos(wish.silos)
     assert silos is not None
     said = say or (lambda text: None)
-    with Coordinator(*parse_address(wish.listen, DEFAULT_PORT), token, on_event=say) as coordinator:
+    with Coordinator(
+        *parse_address(wish.listen, DEFAULT_PORT), token or household_token(said), on_event=say, title=wish.model
+    ) as coordinator:
         coordinator.wanted = set(silos)
         command = join_command(coordinator)
-        said(f"Waiting for {', '.join(silos)}. On each:\n  {command} --name NAME --silo FILE")
+        more = " --name NAME --silo FILE"
+        said(f"Waiting for {', '.join(silos)}. On each:\n{join_text(coordinator, more)}")
         try:
             coordinator.wait_for(silos, jobs.JOIN_SECONDS)
         except TimedOut as error:
@@ -50,8 +55,8 @@ def joined_job(
             epochs=wish.epochs or EPOCHS, steps=wish.steps, cut=wish.cut, bits=wish.bits, k=wish.k, mode=wish.mode,
             cloud=coordinator, silos=silos, seed=wish.seed, freeze=wish.freeze, weights=wish.weights or None,
             rival=wish.rival, folder=folder, resume=resume or False, test=test, granularity=wish.granularity,
-            name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_planned=on_planned, on_step=on_step,
-            say=say,
+            name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_opened=on_opened,
+            on_planned=on_planned, on_step=on_step, say=say,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from manyhands.models.registry import ZOO
 from manyhands.planner.split_choice import RIVALS
 
 if TYPE_CHECKING:
-    from manyhands.api.job import OnPlanned, OnStep
+    from manyhands.api.job import OnOpened, OnPlanned, OnStep
     from manyhands.api.split_job import SplitResult
     from manyhands.data.sets import DataSets
 
@@ -199,6 +199,7 @@ def split_job(
     token: str = "",
     folder: Path | None = None,
     resume: Path | None = None,
+    on_opened: OnOpened | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: jobs.Say | None = None,
@@ -208,8 +209,9 @@ def split_job(
         from manyhands.api.silo_typed import joined_job
 
         return joined_job(
-            wish, token=token, folder=folder, resume=resume, on_planned=on_planned, on_step=on_step, say=say
-        )
+            wish, token=token, folder=folder, resume=resume, on_opened=on_opened, on_planned=on_planned,
+            on_step=on_step, say=say,
+        )  # fmt: skip
     data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=wish.input))
     preset = preset_of(wish, data)
     if preset is not None:
@@ -239,6 +241,6 @@ def split_job(
         memory_bytes=parse_bytes(wish.memory) if wish.memory else None,
         delay_seconds=parse_seconds(wish.delay) if wish.delay else 0.0, granularity=wish.granularity,
         calibrate_seconds=wish.calibrate, allowed_drop=wish.allowed_drop, data_name=data.kind or data.name,
-        name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_planned=on_planned, on_step=on_step,
-        say=say,
+        name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_opened=on_opened, on_planned=on_planned,
+        on_step=on_step, say=say,
     )  # fmt: skip

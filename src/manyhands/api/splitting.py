@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.api.asked import Options
-from manyhands.api.job import OnPlanned, OnStep, opened
+from manyhands.api.job import OnOpened, OnPlanned, OnStep, opened
 from manyhands.api.session import Say
 from manyhands.api.silo_job import SiloJob
 from manyhands.api.silos import Joined, Silos, check_resumed, joined
 from manyhands.api.split_job import Asked, SplitJob, SplitResult
 from manyhands.api.split_session import LOCAL_SILENCE_SECONDS, Cloud, Two, open_two
 from manyhands.api.transfer import begin_with, frozen
+from manyhands.data.given import given
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.trace import LinkTrace
@@ -79,6 +80,7 @@ def split_train(
     silence_seconds: float | None = None,
     name: str = "",
     config: Mapping[str, Any] | None = None,
+    on_opened: OnOpened | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: Say | None = None,
@@ -140,7 +142,7 @@ def split_train(
                 )
             )  # fmt: skip
         has_many = found is not None and len(found.edges) > 1
-        own = data if found is None else found.example
+        own = given(data).data if found is None else found.example
         if own is None:
             raise BadValue("There is no data.", hint="Give a data set, or workers that have their own.")
         options = Options(model, own, loss, optimizer, batch_size, epochs, steps, shuffle, "synchronised", seed)
@@ -151,7 +153,7 @@ def split_train(
         run = stack.enter_context(
             opened(
                 options, folder=folder, resume=resume, granularity=granularity, name=name, say=say, command="split",
-                by_name="split_wish" in (config or {}),
+                by_name="split_wish" in (config or {}), on_opened=on_opened,
             )
         )  # fmt: skip
         if found is not None:

@@ -15,11 +15,12 @@ from torch.utils.data import Dataset
 
 from manyhands.api.asked import Lasting, Options, Sharing
 from manyhands.api.evaluation import captured as captured
-from manyhands.api.job import Job, OnPlanned, OnStep, Planned, TrainResult, cuts_statistics, opened
+from manyhands.api.job import Job, OnOpened, OnPlanned, OnStep, Planned, TrainResult, cuts_statistics, opened
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, measure, open_session
 from manyhands.api.tuning import fastest_in_trial
+from manyhands.data.given import batch_size_of, given
 from manyhands.data.loader import Prefetcher
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
@@ -43,10 +44,10 @@ def train(
     *,
     loss: Callable[..., torch.Tensor],
     optimizer: Optimizer,
-    batch_size: int,
+    batch_size: int | None = None,
     epochs: int = 1,
     steps: int | None = None,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "auto",
     batch_norm: str = "synchronised",
@@ -65,16 +66,22 @@ def train(
     silence_seconds: float = SILENCE_SECONDS,
     name: str = "",
     config: Mapping[str, Any] | None = None,
+    on_opened: OnOpened | None = None,
     on_planned: OnPlanned | None = None,
     on_step: OnStep | None = None,
     say: Say | None = None,
+    tensorboard: bool = False,
     limit_seconds: float = WAIT_LIMIT_SECONDS,
 ) -> TrainResult:
-    """Train `model` on `data`, a map-style data set of (input, target), over a cluster, exactly as one device would.
+    """Train `model` on `data`, a data set of pairs (input, target), over a cluster, exactly as one device would.
 
+    data        any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
+                IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
+    batch_size  samples of a step, over all devices; None: the DataLoader's
     loss        any callable (output, target) that torch.export can capture
     optimizer   mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     steps       how many steps, in place of `epochs`; an incomplete last batch of an epoch is left out
+    shuffle     another order in every epoch; None: as the DataLoader does, else yes
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
     plan        a Plan (mh.tile_plan and mh.pipeline_plan make one), a plan file, or a strategy: "auto", "single",
                 "samples", "pipeline", "tiles", "mixed"; "auto", "pipeline" and "mixed" may leave devices out
@@ -93,21 +100,34 @@ def train(
     workers     (least, most): with fewer it waits for others to join, more are not used; most may be None
     silence_seconds
                 a local worker that says nothing for so long is lost (an mh.Coordinator has its own)
+    tensorboard write logs for TensorBoard into the run's folder too (pip install 'manyhands[tensorboard]')
     limit_seconds
                 how long anybody waits for a message, or for a step, of which nothing comes
 
     The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
     """
-    options = Options(model, data, loss, optimizer, batch_size, epochs, steps, shuffle, batch_norm, seed)
+    samples, held_out = given(data), given(test).data if test is not None else None
+    options = Options(
+        model, samples.data, loss, optimizer, batch_size_of(samples, batch_size), epochs, steps,
+        samples.shuffles(shuffle), batch_norm, seed,
+    )  # fmt: skip
     by_name = "wish" in (config or {})
     with (
         opened(
-            options, folder=folder, resume=resume, granularity=granularity, name=name, say=say, by_name=by_name
+            options,
+            folder=folder,
+            resume=resume,
+            granularity=granularity,
+            name=name,
+            say=say,
+            by_name=by_name,
+            on_opened=on_opened,
+            tensorboard=tensorboard,
         ) as found,
         open_session(cluster, logs=found.folder / "workers", say=say, silence_seconds=silence_seconds) as session,
     ):
         job = TrainJob(
-            options, found.graph, session, found.record, found.start, found.last_step, found.folder, say, test,
+            options, found.graph, session, found.record, found.start, found.last_step, found.folder, say, held_out,
             limit_seconds,
         )  # fmt: skip
         asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}

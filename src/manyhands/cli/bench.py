@@ -1,4 +1,4 @@
-"""`manyhands bench`: measured figures, each from one command."""
+"""`manyhands bench`: measured figures, each from one command, and all of them with a page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_
 
 LINE_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
+Figures = dict[str, float | int | str]
+Say = Callable[[str], None]
+Quick = Annotated[bool, typer.Option("--quick", help="A look in a few minutes, less of all; the figures do not count.")]
+Full = Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")]
+Pictures = Annotated[Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")]
+Only = list[str] | None
+PICTURES = Path("../shared/data/cifar10_jpeg.npz")
 
 
 @app.callback()
@@ -23,31 +30,57 @@ def _bench() -> None:
     """Measure the figures that manyhands claims."""
 
 
-@app.command("capture")
-def capture(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
-    ] = False,
-    json: Json = False,
+@app.command("all")
+def everything(
+    only: Annotated[
+        Only,
+        typer.Option(
+            "--only",
+            help="This bench alone: capture, core, lab, tile, pipeline, recovery, split, auto, infer. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Where results are kept: OUT/MACHINE/NAME.json.")] = Path(
+        "benchmarks/results"
+    ),
+    page: Annotated[Path, typer.Option("--page", help="The page that is written from them, with its pictures.")] = Path(
+        "docs/results.md"
+    ),
+    page_only: Annotated[bool, typer.Option("--page-only", help="Measure nothing: write the page again.")] = False,
+    quick: Quick = False,
 ) -> None:
+    """Every bench, one after another, each as a process of its own; then docs/results.md from what is stored.
+
+    Goes on when one fails, and leaves out what cannot run here (the lab, without root). About two hours on two cores.
+    """
+    from manyhands.api.bench_all import check_names, run_all
+    from manyhands.api.results_page import write_page
+
+    failed = []
+    if page_only:
+        check_names(only or ())
+    else:
+        failed = run_all(only or (), out, quick=quick, say=lambda text: typer.echo(text, err=True))
+    for path in write_page(out, page):
+        typer.echo(str(path))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("capture")
+def capture(quick: Quick = False, json: Json = False) -> None:
     """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed.
 
     Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
     """
     from manyhands.api.bench import bench_capture
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_capture(quick=quick, on_progress=say)
-    _print("bench capture", figures, quick, json)
+    _measure("capture", lambda say: bench_capture(quick=quick, on_progress=say), quick, json)
 
 
 @app.command("core")
 def core(
     workers: Annotated[int, typer.Option("--workers", min=2, help="Workers of the data-parallel figures.")] = 2,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
-    ] = False,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Data-parallel training against DDP, the engine against raw sockets, the executor's overhead, prediction error.
@@ -55,39 +88,26 @@ def core(
     Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
     """
     from manyhands.api.bench_core import bench_core
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_core(workers, quick=quick, on_progress=say)
-    _print("bench core", figures, quick, json)
+    _measure("core", lambda say: bench_core(workers, quick=quick, on_progress=say), quick, json)
 
 
 @app.command("lab")
-def lab(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a minute or two; the figures do not count.")
-    ] = False,
-    json: Json = False,
-) -> None:
+def lab(quick: Quick = False, json: Json = False) -> None:
     """Rates, delays, shares of the processor and memory of a lab against what was asked; what it leaves behind.
 
     Needs Linux and root. Figures go to standard output, settings to standard error. About five minutes.
     """
     from manyhands.api.labs import bench_lab
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_lab(quick, say)
-    _print("bench lab", figures, quick, json)
+    _measure("lab", lambda say: bench_lab(quick, say), quick, json)
 
 
 @app.command("tile")
 def tile(
     workers: Annotated[int, typer.Option("--workers", min=2, help="Tiles, each on a core of its own.")] = 2,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a few minutes, small pictures; the figures do not count.")
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")] = False,
+    quick: Quick = False,
+    full: Full = False,
     out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("tile-studies"),
     json: Json = False,
 ) -> None:
@@ -96,19 +116,16 @@ def tile(
     Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
     """
     from manyhands.api.bench_tile import bench_tile
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_tile(workers, quick=quick, full=full, out=out, on_progress=say)
-    _print("bench tile", figures, quick, json)
+    _measure(
+        "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json
+    )  # fmt: skip
 
 
 @app.command("pipeline")
 def pipeline(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a few minutes, fewer networks; the figures do not count.")
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")] = False,
+    quick: Quick = False,
+    full: Full = False,
     out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("pipeline-studies"),
     json: Json = False,
 ) -> None:
@@ -117,18 +134,15 @@ def pipeline(
     Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
     """
     from manyhands.api.bench_pipeline import bench_pipeline
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_pipeline(quick=quick, full=full, out=out, on_progress=say)
-    _print("bench pipeline", figures, quick, json)
+    _measure(
+        "pipeline", lambda say: bench_pipeline(quick=quick, full=full, out=out, on_progress=say), quick, json
+    )  # fmt: skip
 
 
 @app.command("recovery")
 def recovery(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in half a minute, a small network; the figures do not count.")
-    ] = False,
+    quick: Quick = False,
     kills: Annotated[
         int | None,
         typer.Option("--kills", min=1, help="The soak alone: so many random kills; 100 take up to ten minutes."),
@@ -144,27 +158,22 @@ def recovery(
     Figures go to standard output, settings to standard error. Six to eight minutes on two cores.
     """
     from manyhands.api.bench_recovery import bench_recovery
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say)
-    _print("bench recovery", figures, quick, json)
+    _measure(
+        "recovery", lambda say: bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say), quick, json
+    )
 
 
 @app.command("split")
 def split(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in a minute, a small network; the figures do not count.")
-    ] = False,
+    quick: Quick = False,
     full: Annotated[
         bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; about two hours.")
     ] = False,
     traces: Annotated[
         Path, typer.Option("--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.")
     ] = Path("../shared/data/traces"),
-    pictures: Annotated[
-        Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")
-    ] = Path("../shared/data/cifar10_jpeg.npz"),
+    pictures: Pictures = PICTURES,
     out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),
     json: Json = False,
 ) -> None:
@@ -173,29 +182,25 @@ def split(
     Figures go to standard output, settings to standard error. About fourteen minutes on two cores.
     """
     from manyhands.api.bench_split import bench_split
-    from manyhands.cli.show import working
 
-    with working("measuring") as say:
-        figures = bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
-    _print("bench split", figures, quick, json)
+    def measured(say: Say) -> Figures:
+        return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
+
+    _measure("split", measured, quick, json)
 
 
 @app.command("infer")
 def infer(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in two minutes, a small network; the figures do not count.")
-    ] = False,
+    quick: Quick = False,
     full: Annotated[
         bool, typer.Option("--full", help="All pairs in the lab, all trainings: hours, or --compute cuda.")
     ] = False,
     only: Annotated[
-        list[str] | None,
+        Only,
         typer.Option("--only", help="This part alone: sync, simulated, speedup, memory, lab, accuracy. Repeatable."),
     ] = None,
     compute: Annotated[str, typer.Option("--compute", help="Where accuracy is trained: cpu or cuda.")] = "cpu",
-    pictures: Annotated[
-        Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")
-    ] = Path("../shared/data/cifar10_jpeg.npz"),
+    pictures: Pictures = PICTURES,
     out: Annotated[
         Path, typer.Option("--out", help="Where plots go, and figures and trainings as they are done.")
     ] = Path("infer-studies"),
@@ -205,29 +210,25 @@ def infer(
 
     Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
     """
-    from manyhands.api.bench_infer import bench_infer, failed
-    from manyhands.cli.show import working
+    from manyhands.api.bench_infer import bench_infer
 
-    with working("measuring") as say:
-        figures = bench_infer(
+    def measured(say: Say) -> Figures:
+        return bench_infer(
             quick=quick, full=full, only=only or (), compute=compute, pictures=pictures, out=out,
             on_progress=_lines(say),
         )  # fmt: skip
-    _print("bench infer", figures, quick, json)
-    if failed(figures):
-        raise typer.Exit(1)
+
+    _measure("infer", measured, quick, json)
 
 
 @app.command("auto")
 def auto(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look in two minutes, a few scenarios; the figures do not count.")
-    ] = False,
+    quick: Quick = False,
     full: Annotated[
         bool, typer.Option("--full", help="Four times the scenarios, more blocks and steps; about an hour.")
     ] = False,
     only: Annotated[
-        list[str] | None,
+        Only,
         typer.Option("--only", help="This part alone: simulated, scale, lab, segmentation. Repeatable."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where plots go, and figures as they are found.")] = Path(
@@ -239,17 +240,27 @@ def auto(
 
     Figures go to standard output, settings to standard error. About ten minutes on two cores; as root, in a lab.
     """
-    from manyhands.api.bench_auto import bench_auto, failed
+    from manyhands.api.bench_auto import bench_auto
+
+    def measured(say: Say) -> Figures:
+        return bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("auto", measured, quick, json)
+
+
+def _measure(name: str, measured: Callable[[Say], Figures], quick: bool, json: bool) -> None:
+    """Measure, print; a part that went wrong is an error of the command, after all figures are out."""
+    from manyhands.api.bench_parts import failed
     from manyhands.cli.show import working
 
     with working("measuring") as say:
-        figures = bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
-    _print("bench auto", figures, quick, json)
+        figures = measured(say)
+    _print(f"bench {name}", figures, quick, json)
     if failed(figures):
         raise typer.Exit(1)
 
 
-def _lines(say: Callable[[str], None]) -> Callable[[str], None]:
+def _lines(say: Say) -> Say:
     """Without a terminal, what is being done now and then as a line on standard error."""
     begin = last = time.monotonic()
 
@@ -264,7 +275,7 @@ def _lines(say: Callable[[str], None]) -> Callable[[str], None]:
     return told
 
 
-def _print(title: str, figures: dict[str, float | int | str], quick: bool, json: bool) -> None:
+def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
 
     numbers = {key: value for key, value in figures.items() if not isinstance(value, str)}

@@ -1,51 +1,79 @@
-"""What a person sees of a run: a spinner, the plan, a bar, the outcome. Without a terminal, plain lines."""
+"""What a person sees of a job: a spinner, the plan, a bar, the outcome. Without a terminal, plain lines.
+
+Ctrl-C and SIGTERM are heard for as long as this lasts: see api/stopping.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from manyhands.api.stopping import Stopping, leave_at_once
+from manyhands.cli.live_rows import event_text, event_time, number, plain, rate_text
+
 if TYPE_CHECKING:
     from manyhands.api.job import Planned, TrainResult
+    from manyhands.cli.moving import Moving
 
 PLAIN_LINES = 10
 """How often progress is said where there is no terminal."""
+CHECKPOINT_SECONDS = 30.0
+"""No more than one checkpoint in so long is told of."""
 
 
 class Show:
     """Follows one job. `command`: how it is typed, to go on with it."""
 
+    what = "training"
+    is_bursty = False
+
     def __init__(self, command: str, *, quiet: bool) -> None:
         self.command, self.quiet = command, quiet
         self._live: Any = None
         """A spinner until the plan is known, then the bar."""
-        self._task: Any = None
+        self._moving: Moving | None = None
         self._steps = self._done = self._batch = 0
-        self._folder = Path()
+        self._ending = contextlib.ExitStack()
+        self.has_terminal = False
+        self._told_at = -CHECKPOINT_SECONDS
 
     def __enter__(self) -> Self:
+        self._ending.enter_context(Stopping(leave_at_once))
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
 
-            self._live = Console(stderr=True).status("getting ready")
-            self._live.start()
+            console = Console(stderr=True)
+            if not console.is_dumb_terminal:
+                self.has_terminal = True
+                self._live = console.status("getting ready")
+                self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stop()
-        if kind is KeyboardInterrupt and self._done:
-            self.say(f"Go on with: {self.command} --resume {self._folder}")
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if isinstance(error, KeyboardInterrupt) and str(error):
+            self.say(str(error))
+        self._ending.close()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Nothing moves any more."""
         live, self._live = self._live, None
+        if self._moving is not None:
+            self._moving.is_over = True
         if live is not None:
             live.stop()
 
     def say(self, text: str) -> None:
         """One line on standard error, above whatever moves there."""
+        text = plain(text)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -53,53 +81,74 @@ class Show:
 
     def planned(self, planned: Planned) -> None:
         """The plan as a table, then the bar."""
-        self._folder = planned.folder
+        self._steps, self._batch = planned.steps, planned.plan.step_size
         if self.quiet:
             return
         from manyhands.cli.tables import print_plan
 
-        had_terminal = self._live is not None
-        self._stop()
+        self.stop()
         print_plan(planned.plan, planned.network, planned.cluster, planned.prediction)
         if note := self.note(planned):
             typer.echo(note)
         typer.echo(f"Run folder: {planned.folder}")
         sys.stdout.flush()
-        self._steps, self._batch = planned.steps, planned.plan.step_size
-        if had_terminal:
-            self._start_bar()
+        self.begin(planned.steps, planned.plan.step_size, planned.folder)
 
     def note(self, planned: Planned) -> str:
         """What is to be said of a plan beside its table."""
         return ""
 
-    def _start_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def begin(self, steps: int, samples: int, folder: Path | None = None) -> None:
+        """From now on steps are counted; on a terminal a bar shows them."""
+        from manyhands.cli.moving import Moving
 
-        columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-        )  # fmt: skip
-        self._live = Progress(*columns, console=Console(stderr=True))
-        self._task = self._live.add_task("training", total=self._steps, loss="-", rate="")
+        self._steps = steps
+        self._moving = Moving(self.what, steps, samples, is_bursty=self.is_bursty)
+        if not self.has_terminal:
+            return
+        if folder is not None:
+            self._moving.follow(folder)
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(self._moving, console=Console(stderr=True), refresh_per_second=4)
         self._live.start()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
+        self.advance(seconds, loss)
+
+    def advance(self, seconds: float, loss: float | None = None) -> None:
         self._done += 1
-        if self.quiet:
+        if self.quiet or self._moving is None:
             return
-        rate = f"{self._batch / seconds:,.0f} samples/s" if seconds else ""
+        self._moving.step(seconds, loss)
         if self._live is not None:
-            self._live.update(self._task, advance=1, loss=number(loss), rate=rate)
+            self._say_news(self._moving)
         elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
             (self._done - 1) * PLAIN_LINES // self._steps
         ):
-            self.say(f"step {self._done} of {self._steps}, loss {number(loss)}, {rate}")
+            if text := self.line(self._moving, seconds):
+                self.say(text)
 
+    def _say_news(self, moving: Moving) -> None:
+        """Of checkpoints one now and then: quick runs have one every second."""
+        now = time.monotonic()
+        while moving.news:
+            event = moving.news.popleft()
+            if event["event"] == "checkpoint" and event.get("step") and now - self._told_at >= CHECKPOINT_SECONDS:
+                self._told_at = now
+                self.say(f"{event_time(event)} {event_text(event)}")
 
-def number(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3e}"
+    def line(self, moving: Moving, seconds: float) -> str:
+        """Progress in one line; empty where none is worth saying."""
+        parts = [f"step {self._done} of {self._steps}"]
+        if moving.loss is not None:
+            parts.append(f"loss {number(moving.loss)}")
+        if seconds:
+            parts.append(rate_text(self._batch / seconds))
+        if moving.left and self._done < self._steps:
+            parts.append(moving.left)
+        return ", ".join(parts)
 
 
 def print_outcome(result: TrainResult) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from manyhands.api.stopping import STOPPED, stopping
 from manyhands.cli.infer_show import SHOWN, InferShow
-from manyhands.cli.options import Json
+from manyhands.cli.options import Gpus, JobCluster, Json, Lab, Listen, Scale, Slots, Token, Trace
 
 if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
@@ -82,24 +82,14 @@ def infer(
         str | None,
         typer.Option("--devices", "-n", help="How many workers, like 4; or 2:6. Default: one a core, up to 4."),
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
-    ] = None,
-    lab: Annotated[
-        str | None, typer.Option("--lab", help="A preset or cluster.yaml to play on this machine (as root).")
-    ] = None,
-    scale: Annotated[float | None, typer.Option("--scale", help="Of --lab: so many times slower than in life.")] = None,
-    slots: Annotated[int | None, typer.Option("--slots", min=1, max=16, help="Of --lab: workers on a device.")] = None,
-    trace: Annotated[
-        list[str] | None, typer.Option("--trace", help="Of --lab: [DEVICE=]FILE of rates that its port follows.")
-    ] = None,
-    listen: Annotated[
-        str, typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join.")
-    ] = "",
-    token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
-    ] = "",
-    gpus: Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")] = None,
+    cluster: JobCluster = None,
+    lab: Lab = None,
+    scale: Scale = None,
+    slots: Slots = None,
+    trace: Trace = None,
+    listen: Listen = "",
+    token: Token = "",
+    gpus: Gpus = None,
     json: Json = False,
 ) -> None:
     """Run a network on several devices: faster than the best of them, and on through the loss of some."""
@@ -183,16 +173,22 @@ def _answer_all(
         file = Output(Path(output), len(samples), known.labels, top=top, raw=raw) if output else None
         if file is not None:
             stack.enter_context(file)
-        show.begin(len(samples))
+        show.begin_with(running, len(samples))
         at_once = 1 if running.objective == "latency" else UNDER_WAY
+        stop = stack.enter_context(stopping())
         found = stack.enter_context(contextlib.closing(in_order(running, samples, at_once)))
         for answer in found:
+            stop.is_patient = True
             tally.add(answer, known.labels, samples)
             if file is not None:
                 file.add(answer)
             if show.quiet or len(lines) < SHOWN:
                 lines.append(known.labels.told(answer, top=top, raw=raw))
             show.answered(answer.seconds)
+            if stop.is_asked:
+                left = f"; {output} has them" if output.endswith(".jsonl") else ""
+                raise KeyboardInterrupt(f"{tally.samples:,} of {len(samples):,} samples were answered{left}.")
+        stop.is_patient = False
     return {
         "answers": lines,
         **tally.told(),
@@ -222,26 +218,23 @@ def _serve(
 
     assert isinstance(known.wanted, Wanted)
     limits = Limits() if time_limit is None else replace(Limits(), request_seconds=time_limit)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with Answering(
-            running, known.wanted, known.labels, host=address[0], port=address[1], bearer=bearer, limits=limits,
-            health=lambda: health(running),
-        ) as served:  # fmt: skip
-            show.stop()
-            if json:
-                print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command()})
-            else:
-                typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\nCtrl-C ends it.")
-            sys.stdout.flush()
-            try:
-                while (error := failed(running)) is None:
-                    time.sleep(0.2)
-            except KeyboardInterrupt:
-                show.say("Ending: what was asked is answered first. Ctrl-C again ends it at once.")
-            else:
-                raise error
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with Answering(
+        running, known.wanted, known.labels, host=address[0], port=address[1], bearer=bearer, limits=limits,
+        health=lambda: health(running),
+    ) as served:  # fmt: skip
+        show.stop()
+        if json:
+            print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command()})
+        else:
+            typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\nCtrl-C ends it.")
+        sys.stdout.flush()
+        try:
+            while (error := failed(running)) is None:
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            show.say("Ending: what was asked is answered first. Ctrl-C again ends it at once.")
+        else:
+            raise error
     if not json:
         typer.echo(f"Answered {running.answered:,} samples; devices came or went {len(running.recoveries)} time(s).")
+    raise typer.Exit(STOPPED)  # the one way in which it ends, unless by itself

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from manyhands.cli.following import PLAIN_LINES, Show
+from manyhands.cli.following import Show
 
 if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
     from manyhands.api.inference import Inference
+    from manyhands.cli.moving import Moving
+    from manyhands.observe.live import Live
 
 SHOWN = 20
 
 
 class InferShow(Show):
-    """A spinner, the plan in short, a bar, a table."""
+    """A spinner, the plan in short, a bar with a line for each stage, a table."""
+
+    what = "answering"
+    is_bursty = True
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__("manyhands infer", quiet=quiet)
-        self._answers = 0
-        self._had_terminal = False
-
-    def stop(self) -> None:
-        self._stop()
 
     def ready(self, running: Inference, known: Known) -> None:
         """What will be done, and by whom."""
@@ -35,8 +36,7 @@ class InferShow(Show):
         from manyhands.facts.plan_check import layer_range
         from manyhands.facts.units import format_seconds
 
-        self._had_terminal = self._live is not None
-        self._stop()
+        self.stop()
         plan, network = running.plan, running.graph.network
         typer.echo(f"{network.name} ({network.input_text}) for {running.objective}, order {plan.order}:")
         for stage in plan.stages:
@@ -46,25 +46,20 @@ class InferShow(Show):
         typer.echo(f"Predicted: {format_seconds(running.predicted_seconds)} a sample. {known.note}")
         sys.stdout.flush()
 
-    def begin(self, count: int) -> None:
-        self._steps = count
-        if not self.quiet and self._had_terminal:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._live = Progress(*columns, console=Console(stderr=True))
-            self._task = self._live.add_task("answering", total=count)
-            self._live.start()
+    def begin_with(self, running: Inference, count: int) -> None:
+        self.begin(count, 1)
+        if self._moving is not None:
+            self._moving.ask = lambda: _stages(running)
+        self._answered_at = time.monotonic()
 
     def answered(self, seconds: float) -> None:
-        self._answers += 1
-        if self._live is not None and not self.quiet:
-            self._live.update(self._task, advance=1)
-        elif not self.quiet and self._steps >= SHOWN:
-            done, every = self._answers, max(1, self._steps // PLAIN_LINES)
-            if done % every == 0 or done == self._steps:
-                self.say(f"{done} of {self._steps} answered")
+        """`seconds`: from a sample to its answer; the bar goes by those from one answer to the next."""
+        now = time.monotonic()
+        took, self._answered_at = now - self._answered_at, now
+        self.advance(took)
+
+    def line(self, moving: Moving, seconds: float) -> str:
+        return f"{self._done} of {self._steps} answered" if self._steps >= SHOWN else ""
 
     def finished(self, told: dict[str, Any], output: str) -> None:
         from manyhands.api.answering_lines import short_text
@@ -101,6 +96,19 @@ class InferShow(Show):
             )
         if told["weights"].startswith("The weights are random"):
             typer.echo(told["weights"])
+
+
+def _stages(running: Inference) -> Live:
+    """A stream as a run is seen."""
+    from manyhands.facts.plan_check import layer_range
+    from manyhands.observe.live import Live, LiveStage
+
+    plan = running.plan
+    stages = []
+    for number, (stage, rate) in enumerate(zip(plan.stages, running.stage_rates, strict=False)):
+        first, last = layer_range(stage)
+        stages.append(LiveStage(number, first, last, devices=stage.devices, samples_per_second=rate))
+    return Live(state="running", stages=tuple(stages))
 
 
 def _numbers(line: dict[str, Any]) -> str:

@@ -10,7 +10,25 @@ from typing import Any
 import typer
 
 from manyhands import __version__
-from manyhands.cli import bench, decouple, devices, infer, lab, models, plan, profile, simulate, split, train, worker
+from manyhands.cli import (
+    bench,
+    dashboard,
+    decouple,
+    devices,
+    doctor,
+    export,
+    infer,
+    lab,
+    models,
+    plan,
+    profile,
+    simulate,
+    split,
+    status,
+    top,
+    train,
+    worker,
+)
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
@@ -43,6 +61,7 @@ def _everywhere(
 
 app.command("train")(train.train)
 app.command("infer")(infer.infer)
+app.command("export")(export.export)
 app.command("models")(models.models)
 app.command("decouple")(decouple.decouple)
 app.command("devices")(devices.devices)
@@ -50,6 +69,10 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.command("worker")(worker.worker)
+app.command("doctor")(doctor.doctor)
+app.command("dashboard")(dashboard.dashboard)
+app.command("top")(top.top)
+app.command("status")(status.status)
 app.add_typer(split.app, name="split")
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")

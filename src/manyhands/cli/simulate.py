@@ -47,6 +47,7 @@ def simulate(
     from manyhands.cli.inputs import load_task
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_plan, print_simulation
+    from manyhands.observe.figures import NO_PLOTS, are_plots_here
 
     file = None if public.is_strategy(plan) else public.plan_file(plan)
     if file is not None:
@@ -68,7 +69,7 @@ def simulate(
         files = public.write_simulation(folder, chosen, network, machines, result)
         tiled = tiled_schedule(chosen, network)
         by_use = planned_traffic(tiled).by_use if tiled is not None else None
-        if tiled is not None:
+        if tiled is not None and are_plots_here():
             title = f"{network.name} on {machines.name}"
             files.append(write_tile_map(tiled, folder / "plots" / "tiles.png", title=title))
     if json:
@@ -84,3 +85,5 @@ def simulate(
         typer.echo(f"Note: {warning}")
     names = ", ".join(str(file.relative_to(folder)) for file in files)
     typer.echo(f"Written to {folder}: {names} (trace.json opens in ui.perfetto.dev).")
+    if not are_plots_here():
+        typer.echo(NO_PLOTS)

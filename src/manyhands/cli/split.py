@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from manyhands.cli.dashboard import DashboardOption, dashboard_for
 from manyhands.cli.following import Show, print_outcome
-from manyhands.cli.options import Json
+from manyhands.cli.options import (
+    Data,
+    JobInput,
+    JobModel,
+    Json,
+    Out,
+    Resume,
+    Seed,
+    Steps,
+    batch_size_option,
+    epochs_option,
+    optimizer_option,
+)
 
 if TYPE_CHECKING:
     from manyhands.api.job import Planned
@@ -72,14 +85,8 @@ def serve(
 
 @app.command("train")
 def train(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="A name from `manyhands models`, or module:factory. Default: tiny."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", "-d", help="digits, a folder, file.npz, or a synthetic stand-in. Default: digits."),
-    ] = None,
+    model: JobModel = None,
+    data: Data = None,
     cloud: Annotated[
         str | None,
         typer.Option("--cloud", help="HOST:PORT of `manyhands split serve`. Default: a process of this machine."),
@@ -152,24 +159,22 @@ def train(
     freeze: Annotated[
         str | None, typer.Option("--freeze", help="Do not train so many first layers, or those before a layer's name.")
     ] = None,
-    input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x32x32.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 4.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Steps, in place of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", help="Samples per step. Default: 32.")] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option("--optimizer", "-o", help="Any of torch.optim. Default: SGD:lr=0.05,momentum=0.9."),
-    ] = None,
+    input: JobInput = None,
+    epochs: Annotated[int | None, epochs_option(4)] = None,
+    steps: Steps = None,
+    batch_size: Annotated[int | None, batch_size_option(32)] = None,
+    optimizer: Annotated[str | None, optimizer_option("SGD:lr=0.05,momentum=0.9")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="The learning rate, in place of the optimiser's.")] = None,
     preset: Annotated[
         bool | None, typer.Option("--preset", help="Train as the paper did, by model and data (SPLIT Table 2).")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="For shuffling and dropout. Default: 0.")] = None,
+    seed: Seed = None,
     granularity: Annotated[
         str | None, typer.Option("--granularity", help="Where the network may be cut: blocks (default) or operators.")
     ] = None,
-    resume: Annotated[str, typer.Option("--resume", help="Go on with the run in this folder.")] = "",
-    out: Annotated[str, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = "",
+    resume: Resume = "",
+    out: Out = "",
+    dashboard: DashboardOption = None,
     json: Json = False,
 ) -> None:
     """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
@@ -185,10 +190,10 @@ def train(
         "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
     }  # fmt: skip
     wish = split_typed.split_wish(given, resume=resume, out=out)
-    with _Show(quiet=json) as show:
+    with _Show(quiet=json) as show, dashboard_for(dashboard, show.say, quiet=json) as page:
         result = split_typed.split_job(
             wish, token=token, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
-            on_planned=show.planned, on_step=show.step, say=show.say,
+            on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say,
         )  # fmt: skip
     if json:
         print_json(to_dict(result))

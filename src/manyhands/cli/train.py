@@ -7,8 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from manyhands.cli.dashboard import DashboardOption, dashboard_for
 from manyhands.cli.following import Show, print_outcome
-from manyhands.cli.options import Json
+from manyhands.cli.options import (
+    Data,
+    Gpus,
+    JobCluster,
+    JobInput,
+    JobModel,
+    Json,
+    Lab,
+    Listen,
+    Out,
+    Resume,
+    Scale,
+    Seed,
+    Slots,
+    Steps,
+    Token,
+    Trace,
+    batch_size_option,
+    epochs_option,
+    optimizer_option,
+)
 
 if TYPE_CHECKING:
     from manyhands.api.honesty import Honesty
@@ -28,34 +49,13 @@ def train(
             "Default: 4 on this machine.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="A name from `manyhands models`, or module:factory. Default: tiny."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            "-d",
-            help="digits, a folder (one of pictures per class, Pascal VOC, aclImdb, MovieLens, CIFAR-10, rendered "
-            "chairs), file.npz, or a synthetic stand-in such as synthetic-imdb. Default: digits.",
-        ),
-    ] = None,
-    input: Annotated[str | None, typer.Option("--input", help="Shape of one sample, like 3x64x64.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", "-e", help="Passes over the data. Default: 10.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Steps, in place of epochs.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "-b", help="Samples per step, over all devices. Default: 64.")
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            "--optimizer",
-            "-o",
-            help="Any of torch.optim, like Adam:lr=1e-3. Default: SGD:lr=0.1,momentum=0.9. A learning-rate schedule "
-            "follows: Adam:lr=1e-3,schedule=CosineAnnealingLR,T_max=100.",
-        ),
-    ] = None,
+    model: JobModel = None,
+    data: Data = None,
+    input: JobInput = None,
+    epochs: Annotated[int | None, epochs_option(10)] = None,
+    steps: Steps = None,
+    batch_size: Annotated[int | None, batch_size_option(64)] = None,
+    optimizer: Annotated[str | None, optimizer_option("SGD:lr=0.1,momentum=0.9")] = None,
     share: Annotated[
         str | None,
         typer.Option(
@@ -106,31 +106,21 @@ def train(
         float | None,
         typer.Option("--silence", help="Seconds after which a worker that says nothing is lost. Default: 2."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="For shuffling and dropout. Default: 0.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
-    ] = None,
-    lab: Annotated[
-        str | None,
-        typer.Option("--lab", help="A preset or cluster.yaml to play on this machine for this run (as root)."),
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option("--scale", help="Of --lab: so many times slower than in life. Default: what fits.")
-    ] = None,
-    slots: Annotated[int | None, typer.Option("--slots", min=1, max=16, help="Of --lab: workers on a device.")] = None,
-    trace: Annotated[
-        list[str] | None, typer.Option("--trace", help="Of --lab: [DEVICE=]FILE of rates that its port follows.")
-    ] = None,
-    listen: Annotated[
-        str,
-        typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077."),
-    ] = "",
-    token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
-    ] = "",
-    gpus: Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")] = None,
-    resume: Annotated[str, typer.Option("--resume", help="Go on with the run in this folder.")] = "",
-    out: Annotated[str, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")] = "",
+    seed: Seed = None,
+    cluster: JobCluster = None,
+    lab: Lab = None,
+    scale: Scale = None,
+    slots: Slots = None,
+    trace: Trace = None,
+    listen: Listen = "",
+    token: Token = "",
+    gpus: Gpus = None,
+    resume: Resume = "",
+    out: Out = "",
+    dashboard: DashboardOption = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write logs for TensorBoard too: tensorboard --logdir runs.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a network on several workers, exactly as one device would. Without arguments: a demonstration."""
@@ -146,10 +136,14 @@ def train(
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (listen or resume or share)
-    with _Show(quiet=json, is_demo=is_demo) as show, jobs.machines_for(wish, listen, token, show.say) as machines:
+    with (
+        _Show(quiet=json, is_demo=is_demo) as show,
+        dashboard_for(dashboard, show.say, quiet=json) as page,
+        jobs.machines_for(wish, listen, token, show.say) as machines,
+    ):
         result = jobs.train_job(
             wish, cluster=machines, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
-            on_planned=show.planned, on_step=show.step, say=show.say,
+            on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say, tensorboard=tensorboard,
         )  # fmt: skip
     if json:
         print_json(to_dict(result))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -10,9 +12,15 @@ from manyhands.facts.errors import BadValue
 
 
 def worker(
-    join: Annotated[str, typer.Option("--join", help="The coordinator: HOST:PORT, as it printed it.")],
+    join: Annotated[
+        str, typer.Option("--join", help="The coordinator: HOST:PORT. Default: the one on this network that fits.")
+    ] = "",
     token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="The coordinator's token.", show_envvar=True)
+        str,
+        typer.Option(
+            "--token", envvar="MANYHANDS_TOKEN", show_envvar=True,
+            help="The coordinator's token, as it printed it. Default: the one this device joined with before.",
+        ),
     ] = "",
     name: Annotated[str, typer.Option("--name", help="What this device is called. Default: its host name.")] = "",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
@@ -24,16 +32,22 @@ def worker(
         float,
         typer.Option("--wait", help="Seconds to keep trying to reach the coordinator, also when it was lost."),
     ] = 60.0,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Never end: when a run is over, wait for the next coordinator.")
+    ] = False,
     slowdown: Annotated[
         float, typer.Option("--slowdown", help="Compute so many times slower: this device stands for a slower one.")
     ] = 1.0,
     silo: Annotated[
         str, typer.Option("--silo", help="FILE.npz of samples that only this device has: id, and inputs or target.")
     ] = "",
+    print_service: Annotated[
+        bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
+    ] = False,
     patience: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Join a coordinator and work for it until it ends (exit code 0) or is lost (11).
 
     SIGTERM: hands over what it has to the others, then leaves; a second one, and Ctrl-C, leave at once.
@@ -43,19 +57,34 @@ def worker(
     is_typed = not parent
     if parent:
         die_with_parent(parent)
-    from manyhands.api.joining import check_joining, check_slowdown, parse_address, parse_compute
+    from manyhands.api.joining import check_joining, check_slowdown, check_wait, parse_address, parse_compute
 
-    host, port = parse_address(join)
+    host, port = parse_address(join) if join else ("", 0)
     compute = parse_compute(compute)
-    check_joining(token, name)
     check_slowdown(slowdown)
+    check_wait(wait)
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
-    from manyhands.runtime.serving import load_everything, serve
+    if print_service:
+        from manyhands.api.joining import service_unit
+
+        check_joining("later", name)
+        options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
+        options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
+        typer.echo(service_unit(options, (sys.executable, "-m", "manyhands")), nl=False)
+        return
+    from manyhands.runtime import household
+
+    is_news = is_typed and bool(token)
+    token = token or household.known_token()
+    check_joining(token, name)
+    from manyhands.runtime.service import serve
+    from manyhands.runtime.serving import load_everything
     from manyhands.runtime.worker import Joining
 
     if is_typed or is_to_load_everything():
         load_everything()
+    is_named = bool(name)
     if slots > 1:
         import socket
 
@@ -63,7 +92,12 @@ def worker(
 
         name, parent = divide_into(name or socket.gethostname(), slots)
 
-    serve(
-        Joining(host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo),
-        say=typer.echo if is_typed else None,
+    def remember() -> None:
+        if is_news and (path := household.remember(token)) is not None:
+            typer.echo(f"The token is kept in {path}: next time `manyhands worker` will do.")
+
+    joining = Joining(
+        host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named
     )
+    say = typer.echo if is_typed else None
+    serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another

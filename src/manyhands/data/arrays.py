@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
-from manyhands.data.packed import reading, sizes_of
+from manyhands.data.packed import check_room, reading, sizes_of
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
-from manyhands.facts.units import format_bytes
 
 LARGEST_ARRAYS_BYTES = 32 * 10**9
 LARGEST_CLASS_COUNT = 100_000
@@ -85,11 +84,7 @@ def _read(path: Path) -> dict[str, numpy.ndarray]:
         sizes = sizes_of(path)
         keys = _wanted(path, list(sizes))
         total_bytes = sum(sizes[key] for key in keys)
-        if total_bytes > LARGEST_ARRAYS_BYTES:
-            raise BadData(
-                f"{path}: {format_bytes(total_bytes)} unpacked; at most {format_bytes(LARGEST_ARRAYS_BYTES)} are read.",
-                hint="A folder of pictures is read piece by piece.",
-            )
+        check_room(path, total_bytes, LARGEST_ARRAYS_BYTES, hint="A folder of pictures is read piece by piece.")
         with numpy.load(path, allow_pickle=False) as packed_arrays:
             return {key: _array(path, packed_arrays, key) for key in keys}
 

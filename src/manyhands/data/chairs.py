@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -27,6 +26,7 @@ from manyhands.data.plain_files import entries
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData
+from manyhands.facts.extras import load
 
 STYLES, VIEW, CHANGES = 809, 4, 12
 INPUT_SHAPE = (STYLES + VIEW + CHANGES,)
@@ -169,8 +169,8 @@ class _Drawn:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         style, azimuth, elevation = self._views[index]
         side = PICTURE_SHAPE[1]
-        image = Image.new("RGB", (side, side), (255, 255, 255))
-        draw = ImageDraw.Draw(image)
+        image = load("PIL.Image", "Drawing chairs").new("RGB", (side, side), (255, 255, 255))
+        draw = load("PIL.ImageDraw", "Drawing chairs").Draw(image)
         boxes, colour = _chair(self._forms[style])
         turned = _turned(boxes, azimuth, elevation)
         faces = [(box[list(face)], shade) for box in turned for face, shade in zip(_FACES, _SHADES)]

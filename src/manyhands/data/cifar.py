@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from manyhands.data.arrays import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, ArrayData
 from manyhands.data.drawn import Draws
-from manyhands.data.packed import reading, sizes_of
+from manyhands.data.packed import check_room, check_texts, reading, sizes_of
 from manyhands.data.plain_files import read_bytes, read_text
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
-from manyhands.facts.units import format_bytes
+from manyhands.facts.extras import load
 
 INPUT_SHAPE = (3, 32, 32)
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -65,17 +64,17 @@ class JpegData(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        place = range(len(self))[index]
+        place, decoder = range(len(self))[index], load("PIL.Image", "Reading pictures")
         start, end = self._offsets[place], self._offsets[place + 1]
         try:
-            with Image.open(io.BytesIO(self._content[start:end].tobytes()), formats=("JPEG",)) as image:
+            with decoder.open(io.BytesIO(self._content[start:end].tobytes()), formats=("JPEG",)) as image:
                 if max(image.size) > LARGEST_SIDE:
                     raise OSError(f"it is {image.width} x {image.height}; at most {LARGEST_SIDE} a side are decoded")
                 pixels = image.convert("RGB" if self._channels == 3 else "L")
         except Exception as error:  # Pillow's decoders raise nearly anything
             raise BadData(f"Picture {place} cannot be read: {(str(error).splitlines() or ['?'])[0][:120]}.") from error
         if pixels.size != (self._width, self._height):
-            pixels = pixels.resize((self._width, self._height), Image.Resampling.BILINEAR)
+            pixels = pixels.resize((self._width, self._height), decoder.Resampling.BILINEAR)
         array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
         value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
         return (value / 255 - PIXEL_MEAN) / PIXEL_STANDARD_DEVIATION, torch.tensor(self.labels[place])
@@ -157,7 +156,7 @@ def is_jpeg_copy(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as packed:
             return "jpeg_train.npy" in packed.namelist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+    except Exception:  # zipfile raises nearly anything of what is no archive
         return False
 
 
@@ -186,10 +185,7 @@ def _unpacked(path: Path) -> dict[str, numpy.ndarray]:
         missing = [key for key in keys if key not in sizes]
         if missing:
             raise BadData(f"{path}: has no {' and no '.join(missing)}, which belongs to jpeg_train.")
-        total_bytes = sum(sizes[key] for key in keys)
-        if total_bytes > LARGEST_COPY_BYTES:
-            allowed = format_bytes(LARGEST_COPY_BYTES)
-            raise BadData(f"{path}: {format_bytes(total_bytes)} unpacked; at most {allowed} are read.")
+        check_room(path, sum(sizes[key] for key in keys), LARGEST_COPY_BYTES)
         with numpy.load(path, allow_pickle=False) as opened:
             arrays: dict[str, Any] = {key: opened[key] for key in keys}
     for key, array in arrays.items():
@@ -198,6 +194,8 @@ def _unpacked(path: Path) -> dict[str, numpy.ndarray]:
         kinds, what = ("U", "names") if key == "classes" else ("iu", "whole numbers")
         if array.dtype.kind not in kinds or array.dtype.itemsize > 4 * _LONGEST_NAME:
             raise BadData(f"{path}: {key} holds {array.dtype}; it must hold {what}.")
+        if array.dtype.kind == "U":
+            check_texts(path, key, array)
     return arrays
 
 

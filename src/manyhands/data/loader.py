@@ -195,7 +195,8 @@ def _map_style(dataset: Dataset[Any] | Sequence[Any]) -> _MapStyle:
     if missing:
         raise BadData(
             f"The data set, a {kind.__name__}, has no {' and no '.join(missing)}.",
-            hint="It must be map-style: samples are taken by number, so that a run can resume at any step.",
+            hint="It must be map-style: samples are taken by number, so that a run can resume at any step. A stream of "
+            "samples is made so by mh.collect(stream).",
         )
     samples = cast(_MapStyle, dataset)
     try:
@@ -212,10 +213,17 @@ def _sample(dataset: _MapStyle, index: int) -> tuple[Any, Any]:
         raise BadData(f"Sample {index}: {error.message}", hint=error.hint) from error
     except Exception as error:
         raise BadData(f"Sample {index} cannot be loaded: {_told(error)}") from error
+    if isinstance(sample, dict):
+        names = [repr(str(name)) for name in sample]
+        raise BadData(
+            f"Sample {index} is a dict of {', '.join(names[:8])}, not a pair (input, target).",
+            hint=f"Say which is which: mh.Pairs(data, {(names or ['input'])[0]}, {(names or ['target'])[-1]}).",
+        )
     if not isinstance(sample, (tuple, list)):
         raise BadData(f"Sample {index} is a {type(sample).__name__}, not a pair (input, target).", hint=_PAIR)
     if len(sample) != 2:
-        raise BadData(f"Sample {index} has {len(sample)} parts; a pair (input, target) has 2.", hint=_PAIR)
+        hint = f"{_PAIR} Or say which parts: mh.Pairs(data, 0, {len(sample) - 1})." if len(sample) > 2 else _PAIR
+        raise BadData(f"Sample {index} has {len(sample)} parts; a pair (input, target) has 2.", hint=hint)
     return sample[0], sample[1]
 
 
@@ -225,6 +233,12 @@ def _collate(samples: list[tuple[Any, Any]], indices: list[int]) -> tuple[Any, A
 
 
 def _stack(what: str, values: list[Any], indices: list[int]) -> Any:
+    if any(base.__module__.startswith("PIL.") for base in type(values[0]).__mro__):
+        raise BadData(
+            f"The {what} of sample {indices[0]} is a picture ({type(values[0]).__name__}), not a tensor.",
+            hint="Give the data set a transform: transform=torchvision.transforms.ToTensor(); without torchvision: "
+            "torch.from_numpy(numpy.array(picture)).permute(2, 0, 1) / 255.",
+        )
     first = _form(values[0])
     for index, value in zip(indices, values):
         if _form(value) != first:

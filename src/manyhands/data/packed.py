@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manyhands.facts.errors import BadData, BadFile
+import numpy
+import psutil
 
-_BROKEN = (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error)
+from manyhands.facts.errors import BadData, BadFile, ManyhandsError
+from manyhands.facts.units import format_bytes
 
 
 @contextmanager
@@ -18,10 +19,33 @@ def reading(path: Path, *, hint: str = "", memory_hint: str = "") -> Iterator[No
     """What numpy and zipfile raise of a file that is none of theirs, or too large, is its fault, said so."""
     try:
         yield
+    except ManyhandsError:
+        raise
     except MemoryError as error:
         raise BadData(f"{path}: its arrays do not fit this machine's memory.", hint=memory_hint) from error
-    except _BROKEN as error:
+    except Exception as error:  # from tokenize.TokenError to lzma.LZMAError: they raise nearly anything
         raise BadFile(f"{path}: cannot be read: {str(error)[:200]}.", hint=hint) from error
+
+
+def check_room(path: Path, needed_bytes: int, largest_bytes: int, *, hint: str = "") -> None:
+    """Before anything is unpacked: a small file may unpack to all of a machine's memory."""
+    if needed_bytes > largest_bytes:
+        raise BadData(
+            f"{path}: {format_bytes(needed_bytes)} unpacked; at most {format_bytes(largest_bytes)} are read.", hint=hint
+        )
+    available_bytes = int(psutil.virtual_memory().available)
+    if needed_bytes > available_bytes:
+        raise BadData(
+            f"{path}: {format_bytes(needed_bytes)} unpacked; {format_bytes(available_bytes)} of memory are left here.",
+            hint=hint,
+        )
+
+
+def check_texts(path: Path, name: str, texts: numpy.ndarray) -> None:
+    """Every letter of an array of text is one: Python breaks, or cannot print it, where one is not."""
+    codes = numpy.ascontiguousarray(texts).view(numpy.dtype(numpy.uint32).newbyteorder(texts.dtype.byteorder))
+    if ((codes > 0x10FFFF) | ((codes >= 0xD800) & (codes < 0xE000))).any():
+        raise BadData(f"{path}: {name} holds text with letters that there are not.")
 
 
 def sizes_of(path: Path) -> dict[str, int]:

@@ -7,17 +7,20 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
+from manyhands.facts.extras import load
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 INPUT_SHAPE = (3, 64, 64)
 # Pillow's own limit, of which it only warns: a small file may unpack to all of a machine's memory.
@@ -50,11 +53,11 @@ class PictureData(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.paths[index]
-        mode = "RGB" if self._channels == 3 else "L"
+        mode, bilinear = "RGB" if self._channels == 3 else "L", pillow().Resampling.BILINEAR
         try:
             with _open(path) as image:
                 image.draft(mode, (2 * self._width, 2 * self._height))  # a large JPEG need not be decoded in full
-                pixels = eight_bits(image).convert(mode).resize((self._width, self._height), Image.Resampling.BILINEAR)
+                pixels = eight_bits(image).convert(mode).resize((self._width, self._height), bilinear)
         except Exception as error:  # Pillow's decoders raise nearly anything, and the file may have gone since
             raise BadData(
                 f"{path}: the picture cannot be read: {reason(error)}.", hint="Delete or repair it."
@@ -62,6 +65,11 @@ class PictureData(Dataset[tuple[Tensor, int]]):
         array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
         value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
         return (value / 255 - PIXEL_MEAN) / PIXEL_STANDARD_DEVIATION, self.labels[index]
+
+
+def pillow() -> Any:
+    """Pillow's module of pictures; it is an extra, and loaded by whoever decodes one."""
+    return load("PIL.Image", "Reading pictures")
 
 
 def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
@@ -156,6 +164,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_all(root: Path, files: list[Path]) -> None:
+    pillow()  # its absence is no fault of the files
     with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as threads:
         warnings.simplefilter("ignore")  # what they warn of is either harmless or found below
         reasons = list(threads.map(_fault if len(files) <= DECODED_IN_CHECK else _quick_fault, files))
@@ -197,7 +206,7 @@ def _open(path: Path) -> Image.Image:
     """The picture's header is read, not its pixels yet."""
     if not path.is_file():  # opening a pipe would wait for ever
         raise OSError("no such file" if not path.exists() else "not a plain file")
-    image = Image.open(path, formats=FORMATS)
+    image: Image.Image = pillow().open(path, formats=FORMATS)
     pixels = image.width * image.height
     if pixels > LARGEST_PIXEL_COUNT or image.mode == "F":
         image.close()
@@ -213,13 +222,14 @@ def eight_bits(image: Image.Image) -> Image.Image:
     """Pillow cuts brighter pixels of 16 bits off at 255; this scales them."""
     if image.mode not in _SIXTEEN_BITS:
         return image
-    return Image.fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
+    scaled: Image.Image = pillow().fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
+    return scaled
 
 
 def reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
+    if isinstance(error, pillow().UnidentifiedImageError):
         return "no picture of a known format"
-    if isinstance(error, Image.DecompressionBombError):
+    if isinstance(error, pillow().DecompressionBombError):
         return f"more than {LARGEST_PIXEL_COUNT:,} pixels"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

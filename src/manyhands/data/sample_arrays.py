@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.arrays import LARGEST_ARRAYS_BYTES
-from manyhands.data.packed import reading
+from manyhands.data.packed import check_room, reading
 from manyhands.data.wanted import Sample, Samples, Wanted, misfit
 from manyhands.facts.errors import BadData, BadFile
-from manyhands.facts.units import format_bytes
 
 MAGIC = b"\x93NUMPY"
 HOW = "Write samples with numpy.save('samples.npy', x), their number on the first axis."
@@ -115,11 +114,8 @@ def _unpacked(path: Path, key: str, wanted: Wanted) -> numpy.ndarray:
         needed = math.prod(shape) * dtype.itemsize
         if needed != entry.file_size - start:
             raise BadFile(f"{path}: {key} is cut off, or not what it says.", hint=HOW)
-        if needed > LARGEST_ARRAYS_BYTES:
-            raise BadData(
-                f"{path}: {format_bytes(needed)} unpacked; at most {format_bytes(LARGEST_ARRAYS_BYTES)} are read.",
-                hint="A .npy file is read piece by piece: numpy.save('samples.npy', x).",
-            )
+        hint = "A .npy file is read piece by piece: numpy.save('samples.npy', x)."
+        check_room(path, needed, LARGEST_ARRAYS_BYTES, hint=hint)
         _fitted(f"{path}: {key}", numpy.broadcast_to(numpy.empty((), dtype), shape), wanted)
         with numpy.load(path, allow_pickle=False) as arrays:
             array: numpy.ndarray = arrays[key]

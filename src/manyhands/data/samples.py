@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 
-from manyhands.data.pictures import FORMATS, LARGEST_PIXEL_COUNT, check_all, eight_bits, reason
+from manyhands.data.pictures import FORMATS, LARGEST_PIXEL_COUNT, check_all, eight_bits, pillow, reason
 from manyhands.data.plain_files import entries
 from manyhands.data.sample_arrays import HOW, read_npy, read_npz, read_several
 from manyhands.data.sets import NAMES, STAND_INS, load
@@ -71,18 +70,18 @@ def read_picture(
     """One picture, decoded as for training."""
     _check_pictures(name, wanted)
     channels, height, width = wanted.shape
-    mode = "RGB" if channels == 3 else "L"
+    mode, decoder = "RGB" if channels == 3 else "L", pillow()
     try:
         if isinstance(source, Path) and not source.is_file():  # opening a pipe would wait for ever
             raise OSError("no such file" if not source.exists() else "not a plain file")
-        with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS) as image:
+        with decoder.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS) as image:
             pixel_count = image.width * image.height
             if pixel_count > largest_pixel_count:
                 raise OSError(f"{pixel_count:,} pixels; at most {largest_pixel_count:,} are decoded")
             if image.mode == "F":
                 raise OSError("its pixels are floats, not 0 to 255")
             image.draft(mode, (2 * width, 2 * height))  # a large JPEG need not be decoded in full
-            pixels = eight_bits(image).convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+            pixels = eight_bits(image).convert(mode).resize((width, height), decoder.Resampling.BILINEAR)
     except Exception as error:  # Pillow's decoders raise nearly anything
         raise BadData(
             f"{name}: the picture cannot be read: {reason(error)}.", hint=f"Read are: {', '.join(FORMATS)}."

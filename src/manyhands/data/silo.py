@@ -17,9 +17,8 @@ from typing import Any
 import numpy
 import torch
 
-from manyhands.data.packed import reading, sizes_of
+from manyhands.data.packed import check_room, check_texts, reading, sizes_of
 from manyhands.facts.errors import BadData, BadFile
-from manyhands.facts.units import format_bytes
 
 IDS = "id"
 TARGET = "target"
@@ -129,11 +128,9 @@ def _read(path: Path) -> dict[str, numpy.ndarray]:
         if IDS not in sizes:
             raise BadData(f"{path}: has no {IDS}; it holds {', '.join(sorted(sizes)[:20]) or 'no arrays'}.", hint=_HOW)
         total = sum(sizes.values())
-        if total > LARGEST_SILO_BYTES or len(sizes) > MOST_ARRAYS:
-            raise BadData(
-                f"{path}: {len(sizes)} arrays of {format_bytes(total)} unpacked; at most {MOST_ARRAYS} of "
-                f"{format_bytes(LARGEST_SILO_BYTES)} are read."
-            )
+        if len(sizes) > MOST_ARRAYS:
+            raise BadData(f"{path}: {len(sizes)} arrays; at most {MOST_ARRAYS} are read.")
+        check_room(path, total, LARGEST_SILO_BYTES)
         with numpy.load(path, allow_pickle=False) as opened:
             arrays: dict[str, Any] = {key: opened[key] for key in sizes}
     for key, array in arrays.items():
@@ -150,6 +147,8 @@ def _check_ids(path: Path, ids: numpy.ndarray) -> None:
         raise BadData(
             f"{path}: {IDS} holds {ids.dtype}; ids are whole numbers, or text of at most {LONGEST_ID} characters."
         )
+    if is_text:
+        check_texts(path, IDS, ids)
     kinds, counts = numpy.unique(ids, return_counts=True)
     if len(kinds) < len(ids):
         twice = kinds[int(counts.argmax())]

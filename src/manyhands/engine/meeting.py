@@ -230,7 +230,7 @@ def _read_hello(wire: Wire, deadline: float) -> dict[str, str]:
         raise Broken(f"a hello of {size} bytes; at most {_LARGEST_HELLO_BYTES} are read")
     try:
         found = json.loads(read_exactly(wire, size, deadline))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Broken("a hello that is none") from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise Broken("a hello that is none")

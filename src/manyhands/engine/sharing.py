@@ -44,7 +44,7 @@ class SharingSetting:
     ring_bytes: int = RING_BYTES
     """Of each direction of each pair, taken from the system as it fills for the first time. 0: none, TCP for all."""
     smallest_bytes: int = SMALLEST_SHARED_BYTES
-    """Payloads below this go over the connection: see docs/engine.md."""
+    """Payloads below this go over the connection: see docs/explanation/engine.md."""
 
     def __post_init__(self) -> None:
         if self.ring_bytes and not _SMALLEST_RING_BYTES <= self.ring_bytes <= LARGEST_RING_BYTES:

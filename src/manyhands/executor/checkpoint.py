@@ -33,7 +33,14 @@ from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.units import format_bytes
-from manyhands.files.documents import read_document, sync_folder, write_document, write_failed
+from manyhands.files.documents import (
+    file_mode,
+    make_folder,
+    read_document,
+    sync_folder,
+    write_document,
+    write_failed,
+)
 from manyhands.graph.store import separate
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -109,9 +116,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     temporary = _beside(target, "tmp")
     tensors = {MODEL_FILE: _plain(checkpoint.model), OPTIMIZER_FILE: _plain(checkpoint.optimizer_tensors)}
     try:
-        temporary.mkdir(parents=True)
+        make_folder(temporary)
         for name, state in tensors.items():
             save_file(state, temporary / name)
+            (temporary / name).chmod(file_mode(temporary / name))
             _sync(temporary / name)
         write_document(temporary / STATE_FILE, _document(checkpoint, temporary))
         sync_folder(temporary)

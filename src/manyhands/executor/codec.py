@@ -109,9 +109,11 @@ def pack(data: torch.Tensor, bits: int, error: torch.Tensor | None = None) -> to
 def unpack(packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, bits: int, device: str) -> torch.Tensor:
     """The box that `pack` made these bytes of, on a device: bytes travel there, not numbers."""
     least, greatest = _RANGE.unpack(packed[:HEADER_BYTES].numpy().tobytes())
-    if not (-math.inf < least <= greatest < math.inf):
+    working = _working(dtype)
+    most = torch.finfo(working).max
+    if not (-most <= least <= greatest <= most):
         raise BadValue(f"A packed box says that it lies between {least} and {greatest}.")
-    body, working = _body(packed.to(device), bits), _working(dtype)
+    body = _body(packed.to(device), bits)
     levels = Levels.between(least, greatest, bits, working)
     found = torch.empty(math.prod(shape), dtype=dtype, device=device)
     size = CHUNK if found.device.type == "cpu" else max(1, len(found))

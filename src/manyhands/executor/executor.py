@@ -93,6 +93,8 @@ class Setting:
     trace_steps: range = range(0)
     memory_step: int = -1
     """The step in which tensor bytes are counted; it takes a little longer."""
+    watch_every: int = 0
+    """One round in so many is looked at while the run goes on; 0: none."""
     with_targets: bool = True
     slowdown: float = 1.0
     """Computing takes so many times as long as it must: this device stands for a slower one."""
@@ -122,8 +124,9 @@ class Executor:
         runs_here(self.plan, self.network)
         self.actions = tuple(schedule.every_action(self.device))
         self.recorder = Recorder(
-            DeviceLog(self.device), setting.trace_steps, waits_for_device=self.torch_device.type == "cpu"
-        )
+            DeviceLog(self.device), setting.trace_steps, waits_for_device=self.torch_device.type == "cpu",
+            watch_every=setting.watch_every,
+        )  # fmt: skip
         self.feed = feed_parts(graph, schedule.lowering, self.device, targets=setting.with_targets, held=setting.held)
         self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
         self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
@@ -224,7 +227,7 @@ class Executor:
         while (action := self._next(policy, state)) is not None:
             began, started = time.monotonic(), self._clock()
             self._act(action)
-            if self.torch_device.type == "cuda" and step in self.setting.trace_steps:
+            if self.torch_device.type == "cuda" and self.recorder.is_traced:
                 torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
             if isinstance(action, (Forward, Backward, Step, Send)):
                 self._take_longer(started)

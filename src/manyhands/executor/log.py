@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from manyhands.schedule.actions import Action, Backward, Forward, Message, Reduce
+from manyhands.schedule.glimpse import Glimpse
 
 MOST_SPANS = 20_000
 WARM_UP_ROUNDS = 2
@@ -76,14 +77,22 @@ class Recorder:
     """Steps whose spans are kept."""
     waits_for_device: bool = True
     """Whether an action is over when it ends here: a GPU's are in steps that are traced only."""
+    watch_every: int = 0
+    """One round in so many is looked at while the run goes on; 0: none."""
+    glimpses: list[Glimpse] = field(default_factory=list)
+    """Of the last round that was looked at."""
     _round: list[str] = field(default_factory=list)
     _texts: dict[int, tuple[Action, str]] = field(default_factory=dict)
     """What actions print as: a fixed schedule takes the same ones in every round."""
     step: int = 0
+    is_watched: bool = False
+    """This round is. All devices look at the same ones: they have been through as many."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
         self.step, self._round, self._seconds = step, [], {}
+        self.glimpses = []
+        self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)
         if len(self._texts) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
             self._texts.clear()
 
@@ -108,13 +117,25 @@ class Recorder:
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether it matters now when an action ends."""
+        return self.is_watched or self.step in self.trace_steps
+
     def span(self, action: Action, text: str, start: float, end: float) -> None:
+        if not self.is_traced:
+            return
+        kind = type(action).__name__.lower()
+        track = {"send": "send", "receive": "receive"}.get(kind, "compute")
+        if isinstance(action, Reduce) and action.what == "gradients":
+            track = "send"
         if self.step in self.trace_steps and len(self.log.spans) < MOST_SPANS:
-            kind = type(action).__name__.lower()
-            track = {"send": "send", "receive": "receive"}.get(kind, "compute")
-            if isinstance(action, Reduce) and action.what == "gradients":
-                track = "send"
             self.log.spans.append(MeasuredSpan(self.log.device, track, start, end, kind, text, self.step))
+        if self.is_watched and len(self.glimpses) < MOST_SPANS:
+            stage, micro_batch = getattr(action, "stage", -1), getattr(action, "micro_batch", None)
+            self.glimpses.append(
+                Glimpse(track, kind, start, end, stage, str(micro_batch) if micro_batch is not None else "")
+            )
 
     def end(self) -> None:
         self.log.rounds += 1

@@ -115,6 +115,6 @@ def _load(path: Path) -> PackingCost:
     try:
         return msgspec.convert(raw, PackingCost)
     except msgspec.ValidationError as error:
-        raise BadFile(f"{path}: is not what packing costs: {error}.", hint=_REFRESH) from error
+        raise BadFile(f"{path}: is not what packing costs: {error!s:.300}.", hint=_REFRESH) from error
     except ManyhandsError as error:
         raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error

@@ -29,11 +29,11 @@ def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] 
         match = _PLACE.match(str(problem))
         assert match is not None
         said, path = match.group("said"), (match.group("path") or "").removeprefix(".")
-        place = f"{what}: {path}" if path else what
+        place = f"{what}: {path:.200}" if path else what
         types = list(_types_at(kind, _PART.findall(path)))
         if unknown := _UNKNOWN.match(said):
             hint = did_you_mean(unknown.group(1), _fields(types))
-            raise error(f"{place}: there is no field '{unknown.group(1)}'.", hint=hint) from None
+            raise error(f"{place}: there is no field '{unknown.group(1):.80}'.", hint=hint) from None
         if missing := _MISSING.match(said):
             raise error(f"{place}: the field '{missing.group(1)}' is missing.") from None
         shown = f"{place} is {_SHORT.repr(_lookup(document, path)):.80}"
@@ -42,7 +42,9 @@ def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] 
             value = str(_lookup(document, path))
             hint = did_you_mean(value, choices)
             raise error(f"{shown}; it must be one of {', '.join(choices)}.", hint=hint) from None
-        raise error(f"{shown}: {said[:1].lower()}{said[1:]}.") from None
+        raise error(f"{shown}: {said[:1].lower()}{said[1:300]}.") from None
+    except (ValueError, RecursionError) as problem:  # text that is none, lists inside each other without end
+        raise error(f"{what}: cannot be read: {problem!s:.200}.") from problem
 
 
 def _lookup(document: Any, path: str) -> Any:

@@ -114,6 +114,18 @@ class LabError(ManyhandsError):
     exit_code = 17
 
 
+class NotInstalled(ManyhandsError):
+    """A package that is an extra, asked for where it is not installed."""
+
+    exit_code = 18
+
+
+class Unfit(ManyhandsError):
+    """The doctor found something that would break a run."""
+
+    exit_code = 19
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint naming the closest known names, or all of them when there are few."""
     known = sorted(known)

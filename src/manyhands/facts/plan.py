@@ -31,6 +31,8 @@ WarmUp = Literal["2(P-p)-1", "2(P-p)", "P-p", "2(P-p)+1"]
 BatchNorm = Literal["synchronised", "local"]
 ReplayMode = Literal["grouped", "window"]
 EVERYWHERE = "everywhere"
+BUCKET_BYTES = 4_000_000
+"""Of gradients that are added up together, unless a plan says otherwise."""
 
 
 class Single(msgspec.Struct, frozen=True, tag="single", tag_field="by", forbid_unknown_fields=True):
@@ -124,7 +126,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Graph input -> the device that has it; an input not named is at hand wherever it is read."""
     optimizer_slots: int = 1
     """Numbers the optimiser keeps per parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
-    bucket_bytes: int = 4_000_000
+    bucket_bytes: int = BUCKET_BYTES
     """Weight gradients are reduced in buckets of about this size, while backward goes on."""
     replay: Replay = Replay()
 

@@ -14,6 +14,9 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Single, Stage
 
 BITS = (2, 4, 8, 16, 32)
+MOST_SAMPLES = 10**9
+MOST_MICRO_BATCHES = 10_000
+"""Every one is some actions of every device: a line in a file must not cost all memory."""
 
 
 def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Plan:
@@ -23,14 +26,16 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
     )  # a plan made in Python is held to the same types as one from a file
     if plan.network != network.name:
         raise BadPlan(f"network is '{plan.network}'; the network at hand is '{network.name}'.")
-    if plan.batch_size < 1:
-        raise BadPlan(f"batch_size is {plan.batch_size}; it must be at least 1.")
+    if not 1 <= plan.batch_size <= MOST_SAMPLES:
+        raise BadPlan(f"batch_size is {plan.batch_size}; it must be at least 1 and at most {MOST_SAMPLES}.")
     if plan.micro_batches < 1 or plan.batch_size % plan.micro_batches:
         raise BadPlan(
             f"micro_batches is {plan.micro_batches}; it must divide batch_size = {plan.batch_size}.",
             hint="Choose one of "
             + ", ".join(str(n) for n in range(1, min(plan.batch_size, 1024) + 1) if plan.batch_size % n == 0),
         )
+    if plan.micro_batches > MOST_MICRO_BATCHES:
+        raise BadPlan(f"micro_batches is {plan.micro_batches}; it must be at most {MOST_MICRO_BATCHES}.")
     if not 0 <= plan.optimizer_slots <= 8:
         raise BadPlan(f"optimizer_slots is {plan.optimizer_slots}; it must be between 0 and 8.")
     if plan.bucket_bytes < 1:

@@ -1,6 +1,6 @@
 """How an operator reads its inputs: which part of an input makes a part of the output, axis by axis.
 
-One rule per input axis answers both questions of the geometry (docs/tiles.md):
+One rule per input axis answers both questions of the geometry (docs/explanation/tiles.md):
 
     demand    output interval [a,b)  ->  input interval it needs          (forward: halos)
     touched   input interval [a,b)   ->  output interval it contributes to (backward: delta halos)

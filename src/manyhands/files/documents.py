@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,20 @@ from manyhands.facts.presets import PRESETS, preset
 from manyhands.facts.units import format_bytes
 
 LARGEST_DOCUMENT_BYTES = 64 * 10**6
+LARGEST_YAML_BYTES = 16 * 10**6
+"""YAML takes a hundred times as long to be read as JSON."""
+MOST_YAML_NODES = 10**6
+"""Values in a YAML document, with all that its aliases stand for."""
+MOST_JSON_LISTS = 2_000_000
+"""And objects: an empty one is two letters in the file, and fifty times as much in memory."""
+MOST_DIGITS = 40
+"""Of a whole number."""
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json",)
 SUFFIXES = YAML_SUFFIXES + JSON_SUFFIXES
 _LINE_SEPARATORS = "\x85\u2028\u2029"  # PyYAML reads these back as spaces unless they are escaped
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _LOCAL = re.compile(r"local:\s*(\S*)")
 
 
@@ -33,21 +43,23 @@ def read_document(path: str | Path) -> object:
     """What a YAML or JSON file holds: plain dictionaries, lists, texts and numbers, never objects."""
     path = Path(path)
     is_json = _is_json(path)
-    text = read_text(path)
+    text = read_text(path, LARGEST_DOCUMENT_BYTES if is_json else LARGEST_YAML_BYTES)
     try:
         if is_json:
-            return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
+            return _read_json(text)
         return yaml.load(text, Loader=_Loader)
     except json.JSONDecodeError as error:
         raise BadFile(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BadFile(f"{path}{place}: {error.problem or error.context}.") from error
-    except (yaml.YAMLError, ValueError) as error:  # control characters; numbers and dates that do not exist
-        raise BadFile(f"{path}: {str(error).splitlines()[0]:.200}.") from error
+        raise BadFile(f"{path}{place}: {error.problem or error.context or '?':.200}.") from error
     except RecursionError as error:
         raise BadFile(f"{path}: lists or fields are nested too deeply.") from error
+    except (yaml.YAMLError, ValueError) as error:  # control characters; numbers and dates that do not exist
+        raise BadFile(f"{path}: {(str(error).splitlines() or ['?'])[0]:.200}.") from error
+    except (AttributeError, LookupError, TypeError) as error:  # `!!bool x`, `!!timestamp x` are too much for PyYAML
+        raise BadFile(f"{path}: a value is not what its tag says.") from error
 
 
 def write_document(path: str | Path, data: object) -> None:
@@ -79,8 +91,8 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
     target = Path(os.path.realpath(path))  # through a symbolic link, not over it
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
+        make_folder(target.parent)
+        with open(temporary, "xb", opener=opener) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -91,6 +103,53 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
         raise write_failed(path, error, len(content)) from error
     finally:
         _remove(temporary)
+
+
+# Who may read it
+
+
+def make_folder(folder: str | Path, *, is_private: bool = False) -> None:
+    """Make a folder and those above it, where they are missing. A private one is its owner's alone, whatever the umask;
+    so is the cache. What is inside of a folder is no more open than the folder."""
+    folder, home = Path(folder), cache_folder()
+    missing, place = [], folder
+    while not place.is_dir():
+        missing.append(place)
+        place = place.parent
+    for one in reversed(missing):
+        is_closed = one == home or (is_private and one == folder)
+        one.mkdir(mode=0o700 if is_closed else 0o777 & _rights_below(one.parent), exist_ok=True)
+    if is_private:
+        _close(folder)
+    if home == folder or home in folder.parents:
+        _close(home)
+
+
+def _close(folder: Path) -> None:
+    """Take the world's rights to a folder; those of its group are its owner's choice."""
+    with contextlib.suppress(OSError):  # another's: he decides
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & 0o007:
+            folder.chmod(mode & ~0o007)
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open`: a new file is no more open to others than the folder it is in."""
+    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), file_mode(path))
+
+
+def file_mode(path: str | Path) -> int:
+    """A new file's rights, before the umask takes more of them."""
+    return 0o666 & _rights_below(Path(path).parent)
+
+
+def _rights_below(folder: Path) -> int:
+    """Rights that may be given inside of a folder: all of them, unless the world has none to the folder itself."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return 0o777
+    return 0o777 if mode & 0o007 else 0o700 | (mode & 0o070)
 
 
 def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, what: str = "") -> BadFile:
@@ -150,22 +209,22 @@ def _is_json(path: Path) -> bool:
     return suffix in JSON_SUFFIXES
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> str:
     """All of a file of text, which may be hostile: too large, no text, no file at all."""
     try:
         if path.is_dir():
             raise BadFile(f"{path}: is a folder, not a file.")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size > LARGEST_DOCUMENT_BYTES:
-                raise BadFile(f"{path}: {format_bytes(size)}; at most {format_bytes(LARGEST_DOCUMENT_BYTES)} are read.")
-            content = file.read(LARGEST_DOCUMENT_BYTES + 1)  # it may grow, or be no plain file
+            if size > largest_bytes:
+                raise BadFile(f"{path}: {format_bytes(size)}; at most {format_bytes(largest_bytes)} are read.")
+            content = file.read(largest_bytes + 1)  # it may grow, or be no plain file
     except FileNotFoundError as error:
         raise BadFile(f"{path}: there is no such file.", hint=_neighbours(path)) from error
     except OSError as error:
         raise BadFile(f"{path}: cannot be read: {error.strerror or error}.") from error
-    if len(content) > LARGEST_DOCUMENT_BYTES:
-        raise BadFile(f"{path}: more than {format_bytes(LARGEST_DOCUMENT_BYTES)}, the most that is read.")
+    if len(content) > largest_bytes:
+        raise BadFile(f"{path}: more than {format_bytes(largest_bytes)}, the most that is read.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,6 +242,24 @@ def _neighbours(path: Path) -> str:
     return hint if hint.startswith("Did") else ""
 
 
+def _read_json(text: str) -> object:
+    count = text.count("[") + text.count("{")
+    if count > MOST_JSON_LISTS:
+        raise ValueError(f"it holds {count} lists and objects; at most {MOST_JSON_LISTS} are read")
+    found: object = json.loads(
+        text, parse_constant=_refuse_constant, parse_int=_integer, object_pairs_hook=_refuse_twice
+    )
+    if _HALF_PAIR.search(text):
+        json.dumps(found, ensure_ascii=False).encode()  # half a character pair is no text, and cannot be printed
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"{text[:20]}… is a number of {len(text)} digits; at most {MOST_DIGITS} are read")
+    return int(text)
+
+
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -192,7 +269,31 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only, and no key twice: the second would silently win."""
+    """Plain data only, and no key twice: the second would silently win.
+
+    Aliases are counted as what they stand for: ten lines can stand for a billion values.
+    """
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            count = _node_count(node, {})
+            if count > MOST_YAML_NODES:
+                raise yaml.YAMLError(f"its aliases stand for {count} values; at most {MOST_YAML_NODES} are read")
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        found = super().construct_scalar(node)
+        if isinstance(found, str) and not found.isascii():
+            found.encode()  # half a character pair is no text, and cannot be printed
+        return found
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) > MOST_DIGITS:
+            raise ValueError(
+                f"{node.value[:20]}… is a number of {len(node.value)} digits; at most {MOST_DIGITS} are read"
+            )
+        return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -204,6 +305,25 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def _node_count(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values in a node, each as often as it is referred to; a node inside itself is refused."""
+    count = known.get(id(node))
+    if count is None:
+        known[id(node)] = -1
+        count = 1
+        if isinstance(node, yaml.MappingNode):
+            count += sum(_node_count(key, known) + _node_count(value, known) for key, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            count += sum(_node_count(item, known) for item in node.value)
+        known[id(node)] = count
+    if count < 0:
+        raise yaml.YAMLError("a list or mapping holds itself")
+    return count
 
 
 def _refuse_constant(name: str) -> float:

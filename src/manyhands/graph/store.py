@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from manyhands.facts.errors import BadFile, BadGraph
 from manyhands.facts.network import DTYPE_BYTES
-from manyhands.files.documents import write_text_atomic
+from manyhands.files.documents import make_folder, write_text_atomic
 from manyhands.graph.document import from_document, read_document, state_of, to_document, weights_in
 from manyhands.graph.graph import Graph
 
@@ -46,13 +46,16 @@ def load(folder: str | Path) -> Graph:
     """Read a graph that save() wrote, or somebody else; BadGraph says what is wrong with it."""
     folder = Path(folder)
     document = _read_json(folder / GRAPH_FILE)
-    path = folder / WEIGHTS_FILE
-    _check_header(path, read_document(document))
+    return from_document(document, _read_weights(folder / WEIGHTS_FILE, read_document(document)))
+
+
+def _read_weights(path: Path, graph: Graph) -> dict[str, torch.Tensor]:
+    _check_header(path, graph)
     try:
-        state = load_file(path)
+        state: dict[str, torch.Tensor] = load_file(path)
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-        raise BadGraph(f"{path}: {error}") from error
-    return from_document(document, state)
+        raise BadGraph(f"{path}: {error!s:.300}") from error
+    return state
 
 
 def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -79,7 +82,7 @@ def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _write_weights(state: dict[str, torch.Tensor], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         save_file(state, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

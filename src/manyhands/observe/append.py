@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from manyhands.facts.errors import BadFile, BadValue, unknown
-from manyhands.files.documents import write_failed
+from manyhands.files.documents import file_mode, make_folder, write_failed
 
 _BLOCK_BYTES = 65_536
 _OWN_FIELDS = ("time", "event")
@@ -32,8 +32,8 @@ class LineFile:
         self._is_torn = False
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, flags, 0o666)
+            make_folder(self.path.parent)
+            self._descriptor = os.open(self.path, flags, file_mode(self.path))
             self._mend()
         except OSError as error:
             self.close()

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manyhands.facts.extras import is_here, load
 from manyhands.files.documents import write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_DEVICES = 40
+NO_PLOTS = "No pictures were drawn: they need matplotlib. Type: pip install 'manyhands[plots]'"
 _LONGEST_NAME = 28
 _LONGEST_LINE = 105
 _DOTS_PER_INCH = 120
@@ -21,12 +23,23 @@ _DOTS_PER_INCH = 120
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
     """An empty figure that is drawn by Agg, into memory."""
+    need_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def are_plots_here() -> bool:
+    """Whether pictures can be drawn: matplotlib is an extra."""
+    return is_here("plots")
+
+
+def need_plots() -> None:
+    """Before anything is drawn, and before anything long is done for a picture."""
+    load("matplotlib", "Drawing a picture")
 
 
 def write_figure(figure: Figure, path: Path) -> Path:

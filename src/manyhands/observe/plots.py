@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manyhands.facts.units import format_bytes
-from manyhands.observe.figures import MOST_DEVICES, first_devices, new_figure, short_name, wrapped, write_figure
+from manyhands.observe.figures import (
+    MOST_DEVICES,
+    first_devices,
+    need_plots,
+    new_figure,
+    short_name,
+    wrapped,
+    write_figure,
+)
 from manyhands.observe.timeline import AXIS_LABEL, draw_bands, draw_legend
 from manyhands.observe.trace import SpanLike, from_zero
 
@@ -33,6 +41,7 @@ def draw_losses(
     losses: Sequence[float], path: Path, *, title: str, first_step: int = 0, epoch_steps: int | None = None
 ) -> Path:
     """Loss per step, thin, and its running mean, thick. Values that are not finite are left out, and counted."""
+    need_plots()
     from matplotlib.ticker import MaxNLocator
 
     every = np.asarray(losses, dtype=np.float64)

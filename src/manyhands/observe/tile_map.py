@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.facts.boxes import Box
 from manyhands.facts.units import format_bytes
-from manyhands.observe.figures import MOST_DEVICES, new_figure, short_name, write_figure
+from manyhands.observe.figures import MOST_DEVICES, need_plots, new_figure, short_name, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,6 +72,7 @@ class _Drawing:
 
 def draw_tiles(groups: Sequence[GroupMap], path: Path, *, title: str) -> Path:
     """Write a PNG. Of very many groups those that exchange most are drawn, and the title says so."""
+    need_plots()
     shown = chosen(groups)
     devices = list(dict.fromkeys(device for group in groups for device in group.owned))
     colours = dict(zip(devices, _palette(len(devices))))

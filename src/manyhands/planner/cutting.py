@@ -16,8 +16,9 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.shares import Counts, Numbers
-from manyhands.planner.steps import Batch, Ground, StageTable, Steps
+from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
 from manyhands.schedule.tiles import maps_of
 

@@ -9,8 +9,9 @@ from itertools import combinations, pairwise, product
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.network import Network, Op, TensorSpec, WeightSpec
 from manyhands.facts.profile import Profile
+from manyhands.planner.ground import Batch, by_memory
 from manyhands.planner.hybrid import PlannedStage
-from manyhands.planner.steps import Batch, Step, by_memory, round_seconds
+from manyhands.planner.steps import Step, round_seconds
 
 
 class Exhaustive:

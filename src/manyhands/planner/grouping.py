@@ -11,7 +11,7 @@ whatever the padding; a pooling whose windows do not overlap needs nothing. An a
 Multiply-accumulates are counted on the grown input tile of a layer, over the stride, in both directions (§5.1).
 
 The model is the paper's, to the letter. It prices an interior tile in abstract units and leaves out what backward
-groups must fetch to be exact (docs/tiles.md); what a real plan costs is the simulator's business.
+groups must fetch to be exact (docs/explanation/tiles.md); what a real plan costs is the simulator's business.
 """
 
 from __future__ import annotations

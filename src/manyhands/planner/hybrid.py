@@ -30,8 +30,9 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
+from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, by_memory, orders
 from manyhands.planner.shares import Counts, Numbers
-from manyhands.planner.steps import MOST_WITH_GAPS, Batch, Ground, StageTable, Steps, by_memory, orders
+from manyhands.planner.steps import StageTable, Steps
 
 USUAL = Batch(1, 1)
 FIRST_CUTS = 6

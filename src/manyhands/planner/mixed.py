@@ -25,12 +25,13 @@ import msgspec
 import numpy
 
 from manyhands.facts.errors import ManyhandsError
-from manyhands.facts.plan import ByTiles, Plan, Stage
+from manyhands.facts.plan import BUCKET_BYTES, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import layer_range
+from manyhands.planner.ground import Batch, Ground, Pairs, sizes
 from manyhands.planner.hybrid import coarse_cuts, pipelines, planned_stage
 from manyhands.planner.pricing import alike
 from manyhands.planner.shares import Counts, Numbers
-from manyhands.planner.steps import Batch, Ground, Pairs, StageTable, sizes
+from manyhands.planner.steps import StageTable
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import TileSteps, Tiling
 from manyhands.schedule.tiles import tileable_layers
@@ -48,7 +49,6 @@ MOST_REPEATING = 6
 """Plans of each search that are worth a simulation."""
 MOST_LINES = 300_000
 """Stages that a full search of pipelines with tiles may look at; beyond, cuts are only the promising ones."""
-BUCKET_BYTES = 4_000_000
 FEWER_TILES = 1
 """Numbers of the fastest devices that tiles are tried on beside all."""
 

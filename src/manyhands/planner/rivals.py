@@ -27,9 +27,9 @@ from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
+from manyhands.planner.ground import Batch, by_memory
 from manyhands.planner.hybrid import batches, pipelines
 from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_micro_batches
-from manyhands.planner.steps import Batch, by_memory
 from manyhands.planner.task import Price, Task, fitting
 
 MOST_TRIED = 5

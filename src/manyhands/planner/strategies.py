@@ -24,13 +24,13 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, unknown
 from manyhands.facts.plan import ByTiles, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
+from manyhands.planner.ground import Batch, sizes
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.mixed import mixed_plans, promising_tiles
 from manyhands.planner.pricing import subcluster
 from manyhands.planner.refining import FEW, refined, shortened, soon
 from manyhands.planner.rivals import SYNCHRONOUS
 from manyhands.planner.simple import samples, single
-from manyhands.planner.steps import Batch, sizes
 from manyhands.planner.task import Candidate, Price, Task, fitting
 from manyhands.planner.tile_plans import tiles, with_best_groups
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network, Op
+from manyhands.planner.ground import Batch, Ground, Group, every_group
 from manyhands.planner.shares import Counts, Numbers, Shares
-from manyhands.planner.steps import Batch, Ground, Group, StageTable, Steps, every_group
+from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
 from manyhands.schedule.tiles import maps_of
 

@@ -53,7 +53,7 @@ def load_profile(path: str | Path, network: Network | None = None, machine: Mach
         if network is not None:
             profile.check_matches(network)
     except msgspec.ValidationError as error:
-        raise BadFile(f"{path}: is not a profile: {error}.", hint=_REFRESH) from error
+        raise BadFile(f"{path}: is not a profile: {error!s:.300}.", hint=_REFRESH) from error
     except ManyhandsError as error:
         raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error
     if machine is not None and profile.source == "measured" and profile.machine != machine.text:

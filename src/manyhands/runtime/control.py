@@ -34,8 +34,11 @@ from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
+from manyhands.runtime.identity import Identity
+from manyhands.runtime.knocking import Answer
+from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -93,6 +96,8 @@ class Job(msgspec.Struct, frozen=True):
     trace_last: int
     memory_step: int
     wait_limit_seconds: float
+    watch_every: int = 0
+    """One round in so many is looked at while the run goes on; 0: none."""
     held: tuple[str, ...] = ()
     """Inputs and targets that the device takes from its silo: it is sent the numbers of its rows."""
 
@@ -104,6 +109,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     host: str
     port: int
     facts: Facts
+    identity: Identity = Identity()
+    is_named: bool = True
+    """Its name was given by hand; else it may be called otherwise."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -125,8 +133,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Every version can read it: fields may come, with defaults, and none may go."""
+
     reason: str
     hint: str
+    name: str = ""
+    """Under this name it may join."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -163,6 +175,15 @@ class Arrival(msgspec.Struct, frozen=True):
     ago: float
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """What a device did in a round, for those who look on, and what it holds."""
+
+    spans: tuple[Glimpse, ...]
+    """By the device's clock."""
+    resident_bytes: int
+    peak_bytes: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """A round is done."""
 
@@ -177,6 +198,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     arrivals: tuple[Arrival, ...] = ()
     sent: dict[str, int] = {}
     """Bytes sent to each device in this generation so far, without copies of state."""
+    seen: Seen | None = None
+    """Of a round that was looked at."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -331,6 +354,22 @@ class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
 class Clock(msgspec.Struct, frozen=True, tag="clock"):
     ticket: int
     seconds: float
+    """Of a clock that only goes forward, from nobody knows when."""
+    wall_seconds: float = 0.0
+    """Since 1970, as the machine has it; 0: not said."""
+
+
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    """Connect to each of these once and say what came of it."""
+
+    generation: int
+    peers: dict[str, Address]
+    limit_seconds: float
+
+
+class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
+    generation: int
+    answers: dict[str, Answer]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -360,10 +399,18 @@ Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
     | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
     | Holding | Leaving | Reshape | Stepped | EndAt | AskIds | Ids
+    | Knock | Knocked
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+
+
+class _Anybody(msgspec.Struct):
+    """A hello of any version."""
+
+    version: str
+    protocol: int
 
 
 def encode(message: Said) -> bytes:
@@ -376,5 +423,14 @@ def decode(data: bytes) -> Said:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Refused(
-            f"A control message cannot be read: {error}.", hint="Is the same version of manyhands on both sides?"
+            f"A control message cannot be read: {error!s:.300}.", hint="Is the same version of manyhands on both sides?"
         ) from error
+
+
+def spoken(data: bytes) -> tuple[str, int] | None:
+    """The version and protocol that somebody speaks whose hello cannot be read; None where it is no hello at all."""
+    try:
+        found = msgspec.json.decode(data, type=_Anybody)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return found.version, found.protocol

@@ -1,7 +1,7 @@
 """The coordinator: one port where workers join, what they say as events in one queue, and an endpoint of its own.
 
 with Coordinator.local_cluster(cluster) as coordinator:        # workers are started here
-with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker --join HOST:7077 --token T
+with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker, or --join HOST:7077
     coordinator.wait_for(3)
     coordinator.invite("cloud.example.org", 7078, token)   # one that listens: see `inviting`
 """
@@ -34,7 +34,9 @@ from manyhands.engine.transport import (
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.version import __version__
 from manyhands.runtime.control import (
+    PROTOCOL,
     AskClock,
     Beat,
     Clock,
@@ -45,9 +47,13 @@ from manyhands.runtime.control import (
     Said,
     decode,
     encode,
+    spoken,
 )
+from manyhands.runtime.discovery import Announcer, can_announce, interface_asked
+from manyhands.runtime.event_queue import EventQueue
+from manyhands.runtime.household import household_token
 from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
-from manyhands.runtime.members import Event, Joined, Lost, Member, judged, welcomed
+from manyhands.runtime.members import Event, Joined, Lost, Member, is_back, judged, other_version, welcomed
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.watch import SILENCE_SECONDS, Watch
 
@@ -60,7 +66,11 @@ _BEATS_IN_SILENCE = 4
 _LOOKS_IN_SILENCE = 8
 _HELLO_SECONDS = 10.0
 _WELCOME_SECONDS = 2.0
+_LEAVE_SECONDS = 0.3
 _CLOCK_TRIES = 5
+_MOST_CLOCKS = 10_000
+_MOST_GUESTS = 1200
+"""Connected at once: each has a thread."""
 _PROBE_TICKET = -1
 """Of an answer that nobody looks at: that it came is enough."""
 _EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -83,7 +93,12 @@ class Coordinator:
         most: int | None = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
+        announce: bool = True,
+        title: str = "",
     ) -> None:
+        """`token`: empty: the household's where other machines can join, else a new one. `announce`: where they can,
+        tell the network, so that they find it without --join; `title` is what the run is called there.
+        """
         silence_seconds *= patience
         if not 0 < beat_seconds < math.inf:
             raise BadValue(f"beat_seconds is {beat_seconds:g}; it must be > 0 and finite.")
@@ -94,16 +109,17 @@ class Coordinator:
             )
         if most is not None and most < 1:
             raise BadValue(f"At most {most} workers may join; it must be at least 1.")
+        interface = interface_asked()
         self.silence_seconds, self.beat_seconds = silence_seconds, beat_seconds
         self.clock = clock
         """By which silence is judged."""
         self.transport = transport or TcpTransport()
-        self.token = token or new_token()
-        self.encrypted = not is_loopback(host)
-        self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
         self.on_event = on_event or (lambda text: None)
+        self.encrypted = not is_loopback(host)
+        self.token = token or (household_token(self.on_event) if self.encrypted else new_token())
+        self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
         self.members: dict[str, Member] = {}
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events = EventQueue()
         self.local = LocalWorkers(logs=logs)
         self.wanted: set[str] | None = None
         """Names that may join; None: any."""
@@ -116,7 +132,7 @@ class Coordinator:
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
-        self._clocks: dict[tuple[str, int], float] = {}
+        self._clocks: dict[tuple[str, int], Clock] = {}
         self._tickets = itertools.count(_PROBE_TICKET - 1, -1)
         self._watch = Watch(silence_seconds)
         self._watching = threading.Lock()
@@ -137,6 +153,9 @@ class Coordinator:
         ]
         for thread in self._threads:
             thread.start()
+        self._announcer: Announcer | None = None
+        if announce and can_announce(host, interface):
+            self._announcer = Announcer(self.address, self.token, title, self.on_event, interface)
 
     @classmethod
     def local_cluster(
@@ -201,6 +220,8 @@ class Coordinator:
                 self.local.stop()
             finally:
                 self._disconnect()
+                if self._announcer is not None:
+                    self._announcer.close()
 
     def _disconnect(self) -> None:
         """No thread and no descriptor is left."""
@@ -209,11 +230,20 @@ class Coordinator:
         self._threads[0].join(2)  # nobody is let in from now on
         with self._change:
             guests = dict(self._guests)
+            told = [guests[member.channel] for member in self.members.values() if member.channel in guests]
+        end = time.monotonic() + _LEAVE_SECONDS
+        for thread in told:  # one that is cut off while it speaks never reads that it may go
+            thread.join(max(0.0, end - time.monotonic()))
         for channel in guests:
             channel.close()
         for thread in (*guests.values(), *self._threads):
             if thread is not threading.current_thread():
                 thread.join(2)
+
+    @property
+    def is_closing(self) -> bool:
+        """Everybody is sent away: whoever is lost from now on was not."""
+        return self._closing.is_set()
 
     def alive(self) -> list[Member]:
         """Those who have joined and are not lost."""
@@ -247,10 +277,16 @@ class Coordinator:
                     )
                 self._change.wait(min(left, 0.2))
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether workers can find it by themselves, as far as that is known here."""
+        return self._announcer is not None
+
     def join_command(self) -> str:
+        """For hints, which are kept in logs: the token is not in it."""
         host, port = self.address
-        shown = "HOST" if host in _EVERY_ADDRESS else host
-        return f"manyhands worker --join {shown}:{port} --token {self.token}"
+        shown = "HOST" if host in _EVERY_ADDRESS else f"[{host}]" if ":" in host else host
+        return f"manyhands worker --join {shown}:{port} --token TOKEN"
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -299,7 +335,7 @@ class Coordinator:
             target=self._greet, args=(channel, invitation, found or Future()), name="coordinator guest", daemon=True
         )
         with self._change:
-            is_late = self._closing.is_set()
+            is_late = self._closing.is_set() or len(self._guests) >= _MOST_GUESTS
             if not is_late:
                 self._guests[channel] = thread
                 thread.start()
@@ -335,11 +371,19 @@ class Coordinator:
         try:
             hello = decode(data)
         except ManyhandsError as error:
-            return self._refuse(channel, "somebody", Refusal(error.message, error.hint))
+            theirs = spoken(data)
+            refusal = Refusal(error.message, error.hint)
+            if theirs is not None and theirs != (__version__, PROTOCOL):
+                refusal = other_version("This worker", *theirs)
+            return self._refuse(channel, "somebody", refusal)
         if isinstance(hello, Refusal) and invitation is not None:
             return hello
         if not isinstance(hello, Hello):
             return self._refuse(channel, "somebody", Refusal("A worker says first who it is.", "Start it anew."))
+        known = self.members.get(hello.name)
+        if known is not None and is_back(hello, known):
+            self._lose(known, "it has come back over another connection")
+            known.channel.close()
         with self._change:  # of two with one name the second is refused
             found = judged(hello, channel, invitation, self.members, self.wanted, self.most)
             if isinstance(found, Member):
@@ -359,7 +403,8 @@ class Coordinator:
         return found
 
     def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> Refusal:
-        self.on_event(f"refused {name:.64} from {channel.peer_host}: {refusal.reason}")
+        verdict = f"{name:.64} from {channel.peer_host} is called {refusal.name} here" if refusal.name else ""
+        self.on_event(f"{verdict or f'refused {name:.64} from {channel.peer_host}'}: {refusal.reason}")
         channel.send(encode(refusal), _WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
             channel.receive(2.0)  # let it read before the connection goes
@@ -369,7 +414,7 @@ class Coordinator:
         """What one worker says goes into the queue; a broken connection too."""
         reason, unfinished_bytes = "", 0
         try:
-            while not self._closing.is_set():
+            while True:  # until the channel ends, here or there
                 data = member.channel.receive(self.beat_seconds)
                 if data is None and member.channel.unfinished_bytes == unfinished_bytes:
                     continue
@@ -379,10 +424,12 @@ class Coordinator:
                     continue  # it is still speaking
                 message = decode(data)
                 if isinstance(message, Clock):
-                    self._clocks[(member.name, message.ticket)] = message.seconds
+                    if len(self._clocks) >= _MOST_CLOCKS:
+                        self._clocks.clear()  # nobody asked for so many
+                    self._clocks[(member.name, message.ticket)] = message
                 elif not isinstance(message, Beat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
-                    self.events.put((member.name, message))
+                    self.events.put((member.name, message), len(data))
         except ManyhandsError as error:
             reason = error.message.rstrip(".")
         except Exception as error:
@@ -518,8 +565,12 @@ class Coordinator:
         found[COORDINATOR] = meeting_address(asking, (COORDINATOR, None), (host, port))
         return found
 
-    def set_clocks(self, names: Iterable[str]) -> None:
-        """How far each worker's clock is from this one: the middle of the quickest of a few round trips."""
+    def set_clocks(self, names: Iterable[str]) -> dict[str, float]:
+        """How far each worker's clocks are from this one's: the middle of the quickest of a few round trips.
+
+        Returns its seconds, for each worker that answered.
+        """
+        found: dict[str, float] = {}
         for name in names:
             best = float("inf")
             for ticket in range(_CLOCK_TRIES):
@@ -528,14 +579,18 @@ class Coordinator:
                 self.say(name, AskClock(ticket))
                 while (name, ticket) not in self._clocks and time.monotonic() - start < 2.0:
                     if self.members[name].is_lost:
-                        return  # it is in the events
+                        return found  # it is in the events
                     time.sleep(0.0002)
                 end = time.monotonic()
                 if (name, ticket) not in self._clocks:
                     break
                 if end - start < best:
-                    best = end - start
-                    self.members[name].clock_offset_seconds = (start + end) / 2 - self._clocks[(name, ticket)]
+                    best = found[name] = end - start
+                    clock, member = self._clocks[(name, ticket)], self.members[name]
+                    member.clock_offset_seconds = (start + end) / 2 - clock.seconds
+                    if clock.wall_seconds:
+                        member.wall_offset_seconds = time.time() - (end - start) / 2 - clock.wall_seconds
+        return found
 
     def new_generation(self) -> int:
         self.generation += 1

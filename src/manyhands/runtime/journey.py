@@ -4,13 +4,14 @@ a worker is lost      the others stop where they are and say what they have; the
                       which everything exists, with a plan for those who are left; where something was on the lost
                       worker alone, from the last checkpoint
 one joins or leaves   the round under way is ended first: nothing is run again
+it is to stop         likewise; then whoever has the latest state gives it to the coordinator, and that is the end
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from manyhands.runtime.control import Arrival, Failed, Holding, Retain, Survey
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.crew import Crew, Tell
 from manyhands.runtime.crew import Endurance as Endurance
+from manyhands.runtime.living import Living
 from manyhands.runtime.members import Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
@@ -86,6 +88,8 @@ class Travelled(Outcome):
     """What came of all of it. Logs and plan are the last generation's."""
 
     plan: Plan | None = None
+    is_stopped: bool = False
+    """It was asked to stop, and did before the last step."""
     generations: int = 1
     replayed_steps: int = 0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -109,9 +113,12 @@ class Journey:
         on_snapshot: OnSnapshot | None = None,
         tell: Tell | None = None,
         pilot: Pilot | None = None,
+        living: Living | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.coordinator, self.order, self.batches = coordinator, order, batches
-        self.replan, self.endurance, self.pilot = replan, endurance, pilot
+        self.should_stop = should_stop or (lambda: False)
+        self.replan, self.endurance, self.pilot, self.living = replan, endurance, pilot, living
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
         self.tell: Tell = tell or (lambda event, /, **facts: None)
@@ -139,6 +146,7 @@ class Journey:
             run = self._run = Run(
                 self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
                 should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
+                on_progress=self.living.told if self.living is not None else None,
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -155,6 +163,12 @@ class Journey:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
                 return self.outcome
+            if self.should_stop():
+                order = self._to_stop(run, order)
+                if order.start.steps_done == order.last_step:
+                    self.outcome.state, self.outcome.plan = order.start, order.plan
+                    return self.outcome
+                continue
             order = self._after_pause(run, order)
 
     def _leg(self, order: Order) -> Order:
@@ -170,6 +184,8 @@ class Journey:
     def _arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
         if self.pilot is not None and arrivals:
             self.pilot.arrived(device, arrivals)
+        if self.living is not None:
+            self.living.arrived(device, arrivals)
 
     def _stepped(self, step: int, loss: float | None, seconds: float) -> None:
         if step < self._furthest:
@@ -211,6 +227,8 @@ class Journey:
         """Whether somebody has come, or wants to go, since the plan was made."""
         run = self._run
         assert run is not None
+        if self.should_stop():
+            return True
         if self._crew.has_changed(run.names) or self._crew.is_leaving(run.names):
             return self._crew.has_changed(run.names)
         if self.pilot is None or run.steps_updated == run.first:  # each plan has one step at least
@@ -245,6 +263,21 @@ class Journey:
         since = time.monotonic()
         self._crew.tell_of_change(run.names)
         return self._next(order, since, WorkerLost("Nobody is left."))
+
+    def _to_stop(self, run: Run, order: Order) -> Order:
+        """No step more: the latest state is saved, by the plan there is, as long as everybody of it is here."""
+        self.outcome.is_stopped = True
+        error = WorkerLost("Nobody is left.")
+        if set(run.names) <= {member.name for member in self.coordinator.alive()}:
+            order = dataclasses.replace(order, located=self._surveyed(error), start=self.saved)
+        else:
+            order = self._next(order, time.monotonic(), error)
+        assert order.located is not None
+        last = order.located.steps_done
+        return dataclasses.replace(
+            order, last_step=last, snapshots=(last,), backup_every=0, trace_steps=range(0), memory_step=-1,
+            watch_every=0,
+        )  # fmt: skip
 
     def _next(self, order: Order, since: float, error: ManyhandsError, lost: str = "") -> Order:
         """The order of the next generation. Whoever is lost while it is made is not in it."""
@@ -283,7 +316,7 @@ class Journey:
         patience = self.coordinator.security.patience
         limit = time.monotonic() + SURVEY_SECONDS * patience
         while True:
-            self._crew.wait_for_enough(error)
+            self._crew.wait_for_enough(error, self._check_waiting)
             answers = self._ask(self.coordinator.alive(), limit)
             if answers is not None:
                 break
@@ -300,6 +333,11 @@ class Journey:
         for name in answers:  # of the state that was found some is at one place only, until it has been given away
             self.coordinator.say(name, Retain(self._safe, found.steps_done, keeps))
         return found
+
+    def _check_waiting(self) -> None:
+        """Others may take long to come, or never do: there is nothing to wait for where no step is wanted."""
+        if self.should_stop():
+            raise KeyboardInterrupt
 
     def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:
         """What each of them has; None: somebody was lost meanwhile."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import TimedOut, error_named
 from manyhands.facts.optimizer import Optimizer
@@ -13,8 +14,23 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.blame import culprit, is_witness, lost
-from manyhands.runtime.control import AskIds, Failed, Ids, Measure, Measured, Probed, ProbeLinks, Ready, Start, Stop
+from manyhands.runtime.control import (
+    AskIds,
+    Failed,
+    Ids,
+    Knock,
+    Knocked,
+    Measure,
+    Measured,
+    Probed,
+    ProbeLinks,
+    Ready,
+    Start,
+    Stop,
+)
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.knocking import LIMIT_SECONDS as LIMIT_OF_KNOCK
+from manyhands.runtime.knocking import Answer, knock_everywhere
 from manyhands.runtime.members import Lost
 
 LIMIT_SECONDS = 300.0
@@ -73,6 +89,17 @@ def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[s
     return {name: link for name, one in found.items() for link in one.links.values()}
 
 
+def knock_between(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, Answer]]:
+    """Who connects -> to whom -> what came of it, for every pair of these workers and the coordinator."""
+    generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
+    for name in wanted:
+        coordinator.say(name, Knock(generation, coordinator.addresses(wanted, name), LIMIT_OF_KNOCK))
+    own = coordinator.addresses(wanted, COORDINATOR, with_coordinator=False)
+    found = {COORDINATOR: knock_everywhere(COORDINATOR, own, LIMIT_OF_KNOCK)}
+    answers = _answers(coordinator, generation, wanted, Knocked, "reach the others", PROBE_SECONDS)
+    return found | {name: answers[name].answers for name in wanted}
+
+
 def ask_ids(coordinator: Coordinator, names: Iterable[str]) -> dict[str, bytes]:
     """Worker -> the digests of the ids of the samples it has itself, in the order of its rows."""
     generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
@@ -82,7 +109,7 @@ def ask_ids(coordinator: Coordinator, names: Iterable[str]) -> dict[str, bytes]:
     return {name: found[name].digests for name in wanted}
 
 
-T = TypeVar("T", Measured, Probed, Ready, Ids)
+T = TypeVar("T", Measured, Probed, Ready, Ids, Knocked)
 
 
 def _answers(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.engine.transport import ControlChannel
@@ -12,6 +13,7 @@ from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Welcome
+from manyhands.runtime.identity import Identity
 from manyhands.runtime.inviting import Invitation
 
 
@@ -24,8 +26,11 @@ class Member:
     address: tuple[str, int]
     device: Device
     facts: Facts
+    identity: Identity
     clock_offset_seconds: float = 0.0
     """Add to the worker's clock to get this process'."""
+    wall_offset_seconds: float | None = None
+    """The same of the time of day; None: not known."""
     is_lost: bool = False
     reason: str = ""
     """Why it is lost."""
@@ -74,16 +79,14 @@ def judged(
 ) -> Member | Refusal:
     """Whether a worker that has said who it is may join; `wanted`: under one of these names; `most`: so many may."""
     if hello.protocol != PROTOCOL or hello.version != __version__:
-        return Refusal(
-            f"{hello.name:.64} runs manyhands {hello.version:.20}; the coordinator runs {__version__}.",
-            f"On that device: pip install manyhands=={__version__}",
-        )
+        return other_version(f"{hello.name:.64}", hello.version, hello.protocol)
+    may_choose = wanted is None and invitation is None
+    if (name := name_for(hello, members) if may_choose else hello.name) != hello.name:
+        return namesake(hello, members[hello.name], name)
     known = members.get(hello.name)
     if known is not None and not known.is_lost:
-        return Refusal(
-            f"A worker called {hello.name:.64} has joined already, from {known.channel.peer_host}.",
-            "Give each its own: manyhands worker --name NAME ...",
-        )
+        taken = {member.name for member in members.values() if not member.is_lost}
+        return namesake(hello, known, free=sorted(set(wanted or ()) - taken))
     if wanted is not None and hello.name not in wanted and invitation is None:
         names = ", ".join(sorted(wanted))
         return Refusal(
@@ -106,7 +109,64 @@ def judged(
         address = channel.peer_host, invitation.port
     else:
         address = hello.host, hello.port
-    return Member(hello.name, channel, address, device, hello.facts, invitation=invitation)
+    return Member(hello.name, channel, address, device, hello.facts, hello.identity, invitation=invitation)
+
+
+def other_version(who: str, version: str, protocol: int) -> Refusal:
+    """For a worker that speaks otherwise; one that says the same version speaks another protocol."""
+    if version != __version__:
+        theirs, ours = f"manyhands {version:.20}", __version__
+    else:
+        theirs, ours = f"manyhands {version:.20} with protocol {protocol}", f"{__version__} with {PROTOCOL}"
+    return Refusal(
+        f"{who} runs {theirs}; the coordinator runs {ours}.", f"On that device: pip install manyhands=={__version__}"
+    )
+
+
+def is_back(hello: Hello, known: Member) -> bool:
+    """Whether a worker is the very one that is known: its connection broke, and it has come again."""
+    return bool(hello.identity.process) and hello.identity.process == known.identity.process
+
+
+def name_for(hello: Hello, members: Mapping[str, Member]) -> str:
+    """What a worker is called here: a name given by hand stays; a host's name that another machine has, or had and may
+    come back to, gets a number. Who was here before is called as before."""
+    if hello.is_named:
+        return hello.name
+    process, machine = hello.identity.process, hello.identity.machine
+    before = [one.name for one in members.values() if process and one.identity.process == process]
+    if before and hello.name not in before and members[before[-1]].is_lost:
+        return before[-1]
+
+    def is_free(name: str) -> bool:
+        known = members.get(name)
+        return known is None or (known.is_lost and known.identity.machine in ("", machine))
+
+    numbered = (f"{hello.name:.60}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([hello.name], numbered) if is_free(name))
+
+
+def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = ()) -> Refusal:
+    """For a worker whose name another has: `name` is what it may be called here; else it is refused, and the fix said.
+
+    `free`: names that this run still waits for."""
+    here = "has joined already" if not known.is_lost else "was here before"
+    reason = f"A worker called {hello.name:.64} {here}, from {known.channel.peer_host}"
+    own, other = hello.identity, known.identity
+    if own.machine and own.machine == other.machine:
+        why, fix = ", the same machine.", "Give each worker of a machine a name: manyhands worker --name NAME"
+    elif own.system and own.system == other.system:
+        why = ", another machine with the same system: its SD card or disk is a copy."
+        fix = (
+            "On one of the two, for good: sudo hostnamectl set-hostname NAME; sudo rm -f /etc/machine-id "
+            "/var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo reboot. Or: manyhands worker --name NAME"
+        )
+    else:
+        why = "."
+        fix = "Give one of the two another: sudo hostnamectl set-hostname NAME, or manyhands worker --name NAME"
+    if free:
+        fix = f"Join under a name that is still free ({', '.join(free):.400}): manyhands worker --name NAME\n{fix}"
+    return Refusal(reason + why, fix, name)
 
 
 def welcomed(name: str, silence_seconds: float, beat_seconds: float, shaping: Cluster | None) -> Welcome:

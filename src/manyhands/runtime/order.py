@@ -46,6 +46,8 @@ class Order:
     trace_steps: range = range(0)
     memory_step: int = -1
     """The step in which every device counts the bytes it holds."""
+    watch_every: int = 0
+    """One round in so many is looked at by whoever looks on; 0: none."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
     located: Located | None = None
     """Where the state lies that it starts from; None: all of `start` is here."""

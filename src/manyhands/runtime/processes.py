@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
 
 from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
-from manyhands.files.documents import write_failed
+from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
@@ -36,6 +37,8 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _TAIL_BYTES = 2000
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_started: WeakSet[LocalWorkers] = WeakSet()
+"""Those of this process."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class WorkerProcess:
     """A file of samples that only they have."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LocalWorkers:
     """Processes of workers on this machine."""
 
@@ -71,6 +74,7 @@ class LocalWorkers:
         joins_later: bool = False,
     ) -> None:  # fmt: skip
         """`joins_later`: a job is under way, which is not to wait while they load what they need."""
+        _started.add(self)
         for one in wanted:
             name = one.device or one.names[0]
             words = [
@@ -111,8 +115,8 @@ class LocalWorkers:
             return open(os.devnull, "ab")
         path = self.logs / f"{name}.log"
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            return open(path, "ab")
+            make_folder(self.logs, is_private=True)
+            return open(path, "ab", opener=opener)
         except OSError as error:
             raise write_failed(path, error) from error
 
@@ -154,6 +158,10 @@ class LocalWorkers:
             self._wait(_ASKED_SECONDS)
             self.processes.clear()
 
+    def kill(self) -> None:
+        """All end, and nobody waits for it."""
+        self._signal(signal.SIGKILL)
+
     def _wait(self, limit_seconds: float) -> None:
         end = time.monotonic() + limit_seconds
         for process in self.processes.values():
@@ -165,6 +173,12 @@ class LocalWorkers:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
+
+
+def kill_started() -> None:
+    """Every worker that this process has started ends at once, and nobody waits for it."""
+    for workers in list(_started):
+        workers.kill()
 
 
 def pin_process(process: int, core: int) -> None:

@@ -2,7 +2,9 @@
 
 config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
 events.jsonl  metrics.csv                                what happened, line by line
+live.json  round.json                                    how it goes now, or how it ended (observe/live.py)
 devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
+tensorboard/                                             the same for TensorBoard, if asked for
 checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
 workers/*.log                                            what local workers printed
 """
@@ -30,9 +32,11 @@ from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Profile
-from manyhands.files.documents import read_document, write_document, write_failed, write_text_atomic
+from manyhands.files.documents import make_folder, read_document, write_document, write_failed, write_text_atomic
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
+from manyhands.observe.tensorboard import TensorBoard
+from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
@@ -47,8 +51,12 @@ class RunRecord:
     def __init__(self, folder: Path, *, steps_done: int | None = None) -> None:
         """`steps_done`: of the run that goes on in this folder; None: a new one begins, in a folder without another."""
         self.folder = folder
+        self.living: Living | None = None
+        """Shows the run to others while it goes on."""
+        self.board: TensorBoard | None = None
+        """Writes the same for TensorBoard, where it was asked for."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, is_private=True)
         except OSError as error:
             raise write_failed(folder, error, what="the folder") from error
         if steps_done is not None:
@@ -70,9 +78,13 @@ class RunRecord:
     def close(self) -> None:
         self._events.close()
         self._metrics.close()
+        if self.board is not None:
+            self.board.close()
 
     def event(self, event: str, /, **facts: Any) -> None:
         self._events.write_event(event, **facts)
+        if self.board is not None:
+            self.board.event(event, facts)
 
     def decided(self, config: Mapping[str, Any], cluster: Cluster, profile: Profile, plan: Plan) -> None:
         """What was asked for, known and decided."""
@@ -80,12 +92,18 @@ class RunRecord:
         write_document(self.folder / "cluster.yaml", cluster.to_dict())
         write_document(self.folder / "profile.json", msgspec.to_builtins(profile.devices))
         write_document(self.folder / "plan.yaml", plan.to_dict())
+        if self.board is not None:
+            self.board.decided(config, plan.to_dict())
 
     def step(
         self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None = None
     ) -> None:
+        if self.living is not None:
+            self.living.stepped(step, epoch, loss, seconds, samples)
         self._metrics.write(step=step, epoch=epoch, loss=loss, seconds=seconds, staleness=staleness,
                             samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
+        if self.board is not None:
+            self.board.step(step, epoch, loss, seconds, samples, staleness)
 
     def losses(self) -> list[float]:
         """Every step's loss so far, from the file."""
@@ -143,6 +161,8 @@ class RunRecord:
             "bytes_by_use": dict(bytes_by_use),
         }
         write_document(self.folder / "devices.json", document)
+        if self.board is not None:
+            self.board.devices({name: log.peak_bytes for name, log in logs.items()})
 
 
 def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -177,7 +197,8 @@ def new_folder(job: str, *names: str) -> Path:
     folder, number = base, 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            make_folder(folder.parent)
+            folder.mkdir(mode=0o700)
             return folder
         except FileExistsError:
             number += 1

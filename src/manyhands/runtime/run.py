@@ -88,6 +88,7 @@ class Outcome:
 OnStep = Callable[[int, float | None, float], None]
 OnSnapshot = Callable[[RunState], None]
 OnArrivals = Callable[[str, tuple[Arrival, ...]], None]
+OnProgress = Callable[[str, Progress], None]
 
 
 class Run:
@@ -103,6 +104,7 @@ class Run:
         on_safe: Callable[[int], None] | None = None,
         should_pause: Callable[[], bool] | None = None,
         on_arrivals: OnArrivals | None = None,
+        on_progress: OnProgress | None = None,
         since: int | None = None,
     ) -> None:
         self.coordinator = coordinator
@@ -111,6 +113,7 @@ class Run:
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
         self.on_arrivals = on_arrivals or (lambda name, arrivals: None)
+        self.on_progress = on_progress or (lambda name, message: None)
         self.schedule = Schedule(order.plan, order.graph.network)
         self.stride = order.plan.steps_per_round
         self.names = order.plan.devices
@@ -237,7 +240,7 @@ class Run:
             return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(self.everybody)
 
         self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS * patience)
-        if self.order.trace_steps:
+        if self.order.trace_steps or self.order.watch_every:
             self.coordinator.set_clocks(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:
@@ -268,7 +271,7 @@ class Run:
             sources=self.sources[name],
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
-            memory_step=order.memory_step,
+            memory_step=order.memory_step, watch_every=order.watch_every,
             wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.held_by(name))),
         )  # fmt: skip
 
@@ -416,6 +419,7 @@ class Run:
         self._done_step[name] = self._updated[name] = message.step
         self.on_arrivals(name, message.arrivals)
         self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})
+        self.on_progress(name, message)
         return True
 
     def _progress(self, name: str, message: Progress) -> None:

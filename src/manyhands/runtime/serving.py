@@ -1,6 +1,6 @@
-"""A worker's process: joins, works, hands over when it is asked to go, and waits for a coordinator that was lost.
+"""A worker that listens: coordinators come to it, one at a time (see `inviting`); and what every worker's process does.
 
-Or it listens, and coordinators come to it, one at a time: see `inviting`.
+One that goes to a coordinator is `service`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.security import Security, is_loopback, new_token
 from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
-from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.control import Beat, Refusal, encode
 from manyhands.runtime.worker import Joining, Worker, prepare_gpu
 
@@ -37,7 +37,7 @@ def load_everything() -> None:
 
 
 @contextlib.contextmanager
-def _asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
+def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
     """SIGTERM calls `leave`, which says whether anything is to be done first; if not, and the second time, the process
     ends at once."""
     if threading.current_thread() is not threading.main_thread():
@@ -56,50 +56,6 @@ def _asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def serve(joining: Joining, say: Callable[[str], None] | None = None) -> None:
-    """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
-
-    SIGTERM asks the worker to leave: others get what it has first. A second one ends it at once.
-    """
-    where = f"{joining.host}:{joining.port}"
-    said = say or (lambda text: None)
-    asked = False
-    current: Worker | None = None
-    loss: WorkerLost | None = None
-
-    def leave() -> bool:
-        nonlocal asked
-        if current is None:
-            return False
-        asked = True
-        threading.Thread(target=current.ask_to_leave, name="leaving", daemon=True).start()
-        return True
-
-    with _asked_to_leave_by_signal(leave):
-        while True:
-            try:
-                current = worker = Worker(joining)
-            except TimedOut as error:
-                raise loss or error from None
-            again = " again" if loss is not None else ""
-            said(f"Joining {where}{again} as {worker.endpoint.name}, from {worker.channel.local_host}. Ctrl-C leaves.")
-            try:
-                worker.run()
-            except WorkerLost as error:
-                if joining.parent or asked:  # who started it starts another
-                    raise
-                current = None  # until then there is nothing to hand over
-                said(f"{error.message} Waiting {joining.limit_seconds:g} s for it to come back.")
-                loss = error
-                continue
-            said(
-                f"{worker.endpoint.name} has left, as it was asked to."
-                if asked
-                else f"The coordinator at {where} has ended the run; {worker.endpoint.name} has left."
-            )
-            return
 
 
 def listen(
@@ -126,7 +82,7 @@ def listen(
     if joining.compute != "cpu":
         prepare_gpu(joining.compute)  # else every coordinator would be disappointed
     with (
-        _asked_to_leave_by_signal(leave),
+        asked_to_leave_by_signal(leave),
         contextlib.closing(_Reception(joining, say, transport or TcpTransport(), ending)) as reception,
     ):
         reception.announce(on_listening)

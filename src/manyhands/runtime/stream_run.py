@@ -19,7 +19,7 @@ from manyhands.facts.plan import Plan
 from manyhands.runtime.control import Progress, Stop
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order
-from manyhands.runtime.run import STEPS_FED_AHEAD, Outcome, Run
+from manyhands.runtime.run import STEPS_FED_AHEAD, OnProgress, Outcome, Run
 
 IDLE_SECONDS = 10 * 365 * 24 * 3600.0
 """How long a worker waits for its feed: a coordinator that is gone is noticed otherwise."""
@@ -52,9 +52,10 @@ class StreamRun(Run):
     """Feeds what comes until the flow is over or it is to pause; then everything that was fed has been answered."""
 
     def __init__(
-        self, coordinator: Coordinator, order: Order, flow: Flow, *, should_pause: Callable[[], bool] | None = None
-    ) -> None:
-        super().__init__(coordinator, order, should_pause=should_pause)
+        self, coordinator: Coordinator, order: Order, flow: Flow, *, should_pause: Callable[[], bool] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(coordinator, order, should_pause=should_pause, on_progress=on_progress)
         self.flow = flow
         self.fed = self.answered = self.first
         self.began_at = 0.0

@@ -28,6 +28,7 @@ from manyhands.graph.batching import answers_of, batch_of
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.crew import Crew, Endurance, Tell
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.pace import Pace
 from manyhands.runtime.stream_run import StreamRun
 
 MOST_WAITING = 64
@@ -88,6 +89,7 @@ class Streaming:
         self.tell: Tell = tell or (lambda event, /, **facts: None)
         self.plan = order.plan
         """That of now."""
+        self.pace = Pace()
         self.answered_samples = 0
         self.reruns = 0
         """How often a sample was run again."""
@@ -251,8 +253,11 @@ class Streaming:
             leg = dataclasses.replace(order, start=start, last_step=OPEN_END, snapshots=(), backup_every=0)
             run: StreamRun | None = None
             try:
-                run = self._run = StreamRun(self.coordinator, leg, self, should_pause=self._should_pause)
+                run = self._run = StreamRun(
+                    self.coordinator, leg, self, should_pause=self._should_pause, on_progress=self.pace.told
+                )
                 self.plan = leg.plan
+                self.pace.forget()
                 self._crew.dismiss(run.names)
                 run.prepare()
                 self.generations += 1

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import queue
+import secrets
 import socket
 import sys
 import threading
@@ -66,6 +67,8 @@ from manyhands.runtime.control import (
     Holds,
     Ids,
     Job,
+    Knock,
+    Knocked,
     Leave,
     Leaving,
     Measure,
@@ -79,6 +82,7 @@ from manyhands.runtime.control import (
     Reshape,
     Retain,
     Said,
+    Seen,
     Send,
     Shape,
     SiloFacts,
@@ -92,11 +96,14 @@ from manyhands.runtime.control import (
     decode,
     encode,
 )
+from manyhands.runtime.identity import own_identity
 from manyhands.runtime.keeping import STATE, Keeping, topic
+from manyhands.runtime.knocking import knock_everywhere
 from manyhands.runtime.memory_kills import group_of, limit_bytes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
 from manyhands.schedule.backup import is_due
+from manyhands.schedule.glimpse import thinned
 from manyhands.schedule.policy import Schedule
 
 GRACE_SECONDS = 10.0
@@ -112,7 +119,7 @@ class Joining:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     name: str = ""
     compute: str = "cpu"
     threads: int = 0
@@ -127,6 +134,10 @@ class Joining:
     """How many times longer than it takes here everything that is computed is made to take."""
     silo: str = ""
     """A file of samples that only this worker has."""
+    is_named: bool = True
+    """The name, if any, was given by hand: the coordinator does not choose another."""
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells this worker from others of its name; the same when it comes back."""
 
 
 @dataclass
@@ -146,6 +157,14 @@ class _Prepared:
     @property
     def generation(self) -> int:
         return self.command.generation
+
+
+class CalledOtherwise(Refused):
+    """Another worker has this one's name; under the name given here it may join."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason, hint=refusal.hint)
+        self.name = refusal.name
 
 
 class Worker:
@@ -189,6 +208,7 @@ class Worker:
         self.links: dict[str, Link] = {}
         """Peer -> the link to it that is imitated."""
         self.up_bytes_per_second = math.inf
+        self.on_joined: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -227,9 +247,13 @@ class Worker:
             memory_bytes=_memory_bytes(self.joining.compute), compute=self.joining.compute, pid=os.getpid(),
             slowdown=self.joining.slowdown, silo=_silo_facts(self.silo),
         )  # fmt: skip
-        self._say(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts))
-        data = self.channel.receive(self.joining.limit_seconds)
-        answer = decode(data) if data is not None else None
+        own = self.joining
+        identity = own_identity(own.process, self.channel.local_host)
+        is_named = own.is_named and bool(own.name)
+        self._say(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named))
+        answer = self._answer()
+        if isinstance(answer, Refusal) and answer.name:
+            raise CalledOtherwise(answer)
         if isinstance(answer, Refusal):
             raise Refused(answer.reason, hint=answer.hint)
         if not isinstance(answer, Welcome):
@@ -239,6 +263,19 @@ class Worker:
         if answer.links:
             self._shape(answer.links)
         self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
+        self.on_joined()
+
+    def _answer(self) -> Said | None:
+        """What the coordinator says to a hello; None: nothing."""
+        data = self.channel.receive(self.joining.limit_seconds)
+        try:
+            return decode(data) if data is not None else None
+        except Refused as error:
+            raise Refused(
+                f"The coordinator at {self.joining.host}:{self.joining.port} says what manyhands {__version__} cannot "
+                f"read: {error.message}",
+                hint="Install the same version of manyhands on both.",
+            ) from error
 
     def _shape(self, links: Mapping[str, Shape]) -> None:
         """From now on what leaves to these peers does so as over such links; to others as before."""
@@ -283,7 +320,7 @@ class Worker:
         if isinstance(message, Beat):
             return
         if isinstance(message, AskClock):
-            self._say(Clock(message.ticket, time.monotonic()))
+            self._say(Clock(message.ticket, time.monotonic(), time.time()))
         elif isinstance(message, Send):
             self._send_state(message)
         elif isinstance(message, Hold):
@@ -322,6 +359,9 @@ class Worker:
                 self._measure(command)
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
+            elif isinstance(command, Knock):
+                answers = knock_everywhere(self.endpoint.name, command.peers, command.limit_seconds)
+                self._say(Knocked(generation, answers))
             elif isinstance(command, AskIds):
                 self._say(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
@@ -404,6 +444,7 @@ class Worker:
         setting = Setting(
             seed=job.seed, kernels=job.kernels, torch_device=self.joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
+            watch_every=job.watch_every,
             with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo, held=frozenset(job.held),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
@@ -450,7 +491,7 @@ class Worker:
             self._say(  # before there is a copy of it
                 Progress(
                     command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
-                    self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes),
+                    self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes), _seen(executor),
                 )
             )  # fmt: skip
             if done in command.snapshots or is_due(step, done, command.backup_every):
@@ -593,6 +634,16 @@ def _sent(sent_bytes: Mapping[str, int], state_bytes: Mapping[str, int]) -> dict
     """What was sent for the plan."""
     found = {to: count - state_bytes.get(to, 0) for to, count in sent_bytes.items()}
     return {to: count for to, count in found.items() if count}
+
+
+def _seen(executor: Executor) -> Seen | None:
+    """What this device did in the round that has ended, if somebody looks at it."""
+    recorder = executor.recorder
+    if not recorder.is_watched:
+        return None
+    import psutil
+
+    return Seen(thinned(recorder.glimpses), int(psutil.Process().memory_info().rss), recorder.log.peak_bytes)
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""Makes every page and drawing of docs/ that can be made from the code: python docs/generate.py [--check].
+
+Whole pages: reference/cli.md, reference/api.md, reference/errors.md. Parts of pages, between <!-- made: NAME --> and
+<!-- end -->: tables of fields, the README's results. Drawings: drawings/*.svg. With --check nothing is written, and the
+exit code is 1 where a file is not what would be written (tests/test_docs.py asks the same).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from making import api, cli, drawn, errors, fields, results  # noqa: E402
+
+ROOT = HERE.parent
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/cli.md": cli.page,
+    "docs/reference/api.md": api.page,
+    "docs/reference/errors.md": errors.page,
+}
+_PART = re.compile(r"(<!-- made: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.S)
+
+
+def part(name: str) -> str:
+    """What stands between two marks: `fields manyhands.facts.plan.Plan`, `results`."""
+    kind, _, rest = name.partition(" ")
+    if kind == "fields":
+        return fields.table(rest)
+    if kind == "cluster":
+        return fields.cluster_table()
+    if kind == "results":
+        return results.table(ROOT / "docs" / "results.md")
+    raise SystemExit(f"<!-- made: {name} -->: nobody makes that. Known: fields MODULE.STRUCT, cluster, results.")
+
+
+def made() -> dict[Path, str]:
+    """Every made file and what it should hold."""
+    files = {ROOT / path: make() for path, make in PAGES.items()}
+    files |= {HERE / "drawings" / f"{name}.svg": draw() for name, draw in drawn.DRAWINGS.items()}
+    for path in [ROOT / "README.md", *sorted(HERE.rglob("*.md"))]:
+        text = path.read_text()
+        if path not in files and _PART.search(text):
+            files[path] = _PART.sub(lambda found: found[1] + part(found["name"]) + found[3], text)
+    return files
+
+
+def stale() -> list[Path]:
+    """Files that are not as they would be made."""
+    return [path for path, text in made().items() if not path.exists() or path.read_text() != text]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where something is out of date")
+    if parser.parse_args().check:
+        old = [str(path.relative_to(ROOT)) for path in stale()]
+        if old:
+            sys.exit(f"Out of date: {', '.join(old)}. Write them: python docs/generate.py")
+        return
+    for path, text in made().items():
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

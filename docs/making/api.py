@@ -1,0 +1,119 @@
+"""reference/api.md: every public name of `import manyhands` with its signature and docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from making import fields, words
+
+START = """# Python
+
+Everything that `import manyhands as mh` offers, with signatures, fields and methods. Names are loaded when first used,
+so importing manyhands does not import torch. What is not here is not public and may change. This page is made from the
+docstrings by `python docs/generate.py`.
+
+"""
+_LONG = 100
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MODULES = re.compile(r"\b(?:manyhands(?:\.\w+)*|collections\.abc|typing|pathlib(?:\._local)?)\.(?=[A-Z])")
+
+
+def page() -> str:
+    import manyhands as mh
+
+    names = sorted((name for name in mh.__all__ if name != "__version__"), key=str.lower)
+    functions = [name for name in names if not inspect.isclass(getattr(mh, name))]
+    kinds = [name for name in names if inspect.isclass(getattr(mh, name))]
+    rows = []
+    taken: set[str] = set()
+    for name in [*functions, *kinds]:  # mh.plan and mh.Plan have the same anchor but for a number
+        anchor = f"mh{name.lower()}" + ("-1" if name.lower() in taken else "")
+        taken.add(name.lower())
+        rows.append([f"[`mh.{name}`](#{anchor})", _first_sentence(getattr(mh, name))])
+    text = START + words.table(["name", ""], rows)
+    text += "".join(_function(name, getattr(mh, name)) for name in functions)
+    return text + "".join(_kind(name, getattr(mh, name)) for name in kinds)
+
+
+def _first_sentence(thing: Any) -> str:
+    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return words.cell(re.split(r"(?<=[.:]) ", text)[0].rstrip(":"))
+
+
+def signature(name: str, thing: Any) -> str:
+    """On one line, or one parameter a line where that would be long."""
+    try:
+        found = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return name
+    parts = []
+    had_star = False
+    for one in found.parameters.values():
+        if one.name == "self":
+            continue
+        if one.kind is one.KEYWORD_ONLY and not had_star:
+            parts.append("*")
+            had_star = True
+        had_star = had_star or one.kind is one.VAR_POSITIONAL
+        parts.append(_parameter(one))
+    result = (
+        ""
+        if found.return_annotation in (found.empty, None, "None")
+        else f" -> {_plain(_text(found.return_annotation))}"
+    )
+    line = f"{name}({', '.join(parts)}){result}"
+    if len(line) <= _LONG:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+
+
+def _parameter(one: inspect.Parameter) -> str:
+    star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+    text = star + one.name + ("" if one.annotation is one.empty else f": {_plain(_text(one.annotation))}")
+    if one.default is one.empty:
+        return text
+    default = (
+        one.default.__name__ if inspect.isroutine(one.default) or inspect.isclass(one.default) else repr(one.default)
+    )
+    return f"{text} = {_ADDRESS.sub('', default)}"
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _plain(text: str) -> str:
+    """An annotation without modules' names."""
+    return re.sub(r"\b(?:manyhands(?:\.\w+)*|collections\.abc|typing|pathlib(?:\._local)?)\.(?=[A-Z])", "", text).strip(
+        "'\""
+    )
+
+
+def _function(name: str, thing: Any) -> str:
+    return f"\n## mh.{name}\n\n```text\n{signature('mh.' + name, thing)}\n```\n\n{words.prose(inspect.getdoc(thing))}"
+
+
+def _kind(name: str, kind: type[Any]) -> str:
+    is_record = hasattr(kind, "__struct_fields__") or hasattr(kind, "__dataclass_fields__")
+    text = f"\n## mh.{name}\n\n{words.prose(inspect.getdoc(kind))}"
+    if is_record:
+        text += "\n" + words.table(["field", "type", "default", ""], fields.table_rows(kind))
+    elif "__init__" in vars(kind) and not issubclass(kind, Exception):
+        text += f"\n```text\n{signature('mh.' + name, kind)}\n```\n"
+    members = [(member, thing) for member, thing in vars(kind).items() if not member.startswith("_")]
+    rows = [row for member, thing in members if (row := _member(kind, member, thing))]
+    return text + ("\n" + words.table(["method or property", ""], rows) if rows else "")
+
+
+def _member(kind: type[Any], member: str, thing: Any) -> list[str] | None:
+    """A method with its signature, or a property; None: a field, or undocumented."""
+    if isinstance(thing, property) or type(thing).__name__ == "cached_property":
+        said = inspect.getdoc(thing.fget if isinstance(thing, property) else thing.func)
+        return [f"`.{member}`", words.cell(said or "")]
+    function = getattr(kind, member)
+    if not inspect.isroutine(function) or not inspect.getdoc(function):
+        return None
+    shown = " ".join(signature(f".{member}", function).split()).replace("( ", "(").replace(", )", ")")
+    return [f"`{shown}`".replace("|", "\\|"), words.cell(inspect.getdoc(function) or "")]

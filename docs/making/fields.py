@@ -1,0 +1,71 @@
+"""Tables of a record's fields: name, type, default, what it is, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from importlib import import_module
+from typing import Any
+
+from making import words
+from making.words import cell
+
+
+def table_rows(kind: type[Any]) -> list[list[str]]:
+    """One row for each field. What it is stands behind it as a comment, or below it as a docstring."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    lines = source.splitlines()
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for node, after in zip(body.body, [*body.body[1:], None]):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if "ClassVar" in ast.unparse(node.annotation) or node.target.id.startswith("_"):
+            continue
+        said = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            said = str(after.value.value)
+        elif "#" in (line := lines[(node.end_lineno or 1) - 1]):
+            said = line.split("#", 1)[1].strip().removesuffix("fmt: skip")
+        default = "" if node.value is None else ast.unparse(node.value)
+        rows.append([
+            f"`{node.target.id}`", f"`{cell(ast.unparse(node.annotation))}`".replace("&lt;", "<"),
+            f"`{default}`" if default else "", cell(said),
+        ])  # fmt: skip
+    return rows
+
+
+def table(path: str) -> str:
+    """The fields of a record by its path, like manyhands.facts.plan.Plan."""
+    module, _, name = path.rpartition(".")
+    kind = getattr(import_module(module), name)
+    return words.table(["field", "type", "default", ""], table_rows(kind))
+
+
+def cluster_table() -> str:
+    """What may be written of a device in a cluster file: other names and units than the record's."""
+    from manyhands.facts import cluster
+
+    said = {row[0].strip("`"): row for row in table_rows(cluster.Device)}
+    examples = {
+        "gflops": "20", "memory": "4 GB", "memory_rate": "6 GB/s", "cores": "4", "operator_time": "50 us",
+        "watts_active": "6.4", "watts_idle": "2.7", "watts_transfer": "1", "up": "19 Mbit/s", "down": "31 Mbit/s",
+        "host": "pi4-1", "copy_time": "0.2 s", "message_time": "50 us", "compute": "cuda:1", "estimated": "false",
+        "source": "my own bench",
+    }  # fmt: skip
+    rows = [
+        ["`name`", "`nano`", "of one device; of several, numbered from 1: `pi4-1`, `pi4-2`; default: the kind"],
+        ["`kind`", "`jetson-nano`", "a key of `manyhands devices`; what is left out below comes from there"],
+        ["`count`", "`2`", "so many alike"],
+        ["`port`", "`100 Mbit/s`", "`up` and `down` at once"],
+    ]
+    more = {
+        "memory": "what a worker may use", "memory_rate": "bytes its memory reads or writes a second",
+        "cores": "of the processor", "watts_idle": "while it waits", "up": "what its port sends",
+        "down": "what its port takes in",
+    }  # fmt: skip
+    for field, (record_field, _, _) in cluster._DEVICE.items():
+        rows.append([f"`{field}`", f"`{examples[field]}`", said[record_field][3] or more[field]])
+    return words.table(["field", "for example", ""], rows)

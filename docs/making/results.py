@@ -1,0 +1,17 @@
+"""The README's results: the first table under "In short" of docs/results.md, which `manyhands bench all` writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HEADING = "## In short"
+
+
+def table(path: Path) -> str:
+    text = path.read_text() if path.exists() else ""
+    _, found, rest = text.partition(HEADING)
+    lines = re.search(r"(?:^\|.*\n)+", rest, re.M)
+    if not found or lines is None:
+        return "Not measured yet: `manyhands bench all` writes docs/results.md.\n"
+    return re.sub(r"\]\((?!https?:|#)", "](docs/", lines[0])

@@ -1,0 +1,104 @@
+"""`manyhands dashboard`: a run as a page in a browser, live or long over; and the page that other commands open."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from manyhands.cli.options import Run
+from manyhands.cli.status import run_named
+
+if TYPE_CHECKING:
+    from manyhands.dashboard.server import Dashboard
+
+HOST, PORTS = "127.0.0.1", range(7070, 7080)
+"""Where nothing is said: the first of these that is free, else any other."""
+OFF = "off"
+DashboardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dashboard",
+        metavar="HOST:PORT|off",
+        help="Where the run is shown to browsers; beyond this machine encrypted and with a token. Default: on this "
+        "machine alone, near port 7070 (with --json: off).",
+    ),
+]
+
+
+def dashboard(
+    run: Run = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Where it is served: 0.0.0.0:7070 for other machines, encrypted and with a token. Default: this "
+            "machine alone, near port 7070.",
+        ),
+    ] = "",
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+) -> None:
+    """Show a run in a browser, live or long over, until Ctrl-C."""
+    folder = run_named(run)
+    with opened(listen, folder) as found:
+        typer.echo(f"{folder}: {found.url}")
+        if found.is_encrypted:
+            typer.echo("Browsers warn of its certificate once, since nobody but this process vouches for it.")
+        typer.echo("Ctrl-C ends it; the run does not notice.", err=True)
+        if open_it:
+            import webbrowser
+
+            webbrowser.open(found.url)
+        threading.Event().wait()
+
+
+class Page:
+    """Where a run is shown, if it is."""
+
+    def __init__(self, dashboard: Dashboard | None) -> None:
+        self._dashboard = dashboard
+
+    def show(self, folder: Path) -> str | None:
+        """The run has a folder from now on. Returns the address without its token, which is for whoever started it."""
+        if self._dashboard is None:
+            return None
+        self._dashboard.show(folder)
+        return self._dashboard.url.partition("?")[0]
+
+
+@contextlib.contextmanager
+def dashboard_for(option: str | None, say: Callable[[str], None], *, quiet: bool = False) -> Iterator[Page]:
+    """The page of a command that is about to run; says where it is. Where nobody asked for one, none is no error."""
+    from manyhands.facts.errors import AddressTaken
+
+    with contextlib.ExitStack() as stack:
+        found = None
+        if option != OFF and not (option is None and quiet):
+            try:
+                found = stack.enter_context(opened(option or "", None))
+            except AddressTaken:
+                if option is not None:
+                    raise
+        if found is not None:
+            say(f"Dashboard: {found.url}")
+        yield Page(found)
+
+
+def opened(address: str, folder: Path | None) -> Dashboard:
+    """Served from now on, where it was said, or near the usual port."""
+    from manyhands.api.joining import parse_address, reachable
+    from manyhands.dashboard.server import Dashboard
+    from manyhands.facts.errors import AddressTaken
+
+    if address:
+        host, port = parse_address(address, PORTS[0])
+        return Dashboard((host, port), folder, shown_host=reachable(host))
+    for port in PORTS:
+        with contextlib.suppress(AddressTaken):
+            return Dashboard((HOST, port), folder)
+    return Dashboard((HOST, 0), folder)

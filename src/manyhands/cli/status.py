@@ -1,0 +1,84 @@
+"""`manyhands status`: how a run is doing, once. For people a few lines, for programs one JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from manyhands.cli.live_rows import event_text, event_time, percent, plain, state_text, step_text
+from manyhands.cli.options import Json, Run
+
+if TYPE_CHECKING:
+    from manyhands.observe.watching import View
+
+FAILED = 20
+"""The exit code for a run that failed, or whose process is gone without a word."""
+LAST_EVENTS = 10
+
+
+def status(run: Run = "", json: Json = False) -> None:
+    """How a run is doing. Exit code 0: it goes on, ended, or was stopped; 20: it failed; 4: there is none."""
+    from manyhands.observe.watching import Watch
+
+    view = Watch(run_named(run)).look()
+    if json:
+        from manyhands.cli.show import print_json
+
+        print_json(to_dict(view))
+    else:
+        for line in told(view):
+            typer.echo(line)
+    if view.live.state == "failed":
+        raise typer.Exit(FAILED)
+
+
+def run_named(text: str) -> Path:
+    """A run's folder, by its path or its name in runs/; the newest that goes on, or else the newest."""
+    from manyhands.facts.errors import BadFile
+    from manyhands.observe.watching import RUNS, is_run, newest_live, runs_here
+
+    if not text:
+        found = newest_live() or next(iter(runs_here()), None)
+        if found is None:
+            raise BadFile(
+                f"There is no run in {RUNS.absolute()}.",
+                hint="Start one: manyhands train\nOr name its folder: manyhands status FOLDER",
+            )
+        return found
+    for folder in (Path(text), RUNS / text):
+        if folder.is_dir() and is_run(folder):
+            return folder
+    known = [folder.name for folder in runs_here()[:5]]
+    hint = f"There are: {', '.join(known)}" if known else "List them: ls runs"
+    raise BadFile(f"{text}: there is no run in such a folder.", hint=hint)
+
+
+def to_dict(view: View) -> dict[str, Any]:
+    """What --json prints: the run as live.json has it, and its last events."""
+    import msgspec
+
+    live = msgspec.to_builtins(view.live)
+    live.pop("round", None)  # a picture's worth of numbers: round.json has it
+    return {
+        "folder": str(view.folder),
+        "is_live": view.is_live,
+        **live,
+        "events": view.events[-LAST_EVENTS:],
+    }
+
+
+def told(view: View) -> list[str]:
+    live = view.live
+    lines = [f"{view.folder}: {live.model}, {plain(state_text(view))}", step_text(live)]
+    for device in live.devices:
+        stages = f", stage {', '.join(map(str, device.stages))}" if device.stages else ""
+        busy = f", {percent(device.busy)} busy" if device.busy is not None else ""
+        reason = f": {device.reason}" if device.reason else ""
+        lines.append(f"  {plain(device.name)}: {plain(device.state + reason)}{stages}{busy}")
+    for event in [one for one in view.events if event_text(one)][-3:]:
+        lines.append(f"  {event_time(event)} {event_text(event)}")
+    if live.dashboard and view.is_live:
+        lines.append(f"Dashboard: {live.dashboard}")
+    return lines

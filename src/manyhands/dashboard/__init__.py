@@ -1,0 +1,1 @@
+"""The page of a run: its folder, served to browsers."""

@@ -1,0 +1,111 @@
+"""One connection of the dashboard: files of the page, what is new as JSON, and a stream of it. GET only."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import time
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from manyhands.dashboard.page import page_files
+from manyhands.engine.http_handler import PatientHandler, Refusal
+
+if TYPE_CHECKING:
+    from manyhands.dashboard.server import Dashboard
+
+BEAT_SECONDS = 3.0
+"""The page takes the connection for lost when it hears nothing for a few of these."""
+STREAM_BUFFER_BYTES = 1 << 16
+TURN_SECONDS = 1.0
+LONGEST_PATH = 2000
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class PageHandler(PatientHandler):
+    def __init__(self, dashboard: Dashboard, *connected: Any) -> None:
+        self.dashboard = dashboard
+        self._cookie = ""
+        super().__init__(*connected)
+
+    def check(self) -> None:
+        super().check()
+        if not self.dashboard.turnstile.passes(TURN_SECONDS):
+            raise Refusal(429, "Too much is asked at once.", "Try again in a moment.")
+        if len(self.path) > LONGEST_PATH:
+            raise Refusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")
+        if self.dashboard.token:
+            self._check_token()
+        elif not self.is_from_here():
+            raise Refusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
+
+    def _check_token(self) -> None:
+        """In the address at the first visit, then in a cookie."""
+        if self._is_token(self._query().get("token", "")):
+            self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
+            return
+        try:
+            given = SimpleCookie(self.headers.get("Cookie", "")).get(self.dashboard.cookie)
+        except CookieError:
+            given = None
+        if given is None or not self._is_token(given.value):
+            raise Refusal(401, "The token is missing, or another.", "Open the address that was printed at the start.")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.dashboard.token.encode())
+
+    def _query(self) -> dict[str, str]:
+        try:
+            return {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query, max_num_fields=8).items()}
+        except ValueError:
+            return {}
+
+    def get(self) -> None:
+        path = urlsplit(self.path).path
+        file = page_files().get(path)
+        if file is not None:
+            self.send(200, file.content, file.kind)
+        elif path == "/api/view":
+            self.send(200, self.dashboard.reader.update(self._query().get("since", ""))[1], "application/json")
+        elif path == "/api/stream":
+            self._stream()
+        else:
+            raise Refusal(404, f"There is nothing at {path:.100}.", "GET /, /api/view or /api/stream")
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        if self._cookie:
+            self.send_header("Set-Cookie", self._cookie)
+        super().end_headers()
+
+    def _stream(self) -> None:
+        """Server-sent events. One update is under way at a time, so whoever is slow gets fewer and keeps nothing."""
+        reader = self.dashboard.reader
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES)
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.finish_headers()
+        cursor = self.headers.get("Last-Event-ID") or self._query().get("since", "")
+        is_new = True
+        while True:
+            is_last = reader.is_over
+            if is_new:
+                cursor, content = reader.update(cursor)
+                self.wfile.write(b"id: %s\ndata: %s\n\n" % (cursor.encode(), content))
+            if is_last:
+                self.wfile.write(b"event: bye\ndata: {}\n\n")
+                return
+            if not is_new:
+                self.wfile.write(b"event: beat\ndata: %d\n\n" % time.time())
+            is_new = reader.wait(cursor, BEAT_SECONDS)

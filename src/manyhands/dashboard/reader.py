@@ -1,0 +1,167 @@
+"""Looks at a run's folder while somebody watches, once for all who do, and tells each what is new to them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.dashboard.sections import COLUMNS, MOST_EVENTS, NAMES, event_bytes, rows_between, sections
+from manyhands.observe.watching import View, Watch
+
+LOOK_SECONDS, IDLE_LOOK_SECONDS = 1.0, 3.0
+"""Between two looks at a run that goes on, and at one that is over."""
+INTEREST_SECONDS = 10.0
+"""Nobody has asked for so long: nothing is read."""
+FIRST_LOOK_SECONDS = 5.0
+_CURSOR = re.compile(r"([0-9a-f]{8})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look. Lists may be longer by now; what was there at the look does not change."""
+
+    story: str
+    """Another where what was told before is void: another folder, or a file that was begun anew."""
+    number: int
+    changed: Mapping[str, int] = field(default_factory=dict)
+    """Section -> the look at which it became what it is."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    metrics: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    rows: int = 0
+    events: Sequence[Mapping[str, Any]] = ()
+    event_count: int = 0
+
+    @property
+    def cursor(self) -> str:
+        return f"{self.story}.{self.number}.{self.rows}.{self.event_count}"
+
+
+class Reader:
+    """Follows one folder after another. Any thread may ask."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._changed = threading.Condition()
+        self._watch = Watch(folder) if folder is not None else None
+        self._seen = Seen(_new_story(), 0)
+        self._looks = 0
+        """How often the folder was looked at: 0 until the first."""
+        self._wanted_until = 0.0
+        self._is_closing = False
+        self.is_over = False
+        """Nothing more will be seen."""
+        self._thread = threading.Thread(target=self._follow, name="dashboard reader", daemon=True)
+        self._thread.start()
+
+    def show(self, folder: Path) -> None:
+        """Another folder from now on."""
+        with self._changed:
+            if self._watch is None or self._watch.folder != folder:
+                self._watch, self._looks = Watch(folder), 0
+                self._seen = Seen(_new_story(), self._seen.number + 1)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """One last look, so that those who watch learn how it ended."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.is_over, FIRST_LOOK_SECONDS)
+            self.is_over = True
+            self._changed.notify_all()
+
+    # Asked by those who serve
+
+    def update(self, cursor: str) -> tuple[str, bytes]:
+        """What is new since `cursor`, as JSON, and the cursor after it."""
+        with self._changed:
+            self._wanted_until = time.monotonic() + INTEREST_SECONDS
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._looks or self._watch is None or self.is_over, FIRST_LOOK_SECONDS)
+            seen = self._seen
+        return seen.cursor, _told(seen, cursor)
+
+    def wait(self, cursor: str, seconds: float) -> bool:
+        """Until there is something newer than `cursor`; False: there is not."""
+        with self._changed:
+            self._wanted_until = time.monotonic() + seconds + INTEREST_SECONDS
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._seen.cursor != cursor or self.is_over, seconds) and (
+                self._seen.cursor != cursor
+            )
+
+    # The thread that looks
+
+    def _follow(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or (self._watch is not None and self._is_wanted()))
+                watch, is_last = self._watch, self._is_closing
+                is_wanted = self._is_wanted()
+            if watch is not None and is_wanted:
+                self._look(watch)
+            if is_last:
+                with self._changed:
+                    self.is_over = True
+                    self._changed.notify_all()
+                return
+
+    def _is_wanted(self) -> bool:
+        return time.monotonic() < self._wanted_until
+
+    def _look(self, watch: Watch) -> None:
+        view = watch.look()
+        contents = sections(view)
+        with self._changed:
+            if self._watch is not watch:
+                return
+            self._looks += 1
+            found = _next(self._seen, view, contents)
+            if found is not self._seen:
+                self._seen = found
+            self._changed.notify_all()
+            pause = IDLE_LOOK_SECONDS if view.live.is_over else LOOK_SECONDS
+            self._changed.wait_for(lambda: self._is_closing or self._watch is not watch, pause)
+
+
+def _new_story() -> str:
+    return secrets.token_hex(4)
+
+
+def _next(before: Seen, view: View, contents: Mapping[str, bytes]) -> Seen:
+    """What is known after a look; `before` itself where nothing is new."""
+    rows = min((len(view.metrics[name]) for name in COLUMNS if name in view.metrics), default=0)
+    event_count = len(view.events)
+    story = before.story
+    if rows < before.rows or event_count < before.event_count:
+        story = _new_story()
+    other = [name for name in NAMES if before.contents.get(name) != contents[name]]
+    if story == before.story and not other and (rows, event_count) == (before.rows, before.event_count):
+        return before
+    number = before.number + 1
+    changed = {**before.changed, **dict.fromkeys(other, number)}
+    return Seen(story, number, changed, contents, dict(view.metrics), rows, view.events, event_count)
+
+
+def _told(seen: Seen, cursor: str) -> bytes:
+    match = _CURSOR.fullmatch(cursor)
+    is_known = match is not None and match.group(1) == seen.story
+    number, rows, events = map(int, match.groups()[1:]) if match is not None and is_known else (-1, 0, 0)
+    is_known = is_known and number <= seen.number and rows <= seen.rows and events <= seen.event_count
+    if not is_known:
+        number, rows, events = -1, 0, 0
+    told: dict[str, Any] = {"cursor": seen.cursor, "reset": not is_known, "now": time.time()}
+    for name, content in seen.contents.items():
+        if seen.changed[name] > number:
+            told[name] = msgspec.Raw(content)
+    told["metrics"] = rows_between(seen.metrics, rows, seen.rows)
+    first = max(events, seen.event_count - MOST_EVENTS)
+    told["events"] = [msgspec.Raw(event_bytes(event)) for event in seen.events[first : seen.event_count]]
+    return msgspec.json.encode(told)

@@ -1,0 +1,138 @@
+"""A view of a run as the page gets it: sections that are sent when they change, rows and events as they are added.
+
+    live      state, steps, rates                    round     spans of the last round, measured and predicted
+    devices   each with its state and memory         plan      plan.yaml
+    links     with planned and measured rates        cluster   cluster.yaml
+    stages    layers, devices, seconds
+
+What is in a run's folder may be anything: each section has a limit, and one that is no JSON is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from manyhands.observe.live import Live, LiveLink, LiveRound, LiveSpan
+from manyhands.observe.watching import View
+
+NAMES = ("live", "devices", "links", "stages", "round", "plan", "cluster")
+COLUMNS = ("step", "loss", "seconds", "samples_per_second")
+MOST_BYTES = 2_000_000
+"""Of one section."""
+MOST_SPANS = 4000
+"""Of a round, measured and predicted each: the longest, of more."""
+MOST_LINKS = 600
+"""Those over which most was sent, of more."""
+MOST_ROWS = 4000
+"""Of a first answer: of more steps the means of several are sent."""
+MOST_EVENTS = 300
+MOST_EVENT_BYTES = 4000
+_NOTHING = b"null"
+
+
+def sections(view: View) -> dict[str, bytes]:
+    """Each section as JSON."""
+    live = msgspec.to_builtins(msgspec.structs.replace(view.live, devices=(), links=(), stages=(), round=None))
+    for name in ("devices", "links", "stages", "round", "pid", "dashboard"):
+        live.pop(name)  # who watches need not know the process, nor the address with its token
+    found = {
+        "live": {**live, "is_live": view.is_live, "run": view.folder.name},
+        "devices": view.live.devices,
+        "links": _busiest(view.live.links),
+        "stages": view.live.stages,
+        "round": _round(view.live),
+        "plan": _plan(view),
+        "cluster": view.cluster,
+    }
+    return {name: _encoded(found[name], MOST_BYTES) for name in NAMES}
+
+
+def _plan(view: View) -> Any:
+    """The one that is run now: plan.yaml is what it began with."""
+    for event in reversed(view.events):
+        if event["event"] in ("replanned", "redeployed") and isinstance(event.get("plan"), dict):
+            return event["plan"]
+        if event["event"] == "started":
+            break
+    return view.plan
+
+
+def _encoded(content: Any, most: int) -> bytes:
+    try:
+        found = msgspec.json.encode(content)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return _NOTHING
+    return found if len(found) <= most else _NOTHING
+
+
+def _busiest(links: Sequence[LiveLink]) -> Sequence[LiveLink]:
+    if len(links) <= MOST_LINKS:
+        return links
+    return sorted(links, key=lambda one: one.sent_bytes, reverse=True)[:MOST_LINKS]
+
+
+def _round(live: Live) -> Mapping[str, Any] | None:
+    """Spans as short rows: device (its place in `names`), track, start, end, kind, text, stage."""
+    found: LiveRound | None = live.round
+    if found is None:
+        return None
+    names = list(dict.fromkeys(one.device for one in (*found.measured, *found.predicted)))
+    place = {name: index for index, name in enumerate(names)}
+
+    def rows(spans: Iterable[LiveSpan]) -> list[tuple[int, str, float, float, str, str, int]]:
+        kept = list(spans)
+        if len(kept) > MOST_SPANS:
+            kept = sorted(kept, key=lambda one: one.start - one.end)[:MOST_SPANS]
+        return [
+            (place[one.device], one.track, round(one.start, 7), round(one.end, 7), one.kind, one.text[:80], one.stage)
+            for one in kept
+        ]
+
+    return {
+        "step": found.step,
+        "seconds": found.seconds,
+        "predicted_seconds": found.predicted_seconds,
+        "names": names,
+        "measured": rows(found.measured),
+        "predicted": rows(found.predicted),
+    }
+
+
+# What grows
+
+
+def event_bytes(event: Mapping[str, Any]) -> bytes:
+    """An event as JSON; of one that is too long, when and what it was."""
+    found = _encoded(event, MOST_EVENT_BYTES)
+    if found != _NOTHING:
+        return found
+    known = {key: str(event.get(key, ""))[:200] for key in ("time", "event")}
+    return _encoded({**known, "number": event.get("number"), "text": "(too long to be shown here)"}, MOST_EVENT_BYTES)
+
+
+def rows_between(
+    metrics: Mapping[str, Sequence[float | None]], first: int, last: int, most: int = MOST_ROWS
+) -> dict[str, list[float | None]]:
+    """Columns of the steps [first, last), at most `most` of them: means of several where there are more."""
+    columns = {name: list(metrics.get(name, ())[first:last]) for name in COLUMNS}
+    count = last - first
+    if count <= most:
+        return columns
+    ends = [count * (place + 1) // most for place in range(most)]
+    begins = [0, *ends[:-1]]
+    return {
+        name: [
+            values[end - 1] if name == "step" else _mean(values[begin:end])
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        for name, values in columns.items()
+        if len(values) == count
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

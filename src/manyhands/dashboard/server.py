@@ -1,0 +1,85 @@
+"""The dashboard's server: a page about one run's folder, for as many browsers as there are hands to hold them.
+
+    GET /             the page, and its files
+    GET /api/view     what is new since ?since=CURSOR, as JSON
+    GET /api/stream   the same as server-sent events, as it happens
+
+It has threads of its own that end with the process, and reads the folder only while somebody watches. On loopback
+connections are plain and anybody on this machine may look. Beyond it they are encrypted with a certificate of this
+process alone, and the address has a token.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from manyhands.dashboard.handler import PageHandler
+from manyhands.dashboard.page import page_files
+from manyhands.dashboard.reader import Reader
+from manyhands.engine.http_door import ConnectionLimits, Door
+from manyhands.engine.security import is_loopback, new_token, server_context
+from manyhands.engine.turnstile import Turnstile
+
+LIMITS = ConnectionLimits(connections=32, idle_seconds=10.0, drain_seconds=2.0)
+PER_SECOND, AT_ONCE = 60, 150
+"""Connections and requests, of all who watch together."""
+
+
+class Dashboard:
+    """Serves from the moment it is made until it is closed."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        folder: Path | None = None,
+        *,
+        shown_host: str = "",
+        limits: ConnectionLimits = LIMITS,
+    ) -> None:
+        """`folder`: None until it is known, see `show`. `shown_host`: in the address for people, where it listens on
+        all of the machine's addresses."""
+        host, port = address
+        self.is_encrypted = not is_loopback(host)
+        self.token = new_token() if self.is_encrypted else ""
+        self.turnstile = Turnstile(PER_SECOND, AT_ONCE)
+        page_files()
+        context = server_context()[0] if self.is_encrypted else None
+        self._door = Door((host, port), self._handler, limits, context, self.turnstile)
+        self.host, self.port = shown_host or host, int(self._door.server_address[1])
+        self.cookie = f"manyhands-{self.port}"
+        """Browsers do not tell ports apart; two dashboards of one machine must not take each other's."""
+        self.reader = Reader(folder)
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._door.start()
+
+    def _handler(self, *connected: Any) -> PageHandler:
+        return PageHandler(self, *connected)
+
+    @property
+    def url(self) -> str:
+        """Ready to be opened, with the token if there is one."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        query = f"?{urlencode({'token': self.token})}" if self.token else ""
+        return f"http{'s' if self.is_encrypted else ''}://{host}:{self.port}/{query}"
+
+    def show(self, folder: Path) -> None:
+        """The run that is looked at from now on."""
+        self.reader.show(folder)
+
+    def close(self) -> None:
+        """Those who watch are told how it ended."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self.reader.close()
+                self._door.close()
+
+    def __enter__(self) -> Dashboard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

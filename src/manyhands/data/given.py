@@ -1,0 +1,180 @@
+"""Whatever torch.utils.data has, as a map-style data set of pairs: samples by number, so that a run can go on anywhere.
+
+    map-style        as it is: any Dataset, Subset, TensorDataset, ConcatDataset, a list
+    DataLoader       its data set, batch size and order; manyhands makes the batches itself
+    IterableDataset  read once, into memory, within limits: its first pass is what every epoch has
+
+A run resumes exactly as long as the same samples come in the same order when it is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from manyhands.facts.errors import BadData, BadValue
+from manyhands.facts.units import format_bytes
+
+MOST_BYTES = 2 * 10**9
+MOST_SAMPLES = 1_000_000
+"""Of a stream that nobody has limited: an endless one is found out before memory ends."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A map-style data set, and what else was said with it; None: nothing."""
+
+    data: Any
+    batch_size: int | None = None
+    shuffle: bool | None = None
+
+    def shuffles(self, asked: bool | None) -> bool:
+        """What the caller says, else as the DataLoader does, else yes."""
+        return next((one for one in (asked, self.shuffle) if one is not None), True)
+
+
+def given(data: Any) -> Given:
+    """What a caller gave as data."""
+    if isinstance(data, DataLoader):
+        return _of_loader(data)
+    if isinstance(data, IterableDataset):
+        return Given(collect(data))
+    return Given(data)
+
+
+def batch_size_of(found: Given, asked: int | None) -> int:
+    """The caller's, or the DataLoader's; not two different ones."""
+    if asked is None and found.batch_size is None:
+        raise BadValue("batch_size is not given.", hint="Write batch_size=64, or give a DataLoader, which has one.")
+    if asked is not None and found.batch_size is not None and asked != found.batch_size:
+        raise BadValue(
+            f"batch_size is {asked!r}; the DataLoader's is {found.batch_size}.",
+            hint="Leave out batch_size=, or give the DataLoader's data set: data=loader.dataset.",
+        )
+    return asked if asked is not None else found.batch_size or 1
+
+
+def _of_loader(loader: DataLoader[Any]) -> Given:
+    """Its data set, and how it takes samples, where that can be kept exactly."""
+    why = ""
+    if loader.batch_size is None or loader.batch_sampler is None:
+        why = "it has a batch_sampler of its own, or none"
+    elif loader.collate_fn is not default_collate:
+        why = "it has a collate_fn of its own"
+    elif not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) not in (
+        SequentialSampler,
+        RandomSampler,
+    ):
+        why = f"it takes samples by a {type(loader.sampler).__name__}"
+    elif isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+        why = "it draws samples with replacement"
+    if why:
+        raise BadData(
+            f"This DataLoader cannot be followed: {why}. manyhands makes batches itself, so that they can be shared, "
+            "prefetched and made again.",
+            hint="Give the data set: mh.train(model, loader.dataset, batch_size=...), with what collate_fn did in "
+            "__getitem__.",
+        )
+    inner = given(loader.dataset)
+    return Given(inner.data, loader.batch_size, isinstance(loader.sampler, RandomSampler))
+
+
+class Collected(Dataset[Any]):
+    """Samples of a stream, held in memory."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def collect(stream: Iterable[Any], samples: int | None = None, *, most_bytes: int = MOST_BYTES) -> Collected:
+    """The first `samples` of a stream, or all of one that ends, as a data set in memory.
+
+    Training takes samples by number: so every epoch can shuffle them, and a run can resume at any step. A stream has
+    none, so one pass of it is kept. It must fit: `most_bytes` of tensors.
+    """
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        raise BadValue(f"samples is {samples!r}; it must be a whole number of at least 1.")
+    kept: list[Any] = []
+    total, most = 0, samples if samples is not None else MOST_SAMPLES
+    iterator = iter(stream)
+    while len(kept) < most:
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            break
+        except Exception as error:
+            raise BadData(
+                f"Sample {len(kept)} of the {type(stream).__name__} cannot be read: "
+                f"{type(error).__name__}: {error!s:.300}"
+            ) from error
+        total += _bytes(sample)
+        if total > most_bytes:
+            raise _too_much(stream, len(kept), f"more than {format_bytes(most_bytes)}", max(1, len(kept)))
+        kept.append(sample)
+    else:
+        if samples is None and next(iterator, None) is not None:
+            raise _too_much(stream, len(kept), f"more than {most:,} samples", most)
+    if not kept:
+        raise BadData(f"The {type(stream).__name__} gave no samples.")
+    if samples is not None and len(kept) < samples:
+        raise BadData(
+            f"The {type(stream).__name__} ended after {len(kept)} samples; {samples} were asked for.",
+            hint=f"Write mh.collect(stream, {len(kept)}), or leave out the number.",
+        )
+    return Collected(kept)
+
+
+def _too_much(stream: Iterable[Any], count: int, what: str, fewer: int) -> BadData:
+    return BadData(
+        f"The {type(stream).__name__} has {what} ({count:,} were read), or never ends. A stream is kept in memory: "
+        "training takes samples by number.",
+        hint=f"Take a part of it: mh.collect(stream, {fewer}); or make it map-style, with __len__ and __getitem__.",
+    )
+
+
+class Pairs(Dataset[Any]):
+    """A data set whose samples are dicts, or tuples of more than two, as pairs: mh.Pairs(data, "image", "label").
+
+    Several inputs become a dict for the model's arguments: mh.Pairs(data, ["ids", "mask"], "label").
+    """
+
+    def __init__(self, data: Any, input: str | int | Sequence[str], target: str | int) -> None:
+        self.data, self.input, self.target = given(data).data, input, target
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        sample = self.data[index]
+        if isinstance(self.input, (list, tuple)):
+            return {name: self._part(sample, name) for name in self.input}, self._part(sample, self.target)
+        return self._part(sample, self.input), self._part(sample, self.target)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _part(sample: Any, name: str | int) -> Any:
+        try:
+            return sample[name]
+        except (KeyError, IndexError, TypeError) as error:
+            parts = ", ".join(map(repr, sample)) if isinstance(sample, dict) else f"a {type(sample).__name__}"
+            raise BadData(f"there is no {name!r} in it: it has {parts}.") from error
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, (tuple, list)):
+        return sum(map(_bytes, value))
+    size = getattr(value, "nbytes", None)
+    return size if isinstance(size, int) else len(value) if isinstance(value, (bytes, str)) else 8

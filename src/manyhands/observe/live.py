@@ -1,0 +1,175 @@
+"""What a run looks like from outside while it goes on: `live.json` and `round.json` in its folder.
+
+The coordinator replaces live.json about once a second, and round.json whenever a round was looked at. Terminal, page
+and `status` read them, in whatever process they are, and need nothing else: a past run is a folder in which they stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import ManyhandsError
+from manyhands.files.documents import read_text
+
+LIVE_FILE = "live.json"
+ROUND_FILE = "round.json"
+RunState = Literal["preparing", "waiting", "running", "ended", "stopped", "failed"]
+OVER = ("ended", "stopped", "failed")
+"""States in which nothing more happens."""
+
+
+class LiveSpan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something a device did in a round; seconds from the round's start."""
+
+    device: str
+    track: str
+    start: float
+    end: float
+    kind: str
+    text: str = ""
+    stage: int = -1
+
+
+class LiveRound(msgspec.Struct, frozen=True):
+    """One round as it went, beside the simulated one."""
+
+    step: int = 0
+    seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    measured: tuple[LiveSpan, ...] = ()
+    predicted: tuple[LiveSpan, ...] = ()
+
+
+class LiveDevice(msgspec.Struct, frozen=True):
+    name: str
+    kind: str = ""
+    state: str = "here"
+    """here (it has part in the plan), idle (it has none), leaving, lost"""
+    reason: str = ""
+    """Why it is lost."""
+    memory_bytes: float = 0.0
+    """What the plan may use of it."""
+    planned_bytes: float = 0.0
+    """The most tensor bytes that the plan predicts."""
+    resident_bytes: int = 0
+    """The process' memory when it was last looked at; 0: not yet."""
+    peak_bytes: int = 0
+    """The most tensor bytes, counted in one step; 0: not yet."""
+    busy: float | None = None
+    """The part of the last round that was looked at in which it computed."""
+    host: str = ""
+    compute: str = "cpu"
+    stages: tuple[int, ...] = ()
+
+
+class LiveLink(msgspec.Struct, frozen=True):
+    """From one device to another, where the plan sends something."""
+
+    source: str
+    target: str
+    bytes_per_second: float | None = None
+    """As the plan was made with it; None: no limit."""
+    delay_seconds: float = 0.0
+    measured_bytes_per_second: float | None = None
+    """Of the last messages that were large enough to be timed; None: none was."""
+    sent_bytes: int = 0
+
+
+class LiveStage(msgspec.Struct, frozen=True):
+    number: int
+    first: int
+    last: int
+    """Layers [first, last)."""
+    share: str = ""
+    devices: tuple[str, ...] = ()
+    seconds: float | None = None
+    """Computing in the last round that was looked at, of its slowest device."""
+    predicted_seconds: float = 0.0
+    samples_per_second: float | None = None
+
+
+class Live(msgspec.Struct, frozen=True):
+    state: RunState = "preparing"
+    text: str = ""
+    """What it is doing, for people."""
+    command: str = "train"
+    model: str = ""
+    pid: int = 0
+    host: str = ""
+    started: float = 0.0
+    updated: float = 0.0
+    """Seconds since 1970, both."""
+    dashboard: str = ""
+    """Where the page is, if there is one."""
+    first_step: int = 0
+    step: int = 0
+    """Steps done."""
+    steps: int = 0
+    """In all."""
+    epoch: int = 0
+    batch_size: int = 0
+    loss: float | None = None
+    seconds: float | None = None
+    """Of a step: the median of the last ones."""
+    predicted_seconds: float | None = None
+    """Of a step, simulated."""
+    samples_per_second: float | None = None
+    remaining_seconds: float | None = None
+    generation: int = 0
+    """How often it was planned anew."""
+    devices: tuple[LiveDevice, ...] = ()
+    links: tuple[LiveLink, ...] = ()
+    stages: tuple[LiveStage, ...] = ()
+    round: LiveRound | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+
+def write_live(folder: Path, live: Live) -> None:
+    """Replace live.json; of the round there is a file of its own, which changes less often."""
+    _replace(folder / LIVE_FILE, msgspec.json.encode(msgspec.structs.replace(live, round=None)))
+
+
+def write_round(folder: Path, found: LiveRound) -> None:
+    _replace(folder / ROUND_FILE, msgspec.json.encode(found))
+
+
+def read_live(folder: Path) -> Live | None:
+    """None: there is none, or it cannot be read now."""
+    live = _read(folder / LIVE_FILE, Live)
+    if live is None:
+        return None
+    return msgspec.structs.replace(live, round=_read(folder / ROUND_FILE, LiveRound))
+
+
+Document = TypeVar("Document", Live, LiveRound)
+
+
+def _read(path: Path, kind: type[Document]) -> Document | None:
+    if not path.exists():
+        return None
+    try:
+        return decode(msgspec.json.decode(read_text(path)), kind, str(path))
+    except (ManyhandsError, msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """In one go, for readers; not made to survive a power cut, which would cost a write to the disk each second. A
+    disk that is full is noticed by those who write what matters."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(handle, content)
+        finally:
+            os.close(handle)
+        os.replace(scratch, path)

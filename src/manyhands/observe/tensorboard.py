@@ -1,0 +1,115 @@
+"""A run's numbers for TensorBoard, in RUN/tensorboard/: written by its own writer, beside metrics.csv and events.jsonl.
+
+    tensorboard --logdir runs
+
+loss, samples_per_second, seconds and staleness of every step; memory and share of computing of each device; what
+happened, as text; what was asked for, as hyper-parameters. A run that goes on hides the steps that are run again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.facts.extras import load
+from manyhands.files.documents import file_mode, make_folder
+from manyhands.observe.live import read_live
+
+FOLDER = "tensorboard"
+LOOK_SECONDS = 2.0
+"""Between two looks at the devices' memory."""
+
+
+def need_tensorboard() -> None:
+    """Before anything starts."""
+    load("tensorboard", "A log for TensorBoard")
+
+
+class TensorBoard:
+    """Writes one run's log."""
+
+    def __init__(self, run: Path, steps_done: int = 0) -> None:
+        """`steps_done`: of the run that goes on; what was logged after it is hidden."""
+        need_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run, self._step, self._looked = run, steps_done, -math.inf
+        make_folder(run / FOLDER, is_private=True)
+        self._writer: Any = SummaryWriter(str(run / FOLDER), purge_step=steps_done or None)
+        for path in (run / FOLDER).iterdir():
+            path.chmod(file_mode(path))
+
+    def step(
+        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None
+    ) -> None:
+        self._step = step
+        values = {
+            "loss": loss, "seconds": seconds, "epoch": epoch, "staleness": staleness,
+            "samples_per_second": samples / seconds if seconds else None,
+        }  # fmt: skip
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+        self._look()
+
+    def event(self, event: str, facts: Mapping[str, Any]) -> None:
+        """As text, at the step it happened after."""
+        told = json.dumps(dict(facts), default=str)[:2000]
+        self._writer.add_text("events", f"**{event}** `{told}`", self._step)
+        for name in ("accuracy", "loss"):
+            if event == "evaluated" and isinstance(facts.get(name), (int, float)):
+                self._writer.add_scalar(f"test/{name}", facts[name], self._step)
+
+    def decided(self, config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+        """Hyper-parameters, in this log and not in one of their own as add_hparams has it."""
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(_flat(config), {"loss": 0.0}):  # type: ignore[no-untyped-call]
+            self._writer.file_writer.add_summary(summary)
+        self._writer.add_text("plan", f"```json\n{json.dumps(plan, indent=2, default=str)}\n```", self._step)
+
+    def devices(self, peaks: Mapping[str, int]) -> None:
+        """The most tensor bytes of each device, counted in one step."""
+        for name, peak in peaks.items():
+            if peak:
+                self._writer.add_scalar(f"memory/{name}/peak_tensor_bytes", peak, self._step)
+
+    def close(self) -> None:
+        self._look(is_last=True)
+        self._writer.close()
+
+    def _look(self, *, is_last: bool = False) -> None:
+        """What the devices hold, from what the run shows of itself."""
+        now = time.monotonic()
+        if not is_last and now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        live = read_live(self._run)
+        for device in live.devices if live is not None else ():
+            values = {
+                "resident_bytes": device.resident_bytes, "planned_bytes": device.planned_bytes,
+                "budget_bytes": device.memory_bytes,
+            }  # fmt: skip
+            for name, value in values.items():
+                if value and math.isfinite(value):
+                    self._writer.add_scalar(f"memory/{device.name}/{name}", value, self._step)
+            if device.busy is not None:
+                self._writer.add_scalar(f"busy/{device.name}", device.busy, self._step)
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str | float | bool]:
+    """One level: hyper-parameters are numbers and words."""
+    flat: dict[str, str | float | bool] = {}
+    for key, value in config.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{name}/")
+        elif isinstance(value, (bool, int, float, str)):
+            flat[name] = value
+        elif value is not None:
+            flat[name] = json.dumps(value, default=str)
+    return flat

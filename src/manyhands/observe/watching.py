@@ -1,0 +1,249 @@
+"""Following a run by its folder: what it looks like now, its losses and its events, live or long over."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.facts.errors import ManyhandsError
+from manyhands.files.documents import read_document
+from manyhands.observe.live import LIVE_FILE, OVER, Live, LiveDevice, LiveStage, read_live
+
+RUNS = Path("runs")
+FRESH_SECONDS = 10.0
+"""A run that has written nothing for so long is not live, whatever its file says."""
+MOST_APPENDED = 8_000_000
+"""Bytes that are read at one look; the rest at the next."""
+_ENDINGS = {"finished": "ended", "failed": "failed", "stopped": "stopped"}
+
+
+@dataclass
+class View:
+    """A run as it is known at one look. Lists grow from look to look."""
+
+    folder: Path
+    live: Live = field(default_factory=Live)
+    plan: dict[str, Any] | None = None
+    cluster: dict[str, Any] | None = None
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)
+    """Column -> a value of each step."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Each with its `number`, from 0."""
+    is_live: bool = False
+    """The process that runs it is there and writes."""
+
+
+class Watch:
+    """Follows one folder. Each look reads only what was appended since the last."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._view = View(self.folder)
+        self._metrics = _Tail(self.folder / "metrics.csv")
+        self._events = _Tail(self.folder / "events.jsonl")
+        self._read_at: dict[str, tuple[int, int]] = {}
+
+    def look(self) -> View:
+        """What there is now. A file that is missing, half-written or broken is as good as not there."""
+        view = self._view
+        self._look_at_metrics(view)
+        self._look_at_events(view)
+        for name in ("plan", "cluster"):
+            if self._has_changed(f"{name}.yaml"):
+                found = _document(self.folder / f"{name}.yaml")
+                setattr(view, name, found if found is not None else getattr(view, name))
+        live = read_live(self.folder)
+        view.is_live = live is not None and _is_live(live)
+        view.live = live if live is not None else self._guessed(view)
+        if not view.is_live and view.live.state not in OVER:
+            view.live = msgspec.structs.replace(view.live, state=self._ending(view))
+        return view
+
+    def _has_changed(self, name: str) -> bool:
+        try:
+            found = os.stat(self.folder / name)
+        except OSError:
+            return False
+        stamp = (found.st_mtime_ns, found.st_size)
+        if self._read_at.get(name) == stamp:
+            return False
+        self._read_at[name] = stamp
+        return True
+
+    def _look_at_metrics(self, view: View) -> None:
+        lines = self._metrics.more()
+        if self._metrics.is_new:
+            view.metrics = {}
+        for row in _rows(lines):
+            if not view.metrics:
+                view.metrics = {column: [] for column in row}
+            elif len(row) == len(view.metrics):
+                for column, value in zip(view.metrics.values(), row, strict=True):
+                    column.append(_number(value))
+
+    def _look_at_events(self, view: View) -> None:
+        lines = self._events.more()
+        if self._events.is_new:
+            view.events = []
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict) and isinstance(found.get("event"), str):
+                view.events.append({**found, "number": len(view.events)})
+
+    def _ending(self, view: View) -> Any:
+        """How it ended, by its last events; a process that is gone without a word failed."""
+        if not view.events:
+            return "preparing"
+        for event in reversed(view.events):
+            if event["event"] in _ENDINGS:
+                return _ENDINGS[event["event"]]
+            if event["event"] == "started":
+                break
+        return "failed"
+
+    def _guessed(self, view: View) -> Live:
+        """Of a run that wrote no live.json: what its other files say."""
+        config = _document(self.folder / "config.yaml") or {}
+        steps, losses = view.metrics.get("step", []), view.metrics.get("loss", [])
+        rates = [rate for rate in view.metrics.get("samples_per_second", []) if rate]
+        first = next((one for one in view.events if one["event"] == "started"), {})
+        plan = view.plan or {}
+        stages = _stages(plan.get("stages"))
+        names = dict.fromkeys(name for stage in stages for name in stage.devices)
+        return Live(
+            state=self._ending(view), model=str(first.get("model", "")), step=_whole(steps[-1]) + 1 if steps else 0,
+            steps=_whole(config.get("steps")), loss=losses[-1] if losses else None,
+            samples_per_second=rates[-1] if rates else None, stages=stages,
+            devices=tuple(LiveDevice(name) for name in names),
+        )  # fmt: skip
+
+
+class _Tail:
+    """The lines that were appended to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_new = False
+        """The file is another, or shorter, than at the last look: what was read before is void."""
+        self._place, self._rest, self._file = 0, b"", 0
+
+    def more(self) -> list[str]:
+        self.is_new = False
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size < self._place or status.st_ino != self._file:
+                    self.is_new = self._file != 0
+                    self._place, self._rest, self._file = 0, b"", status.st_ino
+                file.seek(self._place)
+                content = file.read(MOST_APPENDED)
+        except OSError:
+            return []
+        self._place += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        self._rest = self._rest[-MOST_APPENDED:]
+        return [line.decode(errors="replace") for line in lines if line.strip()]
+
+
+def _stages(raw: object) -> tuple[LiveStage, ...]:
+    """Of a plan as it stands in a file, which may be anything."""
+    found = []
+    for number, one in enumerate(raw if isinstance(raw, list) else ()):
+        layers, devices = (one.get("layers"), one.get("devices")) if isinstance(one, dict) else (None, None)
+        if isinstance(layers, list) and len(layers) == 2 and all(isinstance(layer, int) for layer in layers):
+            names = tuple(str(name) for name in devices) if isinstance(devices, list) else ()
+            found.append(LiveStage(number, layers[0], layers[1], devices=names))
+    return tuple(found)
+
+
+def _rows(lines: list[str]) -> Iterator[list[str]]:
+    """The lines of a table that are some."""
+    for line in lines:
+        try:
+            yield from csv.reader([line])
+        except csv.Error:
+            continue
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _whole(value: object) -> int:
+    """A number of something; 0 for what is none."""
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else 0
+
+
+def _document(path: Path) -> dict[str, Any] | None:
+    try:
+        found = read_document(path)
+    except ManyhandsError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_live(live: Live) -> bool:
+    """On another machine only the time tells."""
+    if live.is_over or time.time() - live.updated > FRESH_SECONDS:
+        return False
+    return live.host != socket.gethostname() or _exists(live.pid)
+
+
+def _exists(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / LIVE_FILE).exists() or (folder / "events.jsonl").exists()
+
+
+def runs_here(where: Path = RUNS) -> list[Path]:
+    """Folders of runs, the one that was written to last first."""
+    try:
+        found = [folder for folder in where.iterdir() if folder.is_dir() and is_run(folder)]
+    except OSError:
+        return []
+    return sorted(found, key=_touched, reverse=True)
+
+
+def _touched(folder: Path) -> float:
+    times = []
+    for name in (LIVE_FILE, "events.jsonl"):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=0.0)
+
+
+def newest_live(where: Path = RUNS) -> Path | None:
+    """The run that goes on now, the newest of several."""
+    for folder in runs_here(where):
+        live = read_live(folder)
+        if live is not None and _is_live(live):
+            return folder
+    return None

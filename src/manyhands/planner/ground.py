@@ -1,0 +1,236 @@
+"""What a planner stands on before anything is cut: who the devices are, in which order, how fast, how much they hold,
+what lies between each two, and what every layer weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+
+from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.network import Network
+from manyhands.facts.plan import WarmUp
+from manyhands.facts.profile import DeviceProfile, Profile, Timing
+from manyhands.planner.shares import Counts, Numbers
+
+Group = tuple[int, int]
+"""An interval of the devices, in order of memory."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a mini-batch is cut, and what a round of it is like."""
+
+    samples: int
+    """Of one micro-batch."""
+    count: int
+    optimizer_slots: int = 1
+    is_synchronised: bool = True
+    """Whether batch normalisation takes its statistics over all devices of a stage."""
+    warm_up: WarmUp = "2(P-p)-1"
+
+    def ahead(self, from_end: int) -> int:
+        """K_p of the stage that has so many stages from it to the end, itself included."""
+        known = {"2(P-p)-1": 2 * from_end - 1, "2(P-p)": 2 * from_end, "P-p": from_end, "2(P-p)+1": 2 * from_end + 1}
+        return max(1, min(known[self.warm_up], self.count))
+
+
+MOST_WITH_GAPS = 12
+"""Up to so many devices, some may be left out between two stages, other orders are tried, and every sub-pipeline that
+nothing beats is kept; beyond, none of that."""
+MOST_RUNS = 20
+"""Up to so many devices any run of them may share a stage."""
+ALIKE = 0.9
+"""Devices whose memory differs by less are taken as alike: what is left after starting a worker is never the same."""
+
+
+def by_memory(cluster: Cluster) -> tuple[str, ...]:
+    """The devices' names, the largest memory first (ASTEROID §3.3); of about equal memory, the faster first."""
+    found: list[Device] = []
+    alike: list[Device] = []
+    for device in sorted(cluster.devices, key=lambda one: -one.memory_bytes):
+        if alike and device.memory_bytes < ALIKE * alike[0].memory_bytes:
+            found += sorted(alike, key=lambda one: -one.gflops)
+            alike = []
+        alike.append(device)
+    return tuple(one.name for one in [*found, *sorted(alike, key=lambda one: -one.gflops)])
+
+
+def orders(cluster: Cluster) -> list[tuple[str, ...]]:
+    """Orders in which devices may follow each other along a pipeline: the paper's, and by speed, either way."""
+    by_speed = tuple(one.name for one in sorted(cluster.devices, key=lambda one: -one.gflops))
+    return list(dict.fromkeys([by_memory(cluster), by_speed, by_speed[::-1]]))
+
+
+class Ladders:
+    """Seconds of every layer on every kind of device for 0 to `most` samples, as running sums over the layers."""
+
+    def __init__(self, profiles: Sequence[DeviceProfile], most: int) -> None:
+        self.forward: list[Numbers] = []
+        self.backward: list[Numbers] = []
+        self._least: list[Numbers] = []
+        samples = numpy.arange(most + 1)
+        for own in profiles:
+            tables = [_table(ladder, samples) for ladder in own.ladders]
+            ahead, back = (numpy.stack([table[way] for table in tables], axis=1) for way in (0, 1))
+            self._least.append(numpy.minimum.accumulate((ahead + back)[1:] / samples[1:, None]))
+            self.forward.append(_running(ahead))
+            self.backward.append(_running(back))
+        self.total = [ahead + back for ahead, back in zip(self.forward, self.backward)]
+
+    def best(self, kind: int, most: int) -> Numbers:
+        """Running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
+        found: Numbers = _running(self._least[kind][most - 1 : most])[0]
+        return found
+
+
+def _running(table: Numbers) -> Numbers:
+    """Sums over the first n columns, n from 0 on."""
+    return numpy.concatenate([numpy.zeros((len(table), 1)), table.cumsum(1)], axis=1)
+
+
+def _table(ladder: tuple[Timing, ...], samples: Counts) -> tuple[Numbers, Numbers]:
+    """A layer's seconds for each number of samples, read as profiles are; more samples never take less time."""
+    sizes = numpy.array([timing.samples for timing in ladder], float)
+    found = []
+    for own in ([t.forward_seconds for t in ladder], [t.backward_seconds for t in ladder]):
+        seconds = numpy.interp(samples, sizes, own)
+        seconds = numpy.where(samples < sizes[0], own[0] * samples / sizes[0], seconds)
+        if len(ladder) > 1:
+            slope = (own[-1] - own[-2]) / (sizes[-1] - sizes[-2])
+            beyond = numpy.maximum(own[-1], own[-1] + slope * (samples - sizes[-1]))
+        else:
+            beyond = own[0] * samples / sizes[0]
+        found.append(numpy.maximum.accumulate(numpy.where(samples > sizes[-1], beyond, seconds)))
+    return found[0], found[1]
+
+
+class LayerBytes:
+    """What layers weigh: running sums over the network, and what crosses each cut."""
+
+    def __init__(self, network: Network, optimizer_slots: int) -> None:
+        layers = range(len(network.layers) + 1)
+        static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
+        self.work = numpy.zeros(len(layers))
+        """The most that one of its operators moves, for one sample."""
+        self.weights = numpy.zeros(len(layers))
+        """The most that one of its operators has in trained weights."""
+        seen: set[str] = set()
+        for index, layer in enumerate(network.layers, 1):
+            for name in layer.weights:
+                weight = network.weights[name]
+                copies = 2 + optimizer_slots if weight.trainable else 1
+                static[index] += weight.bytes * copies * (name not in seen)
+                trained[index] += weight.bytes * (weight.trainable and name not in seen)
+                seen.add(name)
+            for op in network.ops[layer.first : layer.last]:
+                saved[index] += op.saved_bytes
+                fixed[index] += op.saved_fixed_bytes
+                norms[index] += op.statistics > 0
+                sums[index] += 4 * op.statistics
+                self.work[index] = max(self.work[index], op.moved_bytes)
+                own = (network.weights[name] for name in op.weights)
+                self.weights[index] = max(self.weights[index], sum(one.bytes for one in own if one.trainable))
+        self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
+            one.cumsum() for one in (static, trained, saved, fixed, norms, sums)
+        )
+        crossing = [[] if layer in (0, layers[-1]) else list(network.cut(layer)) for layer in layers]
+        self.crossing = numpy.array([sum(one.bytes_per_sample for one in tensors) for tensors in crossing], float)
+        self.returning = numpy.array(
+            [sum(one.bytes_per_sample for one in tensors if one.differentiable) for tensors in crossing], float
+        )
+
+    @cached_property
+    def widest(self) -> Numbers:
+        """[first, last]: the most that one operator of these layers moves, for one sample."""
+        return _most(self.work)
+
+    @cached_property
+    def heaviest(self) -> Numbers:
+        """[first, last]: the most that one operator of these layers has in trained weights."""
+        return _most(self.weights)
+
+
+def _most(each: Numbers) -> Numbers:
+    """[first, last] -> the largest number of layers [first, last)."""
+    count = len(each)
+    found = numpy.zeros((count, count))
+    for first in range(count):
+        found[first, first + 1 :] = numpy.maximum.accumulate(each[first + 1 :])
+    return found
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """[from, to] -> what every pair of some devices has between them."""
+
+    rates: Numbers
+    """Bytes per second: of the link, and of the ports where they are on different hosts."""
+    delays: Numbers
+    has_own_hosts: bool
+    """Whether every device of the cluster has a host of its own."""
+
+    @staticmethod
+    def of(cluster: Cluster, names: Sequence[str]) -> Pairs:
+        devices, count = [cluster.device(name) for name in names], len(names)
+        has_own_hosts = len({device.host_name for device in cluster.devices}) == len(cluster.devices)
+        if cluster.links or not has_own_hosts:
+            pairs = [[(a, b) for b in names] for a in names]
+            between, link = cluster.bytes_per_second_between, cluster.link_between
+            rates = numpy.array([[between(a, b) if a != b else numpy.inf for a, b in row] for row in pairs])
+            delays = [[link(a, b).delay_seconds if a != b else 0.0 for a, b in row] for row in pairs]
+            return Pairs(rates, numpy.array(delays), has_own_hosts)
+        ups, downs = (
+            numpy.array([getattr(device, port) for device in devices])
+            for port in ("up_bytes_per_second", "down_bytes_per_second")
+        )
+        rates = numpy.minimum(numpy.minimum(ups[:, None], downs[None, :]), cluster.link.bytes_per_second)
+        return Pairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
+
+
+def every_group(count: int, most: int) -> list[Group]:
+    """Every run of up to `most` of so many devices; of many devices, runs of some lengths."""
+    lengths = {1, *sizes(count)} if count > MOST_RUNS else range(1, count + 1)
+    return [(a, a + size) for a in range(count) for size in sorted(lengths) if size <= min(most, count - a)]
+
+
+def sizes(count: int) -> list[int]:
+    """How many of so many devices are tried together: any number up to eight, then in steps of about a quarter, and
+    all."""
+    found, size = [], 2
+    while size < count:
+        found.append(size)
+        size += max(1, size // 4)
+    return [*found, count] if count > 1 else []
+
+
+class Ground:
+    """What does not depend on how the mini-batch is cut."""
+
+    def __init__(
+        self,
+        network: Network,
+        cluster: Cluster,
+        profile: Profile,
+        most: int,
+        optimizer_slots: int = 1,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        """`most`: the largest micro-batch; `names`: the order of the devices, by default that of their memory."""
+        self.network, self.cluster = network, cluster
+        self.names = names or by_memory(cluster)
+        keys = [(id(profile.of(name)), cluster.device(name).memory_bytes) for name in self.names]
+        unique = list(dict.fromkeys(keys))
+        self.kinds = [unique.index(key) for key in keys]
+        self.budgets = [memory for _, memory in unique]
+        self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
+        self.bytes = LayerBytes(network, optimizer_slots)
+
+    def only(self, names: tuple[str, ...]) -> Ground:
+        """The same for some of the devices."""
+        part = copy(self)
+        part.names, part.kinds = names, [self.kinds[self.names.index(name)] for name in names]
+        return part

@@ -1,0 +1,306 @@
+"""How workers find a coordinator without being told where it is: by multicast DNS, on the local network.
+
+    with Announcer(("0.0.0.0", 7077), token, "resnet50"): ...      # `manyhands train --listen` does
+    with Lookout() as lookout:                                    # `manyhands worker` without --join does
+        lookout.wait(1.0)
+        lookout.seen()
+
+What is announced can be read by everybody on the network: the address, versions, what the run is called, and a mark by
+which who knows the token sees that it fits. The mark is salted, costs a guesser a scrypt for every try, and has only 24
+bits: it can rule tokens out, and vouches for nothing. Proofs are exchanged when the worker connects (engine.security).
+
+MANYHANDS_DISCOVERY: `off`, or the address of the one interface to use (192.168.1.5; 127.0.0.1 in tests). A coordinator
+that only this machine can reach is announced only there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from manyhands.engine.security import is_loopback
+from manyhands.facts.errors import BadValue
+from manyhands.facts.version import __version__
+from manyhands.runtime.control import PROTOCOL
+from manyhands.runtime.identity import addresses
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceInfo, Zeroconf
+
+SERVICE = "_manyhands._tcp.local."
+VARIABLE = "MANYHANDS_DISCOVERY"
+MOST_SEEN = 64
+"""Announcements that are looked at: anybody may send any number."""
+_LIFE_SECONDS = 120
+"""So long others believe what one who was killed has announced."""
+_LOOK_SECONDS = 5.0
+"""How often it is looked whether this machine has other addresses by now."""
+_CLOSE_SECONDS = 4.0
+_ASK_MILLISECONDS = 300
+_MOST_ASKED = 3
+"""In one look: those who announced themselves and do not answer must not take up the others' time."""
+_LONGEST_TITLE = 60
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def interface_asked() -> str | None:
+    """The one interface to use, by its address; empty: all; None: nothing is announced or looked for."""
+    said = os.environ.get(VARIABLE, "").strip()
+    if said.lower() in ("off", "0", "no"):
+        return None
+    try:
+        return str(ipaddress.IPv4Address(said)) if said else ""
+    except ValueError as error:
+        raise BadValue(
+            f"{VARIABLE} is '{said:.60}'; it must be off, or the IPv4 address of one of this machine's interfaces.",
+            hint=f"Like this: {VARIABLE}=192.168.1.5. Leave it out to use all of them.",
+        ) from error
+
+
+@functools.lru_cache(MOST_SEEN)
+def mark_of(token: str, salt: str) -> str:
+    """By which a worker sees whether its token fits."""
+    return hashlib.scrypt(token.encode(), salt=f"manyhands {salt}".encode(), n=2**14, r=8, p=1, dklen=3).hex()
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A coordinator as it has announced itself; everything is somebody's word."""
+
+    instance: str
+    hosts: tuple[str, ...]
+    port: int
+    version: str
+    protocol: int
+    title: str
+    """What its run is called."""
+    machine: str
+    salt: str
+    mark: str
+
+    def fits(self, token: str) -> bool:
+        return hmac.compare_digest(self.mark.encode(), mark_of(token, self.salt).encode())
+
+    @property
+    def is_same_version(self) -> bool:
+        return (self.version, self.protocol) == (__version__, PROTOCOL)
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        where = ", ".join(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
+        return f"{self.title or 'a run'} on {self.machine or '?'} at {where} (manyhands {self.version or '?'})"
+
+
+def announced(info: ServiceInfo) -> Announcement | None:
+    """What somebody has announced, if it can be read."""
+    texts = {
+        key.decode(errors="replace"): _printable((value or b"").decode(errors="replace"))
+        for key, value in list(info.properties.items())[:16]
+    }
+    hosts = tuple(info.parsed_addresses()[:8])
+    if not hosts or not info.port:
+        return None
+    protocol = texts.get("protocol", "")
+    return Announcement(
+        instance=info.name, hosts=hosts, port=info.port, version=texts.get("version", "")[:20],
+        protocol=int(protocol) if protocol.isascii() and protocol.isdigit() and len(protocol) < 9 else -1,
+        title=texts.get("run", ""), machine=texts.get("machine", ""), salt=texts.get("salt", ""),
+        mark=texts.get("mark", ""),
+    )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """It goes to a terminal."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text[:_LONGEST_TITLE])
+
+
+def can_announce(host: str, interface: str | None) -> bool:
+    """Whether one who listens on this address may be announced: others can reach it, or a test asks for it."""
+    return interface is not None and (not is_loopback(host) or (bool(interface) and is_loopback(interface)))
+
+
+def hosts_of(host: str, interface: str) -> tuple[str, ...]:
+    """The addresses to be announced for one that is listened on; none where only this machine could use them."""
+    if not can_announce(host, interface):
+        return ()
+    if host.lower() == "localhost":
+        return ("127.0.0.1",)
+    if host not in _EVERY_ADDRESS:
+        with contextlib.suppress(ValueError):
+            return (str(ipaddress.ip_address(host)),)
+        return ()
+    if interface:
+        return (interface,)
+    return tuple(own for own in sorted(addresses()) if host == "::" or ":" not in own)
+
+
+class Announcer:
+    """Tells the network where a coordinator is, for as long as it is open; a thread, so that nobody waits for it.
+
+    Where this machine gets another address it is announced anew. That nothing can be announced is said, and no error.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        title: str = "",
+        say: Callable[[str], None] = lambda text: None,
+        interface: str | None = "",
+    ) -> None:
+        """`interface`: see `interface_asked`."""
+        self._address, self._token, self._title, self._say = address, token, title, say
+        self.salt = secrets.token_hex(4)
+        self.is_announced = threading.Event()
+        self._closing = threading.Event()
+        self._interface = interface or ""
+        self._thread = threading.Thread(target=self._run, name="coordinator announcer", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Announcer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        interface, problem = self._interface, ""
+        opened: Zeroconf | None = None
+        known: tuple[str, ...] = ()
+        try:
+            while not self._closing.is_set():
+                hosts = hosts_of(self._address[0], interface)
+                if hosts != known and opened is not None:
+                    opened.close()
+                    opened = None
+                if hosts and opened is None:
+                    try:
+                        opened, known = self._announce(hosts, interface), hosts
+                        problem = ""
+                    except Exception as error:  # no multicast here, or not now: --join works without
+                        if str(error) != problem:
+                            self._say(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
+                        problem = str(error)
+                self._closing.wait(_LOOK_SECONDS)
+        finally:
+            if opened is not None:
+                with contextlib.suppress(Exception):
+                    opened.close()  # says that it is gone
+
+    def _announce(self, hosts: Sequence[str], interface: str) -> Zeroconf:
+        from zeroconf import ServiceInfo
+
+        machine = _printable(socket.gethostname())[:40]
+        info = ServiceInfo(
+            SERVICE, f"{machine.replace('.', '-')} {self.salt}.{SERVICE}", port=self._address[1],
+            parsed_addresses=list(hosts), server=f"manyhands-{self.salt}.local.", host_ttl=_LIFE_SECONDS,
+            other_ttl=_LIFE_SECONDS,
+            properties={
+                "version": __version__, "protocol": str(PROTOCOL), "run": _printable(self._title), "machine": machine,
+                "salt": self.salt, "mark": mark_of(self._token, self.salt),
+            },
+        )  # fmt: skip
+        opened = _open(interface or ("" if self._address[0] in _EVERY_ADDRESS else self._address[0]))
+        try:
+            opened.register_service(info, cooperating_responders=True)  # the salt makes its name its own
+        except BaseException:
+            opened.close()
+            raise
+        self.is_announced.set()
+        return opened
+
+    def close(self) -> None:
+        """The network is told that it is gone; no thread and no descriptor is left."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+
+
+class Lookout:
+    """Looks for coordinators for as long as it is open. OSError where there is no network to look on."""
+
+    def __init__(self) -> None:
+        from zeroconf import ServiceBrowser
+
+        self._change = threading.Condition()
+        self._names: dict[str, None] = {}
+        """Of services, in the order they came."""
+        interface = interface_asked()
+        if interface is None:
+            raise BadValue(f"{VARIABLE} is off: coordinators are not looked for.", hint="Give --join HOST:PORT.")
+        self._opened = _open(interface)
+        try:
+            self._browser = ServiceBrowser(self._opened, SERVICE, handlers=[self._changed])
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def __enter__(self) -> Lookout:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
+        from zeroconf import ServiceStateChange
+
+        del zeroconf, service_type
+        with self._change:
+            if state_change is ServiceStateChange.Removed:
+                self._names.pop(name, None)
+            elif len(self._names) < MOST_SEEN:
+                self._names[name] = None
+            self._change.notify_all()
+
+    def wait(self, limit_seconds: float) -> None:
+        """Until somebody came or went, or the limit has passed."""
+        with self._change:
+            self._change.wait(limit_seconds)
+
+    def seen(self) -> list[Announcement]:
+        """Those who are there now, the last to come first."""
+        from zeroconf import ServiceInfo
+
+        with self._change:
+            names = list(self._names)
+        found, asked = [], 0
+        for name in reversed(names):
+            info = ServiceInfo(SERVICE, name)
+            with contextlib.suppress(Exception):  # whatever was sent: it is as if nothing had been
+                is_whole = info.load_from_cache(self._opened)
+                if not is_whole and asked < _MOST_ASKED:
+                    asked += 1
+                    is_whole = info.request(self._opened, _ASK_MILLISECONDS)
+                if is_whole and (one := announced(info)) is not None:
+                    found.append(one)
+        return found
+
+    def close(self) -> None:
+        """No thread and no descriptor is left."""
+        try:
+            self._browser.cancel()
+        finally:
+            self._opened.close()
+
+
+def _open(interface: str) -> Zeroconf:
+    from zeroconf import InterfaceChoice, Zeroconf
+
+    is_one = interface and ":" not in interface
+    return Zeroconf(interfaces=[interface] if is_one else InterfaceChoice.All)

@@ -1,0 +1,84 @@
+"""Which machine this is, and by which of its interfaces it is reached."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import socket
+
+import msgspec
+
+_ID_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_NO_ADDRESS = "00:00:00:00:00:00"
+_DIGEST_CHARACTERS = 16
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What tells one worker from another of the same name. Digests: ids of machines are nobody else's business."""
+
+    process: str = ""
+    """Drawn by the worker's process: one that comes back after its connection broke has the same."""
+    machine: str = ""
+    """Of the system's id and the network card: a copied SD card in another machine has another."""
+    system: str = ""
+    """Of the system's id alone: a copied SD card has the same."""
+
+
+def own_identity(process: str, local_host: str) -> Identity:
+    """This worker, which talks from this address."""
+    system = _system_id()
+    return Identity(process, _digest(system, _card(local_host)), _digest(system) if system else "")
+
+
+def _system_id() -> str:
+    for path in _ID_FILES:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if found := file.read(200).decode(errors="replace").strip():
+                return found
+    return ""
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(("manyhands", *texts)).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+# Interfaces
+
+
+def addresses() -> dict[str, str]:
+    """Addresses of this machine at which others may reach it -> interfaces that are up; no loopback, nothing that
+    needs a scope."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = {}
+    for interface, own in psutil.net_if_addrs().items():
+        if interface in states and not states[interface].isup:
+            continue
+        for one in own:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            parsed = ipaddress.ip_address(one.address.partition("%")[0])
+            if not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified):
+                found[one.address] = interface
+    return found
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address; empty where none has."""
+    import psutil
+
+    for interface, own in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address.partition("%")[0] for one in own):
+            return interface
+    return "lo" if address.startswith("127.") else ""
+
+
+def _card(address: str) -> str:
+    """The hardware address of the card that has this address; empty where there is none."""
+    import psutil
+
+    own = psutil.net_if_addrs().get(interface_of(address), [])
+    found = [one.address for one in own if one.family == psutil.AF_LINK and one.address != _NO_ADDRESS]
+    return found[0] if found else ""

@@ -1,0 +1,374 @@
+"""Keeps `live.json` of a run's folder true while the run goes on: who is there, how fast, what a round looks like.
+
+Nobody waits for it: what happens is noted in memory, and a thread writes it down about once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan_check import layer_range
+from manyhands.facts.profile import Profile
+from manyhands.observe.live import (
+    Live,
+    LiveDevice,
+    LiveLink,
+    LiveRound,
+    LiveSpan,
+    LiveStage,
+    RunState,
+    write_live,
+    write_round,
+)
+from manyhands.runtime.control import Arrival, Progress, Seen
+from manyhands.schedule.glimpse import MOST_SPANS, Glimpse, thinned
+from manyhands.simulator.result import Simulation
+from manyhands.simulator.simulate import simulate
+
+if TYPE_CHECKING:
+    from manyhands.runtime.coordinator import Coordinator
+
+WRITE_SECONDS = 1.0
+WATCH_SECONDS = 3.0
+"""Between two rounds that are looked at: the spans of one are about 5 kB from each device."""
+LEAST_LOOKS = 5
+"""Of a run that is shorter than that."""
+_LAST_STEPS = 20
+_LAST_ARRIVALS = 32
+_MOST_SPANS_IN_ALL = 4000
+_LEAST_SPANS = 20
+_MOST_LINKS = 400
+_END_SECONDS = 5.0
+_UNDER_WAY = 4
+"""Rounds of which not everybody has told yet."""
+
+
+def rounds_between_looks(round_seconds: float, rounds: int) -> int:
+    """One round in so many is looked at."""
+    wanted = WATCH_SECONDS / round_seconds if round_seconds > 0 else rounds
+    return max(1, min(round(wanted), max(3, rounds // LEAST_LOOKS)))
+
+
+@dataclass
+class _Outlook:
+    """What is run, and what the simulator says of it."""
+
+    plan: Plan
+    network: Network
+    cluster: Cluster
+    profile: Profile
+    prediction: Simulation | None
+
+    @functools.cached_property
+    def stage_seconds(self) -> dict[tuple[int, str], float]:
+        """(stage, device) -> computing in a round, simulated."""
+        found: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for span in self.prediction.spans if self.prediction is not None else ():
+            if span.kind in ("forward", "backward"):
+                found[getattr(span.what, "stage", -1), span.device] += span.end - span.start
+        return dict(found)
+
+    @functools.cached_property
+    def spans(self) -> tuple[LiveSpan, ...]:
+        """The simulated round."""
+        by_device: defaultdict[str, list[Glimpse]] = defaultdict(list)
+        for span in self.prediction.spans if self.prediction is not None else ():
+            stage, label = getattr(span.what, "stage", -1), _label(span.what)
+            by_device[span.device].append(Glimpse(span.track, span.kind, span.start, span.end, stage, label))
+        return tuple(
+            one for name in self.plan.devices for one in _spans(name, thinned(by_device[name], self.most_spans), 0.0)
+        )
+
+    @property
+    def most_spans(self) -> int:
+        """Of a device: what is drawn is to stay small however many there are."""
+        return max(_LEAST_SPANS, min(MOST_SPANS, _MOST_SPANS_IN_ALL // max(1, 2 * len(self.plan.devices))))
+
+
+class Living:
+    """One run as others see it. Its methods are called from the run's own threads and never raise or wait."""
+
+    def __init__(self, folder: Path, *, command: str, model: str, first_step: int, steps: int, batch_size: int) -> None:
+        self.folder = folder
+        self._live = Live(
+            command=command, model=model, pid=os.getpid(), host=socket.gethostname(), started=time.time(),
+            first_step=first_step, step=first_step, steps=steps, batch_size=batch_size,
+        )  # fmt: skip
+        self._lock = threading.Lock()
+        self._coordinator: Coordinator | None = None
+        self._outlook: _Outlook | None = None
+        self._seconds: deque[float] = deque(maxlen=_LAST_STEPS)
+        self._seen: dict[str, Seen] = {}
+        """The last of each device."""
+        self._rounds: dict[int, dict[str, Seen]] = {}
+        self._busy: dict[str, float] = {}
+        self._stage_seconds: dict[int, float] = {}
+        self._arrivals: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(lambda: deque(maxlen=_LAST_ARRIVALS))
+        self._sent: dict[tuple[str, str], int] = {}
+        self._sent_before: dict[tuple[str, str], int] = {}
+        """In generations that are over."""
+        self._round: LiveRound | None = None
+        self._devices: tuple[LiveDevice, ...] = ()
+        self._is_new_round = self._is_to_be_simulated = False
+        self._closing = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._keep_writing, name="living", daemon=True)
+        self._thread.start()
+
+    # What happens
+
+    def shown_at(self, url: str) -> None:
+        self._change(dashboard=url)
+
+    def coordinated_by(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def planned(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile, prediction: Simulation) -> None:
+        """It begins."""
+        with self._lock:
+            self._outlook = _Outlook(plan, network, cluster, profile, prediction)
+        self._change(state="running", text="", predicted_seconds=prediction.seconds / plan.steps_per_round)
+
+    def replanned(self, plan: Plan) -> None:
+        """Others go on, by another plan; what that should take is simulated when there is time."""
+        with self._lock:
+            if self._outlook is None:
+                return
+            own = self._outlook
+            self._outlook = _Outlook(plan, own.network, own.cluster, own.profile, None)
+            self._is_to_be_simulated = True
+            self._rounds.clear()
+            self._busy.clear()
+            self._stage_seconds.clear()
+            for pair, count in self._sent.items():
+                self._sent_before[pair] = self._sent_before.get(pair, 0) + count
+            self._sent.clear()
+        self._change(generation=self._live.generation + 1)
+
+    def stepped(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
+        with self._lock:
+            self._seconds.append(seconds)
+            typical = statistics.median(self._seconds)
+        self._change(
+            step=step + 1, epoch=epoch, loss=loss, seconds=typical,
+            samples_per_second=samples / typical if typical else None,
+            remaining_seconds=max(0, self._live.steps - step - 1) * typical,
+        )  # fmt: skip
+
+    def told(self, device: str, message: Progress) -> None:
+        """A device has ended a round."""
+        with self._lock:
+            for target, count in message.sent.items():
+                self._sent[device, target] = count
+            if message.seen is None or self._outlook is None:
+                return
+            self._seen[device] = message.seen
+            seen = self._rounds.setdefault(message.step, {})
+            seen[device] = message.seen
+            if set(seen) >= set(self._outlook.plan.devices):
+                del self._rounds[message.step]
+                self._take_round(message.step, seen, self._outlook)
+            while len(self._rounds) > _UNDER_WAY:
+                del self._rounds[min(self._rounds)]
+
+    def arrived(self, device: str, arrivals: Iterable[Arrival]) -> None:
+        with self._lock:
+            for one in arrivals:
+                if one.seconds > 0:
+                    self._arrivals[one.source, device].append(one)
+
+    def said(self, text: str) -> None:
+        self._change(text=text)
+
+    def waits(self, text: str) -> None:
+        self._change(state="waiting", text=text)
+
+    def runs(self) -> None:
+        self._change(state="running")
+
+    def close(self, state: RunState, text: str = "") -> None:
+        """The last that is written."""
+        if self._closing.is_set():
+            return
+        self._change(state=state, text=text, remaining_seconds=0.0 if state == "ended" else None)
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_SECONDS)
+
+    def _change(self, **facts: Any) -> None:
+        with self._lock:
+            self._live = msgspec.structs.replace(self._live, **facts)
+
+    # What is written
+
+    def _keep_writing(self) -> None:
+        while not self._closing.wait(WRITE_SECONDS):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(Exception):  # the run is not to end because nobody can look at it
+            self._simulate()
+            with self._lock:
+                live = msgspec.structs.replace(
+                    self._live, updated=time.time(), devices=self._describe_devices(), links=self._describe_links(),
+                    stages=self._describe_stages(),
+                )  # fmt: skip
+                found, self._is_new_round = self._round if self._is_new_round else None, False
+            write_live(self.folder, live)
+            if found is not None:
+                write_round(self.folder, found)
+
+    def _simulate(self) -> None:
+        """What the plan of now should take; nobody knows where devices came of which nothing is known here."""
+        with self._lock:
+            own, is_wanted, self._is_to_be_simulated = self._outlook, self._is_to_be_simulated, False
+        if own is None or not is_wanted:
+            return
+        with contextlib.suppress(ManyhandsError, KeyError):
+            prediction = simulate(own.plan, own.network, own.cluster, own.profile)
+            with self._lock:
+                if self._outlook is own:
+                    self._outlook = _Outlook(own.plan, own.network, own.cluster, own.profile, prediction)
+            self._change(predicted_seconds=prediction.seconds / own.plan.steps_per_round)
+
+    def _take_round(self, step: int, seen: Mapping[str, Seen], own: _Outlook) -> None:
+        members = self._coordinator.members if self._coordinator is not None else {}
+        offsets = {name: members[name].clock_offset_seconds if name in members else 0.0 for name in seen}
+        starts = [span.start + offsets[name] for name, one in seen.items() for span in one.spans]
+        ends = [span.end + offsets[name] for name, one in seen.items() for span in one.spans]
+        if not starts:
+            return
+        zero, seconds = min(starts), max(ends) - min(starts)
+        measured = tuple(
+            one
+            for name in own.plan.devices
+            for one in _spans(name, thinned(seen[name].spans, own.most_spans), zero - offsets[name])
+        )
+        expected = own.prediction.seconds if own.prediction is not None else 0.0
+        self._round = LiveRound(step, seconds, expected, measured, own.spans)
+        self._is_new_round = True
+        self._busy = {name: computing(one.spans) / seconds for name, one in seen.items() if seconds}
+        for number in range(len(own.plan.stages)):
+            devices = own.plan.stages[number].devices
+            self._stage_seconds[number] = max(computing(seen[name].spans, number) for name in devices)
+
+    def _describe_devices(self) -> tuple[LiveDevice, ...]:
+        """Once the coordinator ends, everybody goes: they stay as they were."""
+        coordinator, own = self._coordinator, self._outlook
+        if coordinator is None or coordinator.is_closing:
+            return self._devices
+        members = dict(coordinator.members)
+        stages: defaultdict[str, list[int]] = defaultdict(list)
+        planned = own.prediction.devices if own is not None and own.prediction is not None else {}
+        if own is not None:
+            for number, stage in enumerate(own.plan.stages):
+                for name in stage.devices:
+                    stages[name].append(number)
+        found = []
+        order = {name: place for place, name in enumerate(own.cluster.names)} if own is not None else {}
+        for name, member in sorted(members.items(), key=lambda one: order.get(one[0], len(order))):
+            state = "lost" if member.is_lost else "leaving" if member.is_leaving else "here"
+            if state == "here" and own is not None and name not in stages:
+                state = "idle"
+            seen, device = self._seen.get(name), member.device
+            found.append(
+                LiveDevice(
+                    name, device.kind, state, member.reason if member.is_lost else "",
+                    memory_bytes=planned[name].memory_bytes if name in planned else device.memory_bytes,
+                    planned_bytes=planned[name].peak_bytes if name in planned else 0.0,
+                    resident_bytes=seen.resident_bytes if seen is not None and state != "lost" else 0,
+                    peak_bytes=seen.peak_bytes if seen is not None else 0,
+                    busy=self._busy.get(name) if state != "lost" else None, host=member.channel.peer_host,
+                    compute=member.facts.compute, stages=tuple(stages.get(name, ())),
+                )
+            )  # fmt: skip
+        self._devices = tuple(found)
+        return self._devices
+
+    def _describe_links(self) -> tuple[LiveLink, ...]:
+        own = self._outlook
+        if own is None:
+            return ()
+        pairs: dict[tuple[str, str], None] = {}
+        if own.prediction is not None:
+            pairs |= dict.fromkeys(own.prediction.bytes_between)
+        pairs |= dict.fromkeys(self._sent)
+        found = []
+        for source, target in list(pairs)[:_MOST_LINKS]:
+            rate, delay = None, 0.0
+            with contextlib.suppress(ManyhandsError, KeyError):
+                link = own.cluster.link_between(source, target)
+                speed = own.cluster.bytes_per_second_between(source, target)
+                rate, delay = (speed if speed < float("inf") else None), link.delay_seconds
+            came = self._arrivals.get((source, target), ())
+            seconds = sum(one.seconds for one in came)
+            sent = self._sent.get((source, target), 0) + self._sent_before.get((source, target), 0)
+            measured = sum(one.bytes for one in came) / seconds if seconds else None
+            found.append(LiveLink(source, target, rate, delay, measured, sent))
+        return tuple(found)
+
+    def _describe_stages(self) -> tuple[LiveStage, ...]:
+        own = self._outlook
+        if own is None:
+            return ()
+        found = []
+        for number, stage in enumerate(own.plan.stages):
+            first, last = layer_range(stage)
+            seconds = self._stage_seconds.get(number)
+            found.append(
+                LiveStage(
+                    number, first, last, _share_text(stage), stage.devices, seconds,
+                    max((own.stage_seconds.get((number, name), 0.0) for name in stage.devices), default=0.0),
+                    own.plan.batch_size / seconds if seconds else None,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+
+def _spans(device: str, glimpses: Sequence[Glimpse], zero: float) -> Iterable[LiveSpan]:
+    for one in glimpses:
+        yield LiveSpan(
+            device, one.track, round(one.start - zero, 6), round(one.end - zero, 6), one.kind, one.label, one.stage
+        )
+
+
+def _label(what: object) -> str:
+    micro_batch = getattr(what, "micro_batch", None)
+    return str(micro_batch) if micro_batch is not None else ""
+
+
+def computing(spans: Iterable[Glimpse], stage: int | None = None) -> float:
+    """Seconds, waits apart."""
+    return sum(
+        one.end - one.start
+        for one in spans
+        if one.track == "compute" and one.kind != "reduce" and (stage is None or one.stage == stage)
+    )
+
+
+def _share_text(stage: Stage) -> str:
+    """How a stage is shared, in a few words."""
+    share = stage.share
+    if isinstance(share, BySamples):
+        return f"samples {'+'.join(map(str, share.samples))}" if len(share.samples) <= 8 else "samples"
+    if isinstance(share, ByTiles):
+        return f"tiles {len(share.rows)}x{len(share.columns)}"
+    return "channels" if isinstance(share, ByChannels) else "all"

@@ -1,0 +1,186 @@
+"""A worker's process: joins, works, hands over when it is asked to go, and waits for a coordinator that was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from manyhands.engine.transport import TcpTransport, Transport
+from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.runtime.identity import interface_of
+from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
+from manyhands.runtime.serving import asked_to_leave_by_signal
+from manyhands.runtime.worker import CalledOtherwise, Joining, Worker
+
+AGAIN_SECONDS = 10.0
+"""A worker that stays and was refused tries again after so long."""
+_OTHER_SECONDS = 2.0
+"""So long one that was refused looks whether another coordinator is there."""
+_MOST_RENAMES = 8
+
+
+def serve(
+    joining: Joining,
+    say: Callable[[str], None] | None = None,
+    *,
+    stay: bool = False,
+    rejoin: bool = True,
+    on_joined: Callable[[], None] = lambda: None,
+    transport: Transport | None = None,
+) -> None:
+    """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
+
+    Without a host in `joining` the coordinator is looked for (`seeking`). `stay`: whatever happens the next one is
+    waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. SIGTERM asks the
+    worker to leave: others get what it has first. A second one ends it at once.
+    """
+    service = _Service(joining, say or (lambda text: None), stay, rejoin, on_joined, transport)
+    with asked_to_leave_by_signal(service.leave):
+        while not service.is_over():
+            pass
+
+
+class _Service:
+    """A worker's life: joins, works, and what it does when it is lost, renamed or refused."""
+
+    def __init__(
+        self,
+        joining: Joining,
+        say: Callable[[str], None],
+        stay: bool,
+        rejoin: bool,
+        on_joined: Callable[[], None],
+        transport: Transport | None,
+    ) -> None:
+        self.joining, self._say, self._on_joined = joining, say, on_joined
+        self._stay, self._rejoin = stay, rejoin
+        self._transport = transport
+        self._name = joining.name or socket.gethostname()
+        self._where = f"{joining.host}:{joining.port}"
+        self._current: Worker | None = None
+        self._found: Found | None = None
+        """The coordinator it has joined, where it was looked for."""
+        self._is_asked = False
+        """To leave."""
+        self._loss: WorkerLost | None = None
+        """Of the coordinator that it waits for."""
+        self._refused: dict[str, Refused] = {}
+        """Coordinators that were found and would not have it -> why."""
+        self._renames = 0
+        self._last_said = ""
+
+    def leave(self) -> bool:
+        """Called by a signal: whether something is to be handed over first."""
+        if self._current is None:
+            return False
+        self._is_asked = True
+        threading.Thread(target=self._current.ask_to_leave, name="leaving", daemon=True).start()
+        return True
+
+    def is_over(self) -> bool:
+        """One attempt to join and, where it succeeds, one coordinator's run; whether that was all."""
+        try:
+            self._current = worker = self._worker()
+        except (TimedOut, Refused) as error:
+            if not self._stay:
+                raise (self._loss if isinstance(error, TimedOut) else None) or error from None
+            return self._go_on_after(error)
+        worker.on_joined = self._joined
+        try:
+            worker.run()
+        except CalledOtherwise as error:
+            self._current = None
+            return self._take(error)
+        except Refused as error:
+            self._current = None
+            return self._turned_away(error)
+        except WorkerLost as error:
+            if self._is_asked or not self._rejoin or self._is_orphaned:
+                raise
+            self._current = None  # until then there is nothing to hand over
+            self._say(f"{error.message} Waiting {self.joining.limit_seconds:g} s for it to come back.")
+            self._loss = error
+            return False
+        self._current = None
+        if self._is_asked:
+            self._say(f"{self._name} has left, as it was asked to.")
+            return True
+        self._say(f"The coordinator at {self._where} has ended the run; {self._name} has left.")
+        self._loss = None
+        if self._stay:
+            self._say("Waiting for the next one. Ctrl-C ends this worker.")
+        return not self._stay
+
+    @property
+    def _is_orphaned(self) -> bool:
+        """Whether the process is gone without which this one ends too."""
+        return bool(self.joining.parent) and os.getppid() != self.joining.parent
+
+    def _worker(self) -> Worker:
+        """One that has reached a coordinator."""
+        if self._found is not None and self._renames:  # it is known where
+            there, self._found = self._found.joining, None
+            return Worker(dataclasses.replace(self.joining, host=there.host, port=there.port), self._transport)
+        if self.joining.host:
+            return Worker(self.joining, self._transport)
+        grace_seconds = GRACE_SECONDS if self._loss is None and not self._stay else self.joining.limit_seconds
+        if self._refused:
+            grace_seconds = _OTHER_SECONDS
+        elif self._loss is None and not self._last_said:
+            self._say("Looking for a coordinator on this network.")
+        try:
+            found = seek(
+                self.joining, self._transport or TcpTransport(), avoid=self._refused, grace_seconds=grace_seconds
+            )
+        except (TimedOut, Refused) as error:
+            refusals = list(self._refused.values())
+            self._refused = {}
+            raise (refusals[-1] if refusals else error) from None
+        self._found, self._where = found, f"{found.joining.host}:{found.joining.port}"
+        return Worker(found.joining, self._transport, found.reached)
+
+    def _joined(self) -> None:
+        worker = self._current
+        assert worker is not None, "it is what has joined"
+        local, again = worker.channel.local_host, " again" if self._loss is not None else ""
+        through = interface_of(local)
+        how = f"through {through} ({local})" if through else f"from {local}"
+        self._say(f"Joined {self._where}{again} as {self._name} {how}. Ctrl-C leaves.")
+        self._refused, self._renames, self._last_said = {}, 0, ""
+        self._on_joined()
+
+    def _take(self, error: CalledOtherwise) -> bool:
+        """Another has its name: from now on it asks under the one it was given."""
+        self._renames += 1
+        if self._renames > _MOST_RENAMES:
+            raise error
+        self._say(f"{error.message} This one is called {error.name} there. {error.hint}")
+        self._name = error.name
+        self.joining = dataclasses.replace(self.joining, name=error.name, is_named=False)
+        return False
+
+    def _turned_away(self, error: Refused) -> bool:
+        """Where coordinators are looked for there may be another that has room."""
+        if self._found is not None and not self.joining.host:
+            self._refused[self._found.announcement.instance] = error
+            self._found = None
+            return False
+        if not self._stay:
+            raise error
+        return self._go_on_after(error)
+
+    def _go_on_after(self, error: ManyhandsError) -> bool:
+        """One that stays says why it could not join, once, and tries again."""
+        text = f"{error.message} {error.hint}".strip()
+        if isinstance(error, Refused):
+            if text != self._last_said:
+                self._say(f"{text}\nTrying again every {AGAIN_SECONDS:g} s.")
+            time.sleep(AGAIN_SECONDS)
+        elif not self._last_said:
+            self._say("No coordinator yet; waiting for one. Ctrl-C ends this worker.")
+        self._last_said, self._loss = text, None
+        return False
