@@ -114,6 +114,17 @@ def test_commands_parse() -> None:
     assert count >= 60, "the documentation has lost its commands, or they are not found"
 
 
+def test_wrong_commands_are_found() -> None:
+    """The checks themselves: a misspelt command, option or value is no secret to them."""
+    text = "PORT=$(python3 -c 'print(1)')\nsudo manyhands train -n 2 \\\n -e 5 > log & # so\nls | manyhands plan -c y"
+    assert [ours(words) for words in commands(text) if ours(words) is not None] == [
+        ["train", "-n", "2", "-e", "5"], ["plan", "-c", "y"],
+    ]  # fmt: skip
+    for wrong in (["trian"], ["split", "tran"], ["train", "--epoch", "3"], ["plan", "--batch-size", "none"], ["lab"]):
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            check_command(wrong, "here")
+
+
 def test_commands_in_sentences_exist() -> None:
     """`manyhands plan --compare` and the like: the command, and every option of it."""
     count = 0

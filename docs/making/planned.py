@@ -38,7 +38,7 @@ def found() -> dict[str, Any]:
         if span.track == "compute"
     ]
     return {
-        "command": f"manyhands plan -m {NETWORK} -c desk.yaml -b {BATCH_SIZE}",
+        "command": f"manyhands plan -m {NETWORK} -c docs/drawings/desk.yaml -b {BATCH_SIZE}",
         "network": network.name, "input": network.input_text, "batch_size": BATCH_SIZE,
         "cluster": CLUSTER, "devices": list(cluster.names), "plan": planned.plan.to_dict(),
         "layers": [{"name": layer.name, "macs": layer.macs} for layer in network.layers],
@@ -47,5 +47,8 @@ def found() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import yaml
+
     FILE.write_text(json.dumps(found(), indent=1) + "\n")
-    print(f"wrote {FILE}")
+    FILE.with_suffix(".yaml").write_text(yaml.safe_dump(CLUSTER, sort_keys=False))
+    print(f"wrote {FILE} and {FILE.with_suffix('.yaml')}")

@@ -53,7 +53,7 @@ def until(is_so: Callable[[], bool], what: str, limit_seconds: float = LIMIT_SEC
     end = time.monotonic() + limit_seconds
     while not is_so():
         assert time.monotonic() < end, f"{what}: not within {limit_seconds} s"
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 @dataclass
@@ -201,6 +201,15 @@ def test_by_a_signal(place: Path, kind: str, number: signal.Signals) -> None:
     assert "Stopped." in command.text
     check_gone(command)
     check_stopped(command, folder, kind)
+    if KINDS[kind].is_training and number is signal.SIGINT:
+        done = len((folder / "metrics.csv").read_text().splitlines()) - 1
+        again = Command(
+            place, (*KINDS[kind].words[: 2 if kind == "split" else 1], "--resume", name, "--steps", str(done + 5))
+        )
+        _commands.append(again)
+        assert again.ended(LIMIT_SECONDS) == 0, again.text
+        assert len((folder / "metrics.csv").read_text().splitlines()) - 1 == done + 5
+        check_gone(again)
 
 
 @pytest.mark.slow
@@ -269,13 +278,13 @@ def test_all_workers_are_killed(place: Path, kind: str) -> None:
     check_gone(command)
 
 
-def test_killed_in_the_middle(place: Path) -> None:
-    command, folder = started(place, "killed", "train")
-    has_stepped(command, folder)
-    assert len(workers(command)) == 2
+def test_killed_while_its_workers_start(place: Path) -> None:
+    """They have loaded half of what they need, and nobody has told them yet to end with it."""
+    command, _ = started(place, "killed", "train")
+    until(lambda: len(workers(command)) == 2, "workers")
     command.kill()
     command.ended()
-    check_gone(command)
+    check_gone(command, limit_seconds=30.0)
 
 
 # In a terminal
@@ -362,7 +371,15 @@ def test_ctrl_c_in_a_terminal(place: Path, terminal: Callable[..., Terminal]) ->
     assert own.ended() == STOPPED, own.text
     assert leftovers(own.mark, GONE_SECONDS) == []
     shown = plain(own.text)
-    for part in ("training", f"/{LONG}", "loss", " left", "local-1", "local-2", "Go on with: manyhands train --resume typed"):
+    for part in (
+        "training",
+        f"/{LONG}",
+        "loss",
+        " left",
+        "local-1",
+        "local-2",
+        "Go on with: manyhands train --resume typed",
+    ):
         assert part in shown, part
     assert "Traceback" not in shown
     assert own.text.rindex("\x1b[?25h") > own.text.rindex("\x1b[?25l"), "the cursor is back"

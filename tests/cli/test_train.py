@@ -76,6 +76,7 @@ def test_without_arguments_digits_are_learnt_on_four_workers(tmp_path: Path) -> 
     accuracy = float(command.stdout.partition("held-out samples: ")[2].partition("%")[0])
     assert accuracy >= 95
     assert "step 220 of 220" in command.stderr
+    assert "Dashboard: http://127.0.0.1:" in command.stderr
 
 
 @pytest.mark.slow

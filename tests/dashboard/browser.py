@@ -63,6 +63,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
+        self.send("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from browser import Browser, found_browser
 
+from manyhands.dashboard import reader
+
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
@@ -18,3 +20,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     found = Browser(tmp_path_factory.mktemp("browser"))
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits a second for what changed."""
+    monkeypatch.setattr(reader, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(reader, "IDLE_LOOK_SECONDS", 0.2)

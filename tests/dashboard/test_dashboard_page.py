@@ -82,6 +82,26 @@ def test_all_ways_of_sharing_are_drawn(browser: Browser, tmp_path: Path, share: 
         assert_quiet(browser, found)
 
 
+def test_a_touched_device_keeps_showing_its_rates(browser: Browser, tmp_path: Path) -> None:
+    """Of many links not all rates fit; what was chosen stays when all is drawn anew."""
+    folder = write_example(tmp_path / "run", devices=12, share="samples")
+    visible = "document.querySelectorAll('#cluster g.edge-label[visibility=visible]').length"
+    with Dashboard(("127.0.0.1", 0), folder) as found:
+        shown(browser, found)
+        assert browser.count("#cluster path.edge") == 12
+        assert browser.ask(visible) == 0
+        browser.ask("document.querySelector('#cluster g.device').focus()")
+        assert browser.ask(visible) == 2
+        browser.ask("document.querySelector('#cluster g.device').dataset.old = 'yes'")
+        live = json.loads((folder / "live.json").read_text())
+        live["devices"][5]["busy"] = 0.01
+        (folder / "live.json").write_text(json.dumps(live))
+        browser.until("document.querySelector('#cluster g.device').dataset.old !== 'yes'", "it is drawn anew")
+        assert browser.ask(visible) == 2
+        assert browser.ask("document.activeElement.dataset.name") == "pi-1"
+        assert_quiet(browser, found)
+
+
 def assert_fits(browser: Browser) -> None:
     """Nothing is to be found by scrolling sideways, in the page or in a part of it."""
     assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
@@ -153,12 +173,33 @@ def test_polling_where_streams_do_not_come_through(browser: Browser, tmp_path: P
         browser.send("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
 
 
+def test_a_long_run_stays_small_in_the_page(browser: Browser, served: Dashboard) -> None:
+    """Of very many steps means are kept; steps that are run again replace those of before."""
+    shown(browser, served)
+    found = browser.ask(
+        """import('./run.js').then(({ Run }) => {
+          const run = new Run();
+          const rows = (first, last, loss) => {
+            const step = Array.from({ length: last - first }, (_, place) => first + place);
+            const metrics = { step, loss: step.map(() => loss), seconds: step, samples_per_second: [] };
+            return { reset: false, metrics };
+          };
+          run.take(rows(0, 100, 1));
+          run.take(rows(90, 110, 3));
+          const again = [run.metrics.step.length, run.metrics.loss[89], run.metrics.loss[90]];
+          for (let first = 110; first < 50000; first += 1000) run.take(rows(first, first + 1000, 2));
+          return [...again, run.metrics.step.length <= 8000, run.metrics.step.at(-1), run.metrics.loss.at(-1)];
+        })"""
+    )
+    assert found == [110, 1, 3, True, 50109, 2]
+
+
 def test_a_page_before_there_is_a_run(browser: Browser, tmp_path: Path) -> None:
     with Dashboard(("127.0.0.1", 0)) as found:
         browser.size(1280)
         browser.open(found.url)
         browser.until("document.getElementById('connection').dataset.state === 'live'", "it connects")
-        assert "Waiting" in browser.text("#banner")
+        assert "being prepared" in browser.text("#banner")
         found.show(write_example(tmp_path / "run", devices=2))
         browser.until(f"document.querySelectorAll('#cluster g.device').length === {len(names(2))}", "the run appears")
         assert_quiet(browser, found)

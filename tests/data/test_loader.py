@@ -179,7 +179,7 @@ def test_a_thread_that_is_ended_from_within_tells() -> None:
     [
         (torch.zeros(3), "Sample 0 is a Tensor, not a pair"),
         (None, "Sample 0 is a NoneType, not a pair"),
-        ({"x": 1, "y": 2}, "Sample 0 is a dict, not a pair"),
+        ({"x": 1, "y": 2}, "Sample 0 is a dict of .*, not a pair"),
         ((1, 2, 3), "Sample 0 has 3 parts"),
         ((torch.zeros(3), None), "targets of samples 0 to 3 do not make a batch: TypeError"),
     ],

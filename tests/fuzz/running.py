@@ -32,8 +32,10 @@ from fuzz import data_targets, drawing, file_targets, wire_targets
 from fuzz.judging import Build, Fault, Judge, Target, clock, limit_memory
 
 BUILDS: tuple[Build, ...] = (*wire_targets.TARGETS, *file_targets.TARGETS, *data_targets.TARGETS)
-HANG_SECONDS = 30.0
+HANG_SECONDS = 60.0
 """By the clock on the wall: an input that waits for something uses no time of its own."""
+START_SECONDS = 300.0
+"""Until a new process has everything it needs."""
 LEAK_BYTES = 512 * 2**20
 """By which a process may have grown at the end of a target."""
 DRAWN_PART = 0.01
@@ -96,10 +98,12 @@ class Child:
         self.process.start()
         theirs.close()
         self.chunk: Chunk | None = None
+        self._grace_seconds = START_SECONDS
 
     def give(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self.at[0], self.at[1] = chunk.first, time.monotonic()
+        self.at[0], self.at[1] = chunk.first, time.monotonic() + self._grace_seconds
+        self._grace_seconds = 0.0
         self.connection.send(chunk)
 
     @property

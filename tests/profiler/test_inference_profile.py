@@ -27,10 +27,11 @@ from manyhands.profiler.operators import OperatorSeconds, measure_operators
 from manyhands.profiler.steps import random_inputs
 from manyhands.profiler.store import profile_network, profile_path
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime import worker as worker_module
+from manyhands.runtime import timing_here
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.measuring import measure_on
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 
 
 @pytest.fixture
@@ -149,8 +150,8 @@ def test_workers_are_asked_for_inference(tiny: Graph, monkeypatch: pytest.Monkey
         with suppress(WorkerLost):  # the connection may break before it has read that it is to leave
             worker.run()
 
-    monkeypatch.setattr(worker_module, "measure_network", measured)
-    monkeypatch.setattr(worker_module, "step_bytes_per_second", lambda *rest: 8e9)
+    monkeypatch.setattr(timing_here, "measure_network", measured)
+    monkeypatch.setattr(timing_here, "step_bytes_per_second", lambda *rest: 8e9)
     with Coordinator(beat_seconds=0.1) as coordinator:
         worker = Worker(Joining(*coordinator.address, coordinator.token, "worker"), TcpTransport())
         thread = threading.Thread(target=work, args=(worker,), daemon=True)

@@ -42,10 +42,11 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.journey import Change, Endurance, Journey, Pilot, Travelled
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
 from manyhands.schedule.policy import Schedule

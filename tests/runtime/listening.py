@@ -16,15 +16,15 @@ from types import TracebackType
 from manyhands.engine.security import new_token
 from manyhands.engine.transport import Transport
 from manyhands.facts.errors import ManyhandsError
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.serving import listen
-from manyhands.runtime.worker import Joining
 
 HERE = "127.0.0.1"
 LIMIT_SECONDS = 20.0
 _SCRIPT = """
 import os, sys
 from manyhands.runtime.serving import listen
-from manyhands.runtime.worker import Joining
+from manyhands.runtime.joining import Joining
 listen(
     Joining("127.0.0.1", int(sys.argv[2]), os.environ["MANYHANDS_TOKEN"], sys.argv[1], threads=1, encrypted=True,
             parent=os.getppid()),

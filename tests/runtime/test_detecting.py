@@ -32,8 +32,9 @@ from manyhands.runtime.control import (
     encode,
 )
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.members import Event, Joined, Lost
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 from real_runs import kill, workers
 
 LIMIT_SECONDS = 2.0

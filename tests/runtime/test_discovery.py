@@ -17,8 +17,9 @@ from manyhands.runtime import discovery, seeking
 from manyhands.runtime.control import PROTOCOL
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.discovery import Announcement, Lookout, announced, can_announce, hosts_of, interface_asked
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import nearest_first, seek
-from manyhands.runtime.worker import Joining
+from manyhands.runtime.service import serve
 
 
 def is_multicast_here() -> bool:
@@ -135,6 +136,43 @@ class TestOnLoopback:
                 raise ZeroDivisionError  # a run that fails
             until(lambda: not any(one.fits("short") for one in lookout.seen()))
         until(lambda: set(threading.enumerate()) <= before)
+
+
+@on_loopback
+@pytest.mark.slow
+@pytest.mark.usefixtures("loopback")
+def test_a_worker_that_one_coordinator_refuses_goes_to_the_next() -> None:
+    """Two runs of one household: the first has no room. When the second ends too it is told so by the first."""
+    said: list[str] = []
+    errors: list[Refused] = []
+
+    def run(name: str) -> None:
+        try:
+            serve(Joining("", 0, "one household", name), said.append, transport=TcpTransport())
+        except Refused as error:
+            errors.append(error)
+
+    def start(name: str) -> threading.Thread:
+        thread = threading.Thread(target=run, args=(name,), daemon=True)
+        thread.start()
+        return thread
+
+    with Coordinator(token="one household", most=1) as full:
+        first = start("first")
+        full.wait_for(["first"], 30)
+        with Coordinator(token="one household") as other:
+            second = start("second")
+            other.wait_for(["second"], 30)
+        second.join(30)
+        third = start("third")
+        third.join(60)
+        assert not second.is_alive()
+        assert not third.is_alive()
+        assert [error.message for error in errors] == [
+            "third comes too late: 1 workers have joined, and no more than 1 may."
+        ]
+    first.join(30)
+    assert not first.is_alive()
 
 
 def test_nobody_is_found_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.runtime.control import Beat, Reshape, Shape
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import MOST_A_SECOND, Following, Setting
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.joining import Joining
+from manyhands.runtime.worker import Worker
 
 MBIT = 1e6 / 8
 UP, DOWN = ("edge", "server"), ("server", "edge")

@@ -30,8 +30,9 @@ from manyhands.runtime.control import (
     encode,
 )
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.members import Joined, Lost
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 
 OPEN: list[Channel] = []
 """One that nobody holds is closed."""

@@ -19,9 +19,10 @@ from manyhands.runtime import members
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Welcome, decode, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.members import Joined, Lost
 from manyhands.runtime.service import serve
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 
 FIRST = Identity("process-1", "machine-1", "card")
 CLONE = Identity("process-2", "machine-2", "card")

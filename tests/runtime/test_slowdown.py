@@ -16,10 +16,11 @@ from manyhands.facts.errors import UnknownName, WorkerLost
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
-from manyhands.runtime import worker as worker_module
+from manyhands.runtime import timing_here
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.measuring import measure_on
-from manyhands.runtime.worker import Joining, Worker
+from manyhands.runtime.worker import Worker
 from real_runs import Pictures, network
 
 
@@ -41,8 +42,8 @@ def work(worker: Worker) -> None:
 
 def test_what_a_slow_worker_measures(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it will take; others are not concerned."""
-    monkeypatch.setattr(worker_module, "measure_network", lambda graph, **rest: profile_of(graph, rest["device"], 0.5))
-    monkeypatch.setattr(worker_module, "step_bytes_per_second", lambda *rest: 8e9)
+    monkeypatch.setattr(timing_here, "measure_network", lambda graph, **rest: profile_of(graph, rest["device"], 0.5))
+    monkeypatch.setattr(timing_here, "step_bytes_per_second", lambda *rest: 8e9)
     with Coordinator(beat_seconds=0.1) as coordinator:
         threads = []
         for name, slowdown in (("edge", 4.0), ("server", 1.0)):

@@ -17,12 +17,14 @@ from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, assert_equal,
 from test_piloted import ENDS, Steps, split
 
 from groups import slow_if
+from manyhands.api import job
 from manyhands.api.stopping import SAME_SECONDS, Stopping, stopping
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
+from manyhands.observe.live import read_live
 from manyhands.runtime.journey import Endurance
-from real_runs import assert_same, names, shared, train, workers
+from real_runs import Pictures, assert_same, names, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("faults")  # what it is compared with is computed once
 
@@ -234,3 +236,19 @@ def test_a_signal_in_train(number: signal.Signals | None, tmp_path: Path) -> Non
         rest = train(coordinator, plan, folder, steps=12, resume=True)
         assert rest.result.losses == whole.result.losses
         assert_same(rest.state, whole.state)
+
+
+@pytest.mark.slow
+def test_while_it_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is trained, and kept: there is nothing to go on with."""
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with workers(2) as coordinator:
+        monkeypatch.setattr(job.Job, "evaluated", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"^All 3 steps are done\. Checkpoint: .*step-000003$"):
+            train(coordinator, shared(names(coordinator), 5, 7), tmp_path / "run", steps=3, test=Pictures())
+    live = read_live(tmp_path / "run")
+    assert live is not None
+    assert live.state == "stopped"

@@ -281,7 +281,7 @@ def test_a_coordinator_is_killed_and_started_again(
         assert "Waiting 90 s for it to come back" in worker.text
         assert f"Joined {where} again as" in worker.text
     for name in ("left", "right"):
-        typed(f"{name}-2", "worker", "--name", name, "--threads", "1")
+        typed(f"{name}-2", "worker", "--name", name, "--threads", "1", "--wait", "90")
     whole = typed("whole", "train", *job, "--out", "whole")
     assert whole.process.wait(120) == 0, whole.text
     found = []

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from manyhands.facts.errors import Refused
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import make_folder, opener, write_document, write_text_atomic
 from manyhands.observe.append import LineFile
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.record import RunRecord, new_folder
-from manyhands.runtime.worker import Joining
 
 PROGRAM = (sys.executable, "-m", "manyhands")
 
@@ -32,12 +33,12 @@ def mode(path: Path) -> int:
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
-def umask(request: pytest.FixtureRequest, tmp_path: Path) -> int:
+def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     """Whatever the mask; in a folder that everybody may look into."""
     tmp_path.chmod(0o755)
     before = os.umask(request.param)
-    request.addfinalizer(lambda: os.umask(before))
-    return int(request.param)
+    yield int(request.param)
+    os.umask(before)
 
 
 def test_a_run_is_its_owners(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +145,8 @@ def test_a_run_over_the_network_leaves_no_secret_behind(tmp_path: Path) -> None:
             return process
 
         train = start(
-            "train", "train", "--listen", f"0.0.0.0:{port}", "--devices", "2", "--model", "mine:mlp", "--data", "rows.npz",
-            "--steps", "20", "--out", "run", "--batch-size", "16",
+            "train", "train", "--listen", f"0.0.0.0:{port}", "--devices", "2", "--model", "mine:mlp",
+            "--data", "rows.npz", "--steps", "20", "--out", "run", "--batch-size", "16",
         )  # fmt: skip
         for name in ("left", "right"):
             start(name, "worker", "--join", f"127.0.0.1:{port}", "--name", name, "--threads", "1", "--wait", "120")

@@ -204,7 +204,7 @@ def _joined(parts: list[Samples], limits: Limits) -> Samples:
 
 def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
     """The files of a form, by name."""
-    boundary = _said(lambda: _header("Content-Type", content_type).get_boundary(""))
+    boundary = _said(_header("Content-Type", content_type).get_boundary)
     if not 1 <= len(boundary) <= 70:  # RFC 2046
         raise Refusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
     pieces = (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"), limits.samples + 2)
@@ -218,7 +218,7 @@ def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str,
             raise Refusal(400, "A part of the form has no end of its headers.")
         fields = _fields(head)
         disposition = _header("Content-Disposition", fields.get("content-disposition", ""))
-        name = _said(lambda: disposition.get_filename(""))
+        name = _said(disposition.get_filename)
         if name or "content-type" in fields:  # else a plain field
             files.append((plain_name(name) or f"file {len(files)}", body))
     if not files:
@@ -232,10 +232,10 @@ def _fields(head: bytes) -> Mapping[str, str]:
     return {key.strip().lower(): value.strip() for key, colon, value in pairs if colon}
 
 
-def _said(read: Callable[[], str | None]) -> str:
+def _said(read: Callable[[str], str | None]) -> str:
     """What a header says; nothing where it is in an encoding that there is not."""
     try:
-        return read() or ""
+        return read("") or ""
     except (ValueError, LookupError):
         return ""
 

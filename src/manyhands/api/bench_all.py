@@ -26,6 +26,7 @@ import psutil
 from manyhands.api.results import Host, Result, write_result
 from manyhands.facts.errors import unknown
 from manyhands.facts.version import __version__
+from manyhands.runtime.processes import end_with
 
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
@@ -133,9 +134,11 @@ def _ran(command: Sequence[str], say: Say, limit_seconds: float) -> Ended:
 @contextlib.contextmanager
 def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A process with a group of its own, all of which is gone afterwards: asked to end first, then ended."""
+    parent = os.getpid()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+        preexec_fn=lambda: end_with(parent),  # if this one is killed, so is that one, and its workers with it
+    )  # fmt: skip
     try:
         yield process
     finally:

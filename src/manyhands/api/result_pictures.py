@@ -7,10 +7,17 @@ from pathlib import Path
 from manyhands.api.claims import CLAIMS, Aim, Claim
 from manyhands.api.papers import ASTEROID_TABLE_4
 from manyhands.api.results import Result, Shelf
-from manyhands.observe.result_plots import Beside, Lines, Reached, draw_beside, draw_groups, draw_reached
+from manyhands.observe.result_plots import (
+    LEAST_PART,
+    MOST_PART,
+    Beside,
+    Lines,
+    Reached,
+    draw_beside,
+    draw_groups,
+    draw_reached,
+)
 
-LEAST, MOST = 1e-3, 20.0
-"""Parts of aims are drawn within these: an aim of 0 that is met is infinitely far met."""
 LINKS = ("880_0.15", "480_1", "480_5", "240_5", "240_10", "240_20", "240_40")
 
 
@@ -36,7 +43,7 @@ def _papers(shelf: Shelf, path: Path) -> Path | None:
     rows = [
         Beside(f"{claim.headline.paper}: {claim.text}", claim.headline.value, own, claim.how == "simulated")
         for claim in CLAIMS
-        if claim.headline is not None and claim.form == "times" and (own := _own(shelf, claim))
+        if claim.headline is not None and claim.is_alike and claim.form == "times" and (own := _own(shelf, claim))
     ]
     return (
         draw_beside(rows, path, "Papers' headlines, each by its authors on their devices, beside ours")
@@ -57,9 +64,9 @@ def _aims(shelf: Shelf, path: Path) -> Path | None:
 
 def _reached(aim: Aim, got: float) -> float:
     if aim.value == 0:
-        return 1.0 if aim.met(got) else LEAST
-    part = got / aim.value if aim.sign == "≥" else aim.value / got if got > 0 else MOST
-    return min(MOST, max(LEAST, part))
+        return 1.0 if aim.met(got) else LEAST_PART
+    part = got / aim.value if aim.sign == "≥" else aim.value / got if got > 0 else MOST_PART
+    return min(MOST_PART, max(LEAST_PART, part))
 
 
 def _first(shelf: Shelf, name: str) -> Result | None:
@@ -70,20 +77,21 @@ def _table_4(shelf: Shelf, path: Path) -> Path | None:
     found = _first(shelf, "pipeline")
     if found is None:
         return None
-    places, paper, ours = [], [], []
-    for (model, place), reported in ASTEROID_TABLE_4.items():
-        key = f"{model}_{place}".replace("-", "_")
-        for number, side in ((1, "dp"), (2, "pp")):
-            value = found.figures.get(f"speedup_{side}_{key}")
+    panels = []
+    for number, (side, text) in enumerate(
+        (("device", "the best device"), ("dp", "data parallel"), ("pp", "pipelines"))
+    ):
+        rows = []
+        for (model, place), reported in ASTEROID_TABLE_4.items():
+            value = found.figures.get(f"speedup_{side}_{model}_{place}".replace("-", "_"))
             if value is not None:
-                places.append(f"{model}\n{place}\nover {side.upper()}")
-                paper.append(reported[number])
-                ours.append(value)
-    if not places:
-        return None
-    title = "ASTEROID, Table 4: speed-up over data parallel (DP) and pipeline parallel (PP); ours is simulated"
-    lines = {"the paper's": paper, "ours, simulated from the device catalogue": ours}
-    return draw_groups(Lines(title, places, lines, "times", is_log=True), path)
+                rows.append((f"{model}\n{place}", reported[number], value))
+        if rows:
+            places, paper, ours = (list(column) for column in zip(*rows))
+            lines = {"ours, simulated from the device catalogue": ours, "the paper's": paper}
+            title = f"ASTEROID, Table 4: speed-up over {text}; a rival that does not fit in memory is left out"
+            panels.append(Lines(title, places, lines, "times", is_simulated=True))
+    return draw_groups(panels, path) if panels else None
 
 
 def _traces(shelf: Shelf, path: Path) -> Path | None:
@@ -98,7 +106,7 @@ def _traces(shelf: Shelf, path: Path) -> Path | None:
     lines = {text: [found.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
     lines["edge alone"] = [alone] * len(names)
     title = f"Seconds of 100 batches over recorded links, measured ({found.host.slug}, {found.date[:10]})"
-    return draw_groups(Lines(title, names, lines, "seconds", is_log=True), path)
+    return draw_groups([Lines(title, names, lines, "seconds")], path)
 
 
 def _links(shelf: Shelf, path: Path) -> Path | None:
@@ -107,7 +115,7 @@ def _links(shelf: Shelf, path: Path) -> Path | None:
         return None
     models = ("vgg16", "resnet34", "resnet50")
     lines = {
-        model: [found.figures.get(f"speedup_latency_{model}_{link}") for link in LINKS]
+        f"ours, {model}": [found.figures.get(f"speedup_latency_{model}_{link}") for link in LINKS]
         for model in models
         if f"speedup_latency_{model}_{LINKS[0]}" in found.figures
     }
@@ -115,4 +123,4 @@ def _links(shelf: Shelf, path: Path) -> Path | None:
         return None
     places = [f"{link.partition('_')[0]} Mbit/s\n{link.partition('_')[2]} ms" for link in LINKS]
     title = "Latency on one device over that on four, decoupled networks by channels (schemes 1+2), simulated"
-    return draw_groups(Lines(title, places, lines, "times"), path)
+    return draw_groups([Lines(title, places, lines, "times", is_simulated=True)], path)

@@ -74,6 +74,9 @@ def _head() -> str:
             "Every figure of ours says how it came about:",
             "",
             *(f"- **{how}**: {text}" for how, text in HOWS.items()),
+            "",
+            'YOLOv2-16 is YOLOv2\'s first 16 layers at 608x608, batch 1. Aims and ratios are "more is better" unless a '
+            "figure is of seconds, errors, overheads or losses.",
         ]
     )
 
@@ -144,12 +147,12 @@ def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
     for claim in claims:
         assert claim.aim is not None
         only = f" on {claim.aim.only_on}" if claim.aim.only_on else ""
-        aim = f"{claim.aim.sign} {shown(claim.aim.value, claim.form)}{only}"
+        aim = "yes" if claim.form == "yes" else f"{claim.aim.sign} {shown(claim.aim.value, claim.form)}{only}"
         rows.append([f"`{claim.key}`: {claim.text}", aim, *_judged(shelf, claim), claim.how, _run(shelf, claim)])
     headings = ["figure", "our aim", *(host.slug for host in shelf.hosts), "ours is", "by, on"]
     missed = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "missed" in text]
     met = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "met" in text]
-    text = f"## Aims of our own\n\nSet before anything was measured; {len(met)} met, {len(missed)} missed."
+    text = f"## Aims of our own\n\nSet before they were measured; {len(met)} met, {len(missed)} missed."
     return text + "\n\n" + _table(headings, rows)
 
 

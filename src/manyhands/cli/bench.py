@@ -36,7 +36,7 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="This bench alone: capture, core, lab, tile, pipeline, recovery, split, auto, infer. Repeatable.",
+            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, split, auto, infer. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are kept: OUT/MACHINE/NAME.json.")] = Path(
@@ -50,7 +50,8 @@ def everything(
 ) -> None:
     """Every bench, one after another, each as a process of its own; then docs/results.md from what is stored.
 
-    Goes on when one fails, and leaves out what cannot run here (the lab, without root). About two hours on two cores.
+    Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores).
+    About two hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
     """
     from manyhands.api.bench_all import check_names, run_all
     from manyhands.api.results_page import write_page

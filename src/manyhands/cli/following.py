@@ -124,11 +124,13 @@ class Show:
         self._moving.step(seconds, loss)
         if self._live is not None:
             self._say_news(self._moving)
-        elif self._done == self._steps or self._done * PLAIN_LINES // self._steps > (
-            (self._done - 1) * PLAIN_LINES // self._steps
-        ):
-            if text := self.line(self._moving, seconds):
-                self.say(text)
+        elif self._is_due() and (text := self.line(self._moving, seconds)):
+            self.say(text)
+
+    def _is_due(self) -> bool:
+        """Whether a plain line is to be said now."""
+        done, steps = self._done, self._steps
+        return done == steps or done * PLAIN_LINES // steps > (done - 1) * PLAIN_LINES // steps
 
     def _say_news(self, moving: Moving) -> None:
         """Of checkpoints one now and then: quick runs have one every second."""

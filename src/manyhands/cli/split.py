@@ -64,8 +64,8 @@ def serve(
     compute = parse_compute(compute)
     if not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
+    from manyhands.runtime.joining import Joining
     from manyhands.runtime.serving import listen, load_everything
-    from manyhands.runtime.worker import Joining
 
     load_everything()
     if silo:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +24,13 @@ LOOK_SECONDS = 1.0
 WIDTH_WITHOUT_TERMINAL = 140
 LEAST_HEIGHT = 12
 MOST_EVENTS = 8
-NARROW = 80
-"""Below this many columns tables have fewer."""
-_KEYS_TO_LEAVE = ("q", "Q", "\x03", "\x1b", "")
+LEFT_OUT = {
+    96: ("process", "shared by", "of messages"),
+    72: ("out", "in", "layers", "predicted", "planned with", "delay"),
+    48: ("memory", "a round computes", "sent"),
+}
+"""In windows with fewer columns than these, columns of tables that are not shown."""
+_KEYS_TO_LEAVE = ("q", "Q", "\x03", "")
 
 
 def top(run: Run = "") -> None:
@@ -45,14 +51,17 @@ def top(run: Run = "") -> None:
         Console(width=WIDTH_WITHOUT_TERMINAL).print(Screen(view, flows, is_whole=True))
         return
     console = Console()
-    with _keys() as pressed, contextlib.suppress(KeyboardInterrupt):
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                view = watch.look()
-                flows.look(view.live)
-                live.update(Screen(view, flows), refresh=True)
-                if pressed(LOOK_SECONDS) in _KEYS_TO_LEAVE:
-                    return
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            view = watch.look()
+            flows.look(view.live)
+            live.update(Screen(view, flows), refresh=True)
+            if pressed(LOOK_SECONDS) in _KEYS_TO_LEAVE:
+                return
 
 
 class _Pressed:
@@ -60,13 +69,9 @@ class _Pressed:
 
     def __call__(self, seconds: float) -> str | None:
         """The key; None: none was pressed; empty: there is nobody to press any."""
-        import select
-
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if not ready:
             return None
-        import os
-
         return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
 
 
@@ -134,7 +139,7 @@ class Screen:
             live.links, key=lambda one: (-self.flows.between.get((one.source, one.target), 0.0), -one.sent_bytes)
         )
         links = [rows.link_row(one, self.flows) for one in busiest]
-        skipped = ("process",) if width < NARROW else ()
+        skipped = [heading for least, some in LEFT_OUT.items() if width < least for heading in some]
         for title, headings, content, numbers, below in (
             ("devices", rows.DEVICE_HEADINGS, devices, rows.DEVICE_NUMBERS, wanted_below + min(len(stages), 4) + 2),
             ("stages", rows.STAGE_HEADINGS, stages, rows.STAGE_NUMBERS, wanted_below),

@@ -78,9 +78,9 @@ def worker(
     is_news = is_typed and bool(token)
     token = token or household.known_token()
     check_joining(token, name)
+    from manyhands.runtime.joining import Joining
     from manyhands.runtime.service import serve
     from manyhands.runtime.serving import load_everything
-    from manyhands.runtime.worker import Joining
 
     if is_typed or is_to_load_everything():
         load_everything()

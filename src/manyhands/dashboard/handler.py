@@ -5,9 +5,8 @@ from __future__ import annotations
 import hmac
 import socket
 import time
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from manyhands.dashboard.page import page_files
 from manyhands.engine.http_handler import PatientHandler, Refusal
@@ -53,11 +52,9 @@ class PageHandler(PatientHandler):
         if self._is_token(self._query().get("token", "")):
             self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
             return
-        try:
-            given = SimpleCookie(self.headers.get("Cookie", "")).get(self.dashboard.cookie)
-        except CookieError:
-            given = None
-        if given is None or not self._is_token(given.value):
+        cookies = [one.strip().partition("=") for one in self.headers.get("Cookie", "").split(";")]
+        given = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
+        if not self._is_token(given):
             raise Refusal(401, "The token is missing, or another.", "Open the address that was printed at the start.")
 
     def _is_token(self, given: str) -> bool:
@@ -65,12 +62,13 @@ class PageHandler(PatientHandler):
 
     def _query(self) -> dict[str, str]:
         try:
-            return {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query, max_num_fields=8).items()}
+            found = parse_qs(self.path.partition("?")[2], max_num_fields=8)
+            return {key: values[-1] for key, values in found.items()}
         except ValueError:
             return {}
 
     def get(self) -> None:
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         file = page_files().get(path)
         if file is not None:
             self.send(200, file.content, file.kind)

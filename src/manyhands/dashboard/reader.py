@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from manyhands.dashboard.sections import COLUMNS, MOST_EVENTS, NAMES, event_bytes, rows_between, sections
+from manyhands.observe.live import Live
 from manyhands.observe.watching import View, Watch
 
 LOOK_SECONDS, IDLE_LOOK_SECONDS = 1.0, 3.0
@@ -51,6 +52,8 @@ class Reader:
         self._changed = threading.Condition()
         self._watch = Watch(folder) if folder is not None else None
         self._seen = Seen(_new_story(), 0)
+        self._whole: tuple[Seen | None, bytes] = (None, b"")
+        self._telling = threading.Lock()
         self._looks = 0
         """How often the folder was looked at: 0 until the first."""
         self._wanted_until = 0.0
@@ -86,7 +89,19 @@ class Reader:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._looks or self._watch is None or self.is_over, FIRST_LOOK_SECONDS)
             seen = self._seen
-        return seen.cursor, _told(seen, cursor)
+        place = _place(seen, cursor)
+        return seen.cursor, self._all_of(seen) if place is None else _told(seen, place)
+
+    def _all_of(self, seen: Seen) -> bytes:
+        """Everything, put together once for all who ask."""
+        known, content = self._whole
+        if known is not seen:
+            with self._telling:
+                known, content = self._whole
+                if known is not seen:
+                    content = _told(seen, None)
+                    self._whole = (seen, content)
+        return content
 
     def wait(self, cursor: str, seconds: float) -> bool:
         """Until there is something newer than `cursor`; False: there is not."""
@@ -117,8 +132,12 @@ class Reader:
         return time.monotonic() < self._wanted_until
 
     def _look(self, watch: Watch) -> None:
-        view = watch.look()
-        contents = sections(view)
+        try:
+            view = watch.look()
+            contents = sections(view)
+        except Exception as error:  # whatever lies in the folder, those who watch are told, and it is looked at again
+            view = View(watch.folder, Live(state="failed", text=f"The folder cannot be read: {error}"[:300]))
+            contents = sections(view)
         with self._changed:
             if self._watch is not watch:
                 return
@@ -150,14 +169,19 @@ def _next(before: Seen, view: View, contents: Mapping[str, bytes]) -> Seen:
     return Seen(story, number, changed, contents, dict(view.metrics), rows, view.events, event_count)
 
 
-def _told(seen: Seen, cursor: str) -> bytes:
+def _place(seen: Seen, cursor: str) -> tuple[int, int, int] | None:
+    """What whoever has this cursor knows: up to which look, row and event. None: nothing of this story."""
     match = _CURSOR.fullmatch(cursor)
-    is_known = match is not None and match.group(1) == seen.story
-    number, rows, events = map(int, match.groups()[1:]) if match is not None and is_known else (-1, 0, 0)
-    is_known = is_known and number <= seen.number and rows <= seen.rows and events <= seen.event_count
-    if not is_known:
-        number, rows, events = -1, 0, 0
-    told: dict[str, Any] = {"cursor": seen.cursor, "reset": not is_known, "now": time.time()}
+    if match is None or match.group(1) != seen.story:
+        return None
+    number, rows, events = map(int, match.groups()[1:])
+    is_ours = number <= seen.number and rows <= seen.rows and events <= seen.event_count
+    return (number, rows, events) if is_ours else None
+
+
+def _told(seen: Seen, place: tuple[int, int, int] | None) -> bytes:
+    number, rows, events = place or (-1, 0, 0)
+    told: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
     for name, content in seen.contents.items():
         if seen.changed[name] > number:
             told[name] = msgspec.Raw(content)

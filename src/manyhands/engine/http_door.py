@@ -81,7 +81,7 @@ class Door(ThreadingHTTPServer):
         context: ssl.SSLContext | None,
         turnstile: Turnstile | None = None,
     ) -> None:
-        """`turnstile`: connections pass it, before anything is agreed upon; those whose turn does not come are ended."""
+        """`turnstile`: connections pass it before anything is agreed upon; those whose turn does not come are ended."""
         host, port = address
         self.limits, self.context, self.turnstile = limits, context, turnstile
         self.is_closing = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,18 @@ from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_fi
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 PAPER_COLOUR = "#999999"
 MEASURED_COLOURS = ("#1F5FA8", "#12866B", "#8A4FB0")
 SIMULATED_COLOURS = ("#F2A541", "#E0704C", "#C44E6B")
+OTHER_COLOURS = (PAPER_COLOUR, "#C9C2B0", "#6E6E6E")
+"""The papers', and rivals."""
 _ROW_INCHES = 0.42
-_LONGEST = 62
+_LONGEST = 52
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)
+LEAST_PART, MOST_PART = 0.1, 10.0
+"""Parts of aims are drawn within these."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,13 @@ class Reached:
 
 @dataclass(frozen=True)
 class Lines:
-    """Values over places that have names, line by line."""
+    """Values over places that have names, line by line. A line's name that begins with "ours" is drawn as ours."""
 
     title: str
     places: Sequence[str]
     lines: Mapping[str, Sequence[float | None]]
     up: str
-    is_log: bool = False
+    is_simulated: bool = False
 
 
 def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
@@ -56,19 +63,21 @@ def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
     axes = figure.subplots()
     height = 0.8 / (1 + len(machines))
     for place, row in enumerate(rows):
-        _bar(axes, place - 0.4 + height / 2, row.paper, height, PAPER_COLOUR, "the paper's" if place == 0 else "")
+        _bar(axes, place - 0.4 + height / 2, row.paper, height, PAPER_COLOUR)
         for number, name in enumerate(machines, 1):
             if name in row.ours:
                 colours = SIMULATED_COLOURS if row.is_simulated else MEASURED_COLOURS
                 colour = colours[(number - 1) % len(colours)]
-                _bar(axes, place - 0.4 + height * (number + 0.5), row.ours[name], height, colour, "")
-    _legend_of_machines(axes, machines)
+                _bar(axes, place - 0.4 + height * (number + 0.5), row.ours[name], height, colour)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(rows)), [_short(row.text) for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    finish_axes(axes, "times, powers of ten", "", title)
+    _scale(axes, max(max(row.paper, *row.ours.values()) for row in rows))
+    axes.set_yticks(range(len(rows)), [_lines(row.text) for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("times")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.25, axis="x")
+    axes.set_axisbelow(True)
+    axes.legend(handles=_keys(rows, machines), fontsize=8, loc="lower right")
     return write_figure(figure, path)
 
 
@@ -88,43 +97,70 @@ def draw_reached(rows: Sequence[Reached], path: Path, title: str) -> Path:
                 label = f"{name}, {'simulated' if is_simulated else 'measured'}"
                 axes.plot(*zip(*own), marker, color=colours[number % len(colours)], label=label, markersize=6)
     axes.axvline(1.0, color="black", linewidth=1.0)
-    axes.set_xscale("symlog", linthresh=0.1)
-    axes.set_yticks(range(len(rows)), [_short(row.text) for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    finish_axes(axes, "part of the aim that was reached; right of 1: met", "", title)
+    axes.set_xscale("log")
+    axes.set_xlim(LEAST_PART / 1.2, MOST_PART * 1.2)
+    axes.axvspan(LEAST_PART / 1.2, 1.0, color="#C44E6B", alpha=0.07)
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), [row.text for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    across = f"part of the aim that was reached, drawn between {LEAST_PART:g} and {MOST_PART:g}; shaded: missed"
+    finish_axes(axes, across, "", title)
+    axes.legend(fontsize=8, loc="upper left")
     return write_figure(figure, path)
 
 
-def draw_groups(found: Lines, path: Path) -> Path:
-    """Bars side by side at every place."""
-    figure = new_figure(max(8.0, 1.1 * len(found.places) + 2), 4.4)
-    axes = figure.subplots()
+def draw_groups(panels: Sequence[Lines], path: Path) -> Path:
+    """Bars side by side at every place, a panel below the other."""
+    figure = new_figure(max(10.0, 0.9 * max(len(one.places) for one in panels) + 2), 0.6 + 3.6 * len(panels))
+    for axes, found in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
+        _draw_panel(axes, found)
+    return write_figure(figure, path)
+
+
+def _draw_panel(axes: Axes, found: Lines) -> None:
     width = 0.8 / len(found.lines)
-    colours = (*MEASURED_COLOURS[:2], *SIMULATED_COLOURS, PAPER_COLOUR)
+    own, others = iter(SIMULATED_COLOURS if found.is_simulated else MEASURED_COLOURS), iter(OTHER_COLOURS)
     for number, (name, values) in enumerate(found.lines.items()):
         places = [place - 0.4 + width * (number + 0.5) for place, value in enumerate(values) if value is not None]
         heights = [value for value in values if value is not None]
-        colour = PAPER_COLOUR if name.startswith("the paper") else colours[number % len(colours)]
-        axes.bar(places, heights, width, color=colour, label=name)
+        axes.bar(places, heights, width, color=next(own if name.startswith("ours") else others), label=name)
     axes.set_xticks(range(len(found.places)), [wrapped(place) for place in found.places], fontsize=8)
-    if found.is_log:
-        axes.set_yscale("log")
+    axes.set_ylim(0, 1.22 * max(value for values in found.lines.values() for value in values if value is not None))
     finish_axes(axes, "", found.up, found.title)
-    return write_figure(figure, path)
+    axes.legend(fontsize=8, loc="upper center", ncols=len(found.lines))
 
 
-def _bar(axes: Axes, place: float, value: float, height: float, colour: str, label: str) -> None:
-    axes.barh(place, value - 1, height, left=1.0, color=colour, label=label or None)
+def _bar(axes: Axes, place: float, value: float, height: float, colour: str) -> None:
+    axes.barh(place, value - 1, height, left=1.0, color=colour)
     text = f"{value:.3g}"
     axes.annotate(text, (value, place), xytext=(3 if value >= 1 else -3, 0), textcoords="offset points",
                   va="center", ha="left" if value >= 1 else "right", fontsize=7)  # fmt: skip
 
 
-def _legend_of_machines(axes: Axes, machines: Sequence[str]) -> None:
+def _keys(rows: Sequence[Beside], machines: Sequence[str]) -> list[Patch]:
+    """What the colours say, of those that are there."""
+    from matplotlib.patches import Patch
+
+    keys = [Patch(color=PAPER_COLOUR, label="the paper's, on its devices")]
     for number, name in enumerate(machines):
-        for what, colours in (("measured", MEASURED_COLOURS), ("simulated", SIMULATED_COLOURS)):
-            axes.barh([], [], color=colours[number % len(colours)], label=f"{what}, {name}")
+        for is_simulated, what, colours in (
+            (False, "measured", MEASURED_COLOURS),
+            (True, "simulated", SIMULATED_COLOURS),
+        ):
+            if any(name in row.ours and row.is_simulated == is_simulated for row in rows):
+                keys.append(Patch(color=colours[number % len(colours)], label=f"ours, {what}, {name}"))
+    return keys
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1].rstrip() + "…"
+def _scale(axes: Axes, most: float) -> None:
+    """Powers, with the numbers people read."""
+    axes.set_xscale("log")
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= 2 * most]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, _LONGEST))

@@ -234,7 +234,7 @@ class Lookout:
     """Looks for coordinators for as long as it is open. OSError where there is no network to look on."""
 
     def __init__(self) -> None:
-        from zeroconf import ServiceBrowser
+        from zeroconf import Error, ServiceBrowser
 
         self._change = threading.Condition()
         self._names: dict[str, None] = {}
@@ -242,12 +242,15 @@ class Lookout:
         interface = interface_asked()
         if interface is None:
             raise BadValue(f"{VARIABLE} is off: coordinators are not looked for.", hint="Give --join HOST:PORT.")
-        self._opened = _open(interface)
         try:
-            self._browser = ServiceBrowser(self._opened, SERVICE, handlers=[self._changed])
-        except BaseException:
-            self._opened.close()
-            raise
+            self._opened = _open(interface)
+            try:
+                self._browser = ServiceBrowser(self._opened, SERVICE, handlers=[self._changed])
+            except BaseException:
+                self._opened.close()
+                raise
+        except Error as error:  # such as that its thread has not begun in time, on a machine that is very busy
+            raise OSError(f"multicast DNS: {error!r}") from error
 
     def __enter__(self) -> Lookout:
         return self
@@ -293,10 +296,9 @@ class Lookout:
 
     def close(self) -> None:
         """No thread and no descriptor is left."""
-        try:
-            self._browser.cancel()
-        finally:
-            self._opened.close()
+        for end in (self._browser.cancel, self._opened.close):
+            with contextlib.suppress(Exception):  # zeroconf may find itself too busy: nobody needs it any more
+                end()
 
 
 def _open(interface: str) -> Zeroconf:

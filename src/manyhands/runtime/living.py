@@ -292,7 +292,7 @@ class Living:
             found.append(
                 LiveDevice(
                     name, device.kind, state, member.reason if member.is_lost else "",
-                    memory_bytes=planned[name].memory_bytes if name in planned else device.memory_bytes,
+                    memory_bytes=(own.cluster.device(name) if own and name in order else device).memory_bytes,
                     planned_bytes=planned[name].peak_bytes if name in planned else 0.0,
                     resident_bytes=seen.resident_bytes if seen is not None and state != "lost" else 0,
                     peak_bytes=seen.peak_bytes if seen is not None else 0,

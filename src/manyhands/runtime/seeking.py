@@ -12,7 +12,7 @@ from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 from manyhands.facts.version import __version__
 from manyhands.runtime.discovery import Announcement, Lookout
 from manyhands.runtime.identity import addresses
-from manyhands.runtime.worker import Joining
+from manyhands.runtime.joining import Joining
 
 GRACE_SECONDS = 5.0
 """So long a worker that has found only others' coordinators goes on looking for its own."""

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from manyhands.engine.transport import TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.runtime.identity import interface_of
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
 from manyhands.runtime.serving import asked_to_leave_by_signal
-from manyhands.runtime.worker import CalledOtherwise, Joining, Worker
+from manyhands.runtime.worker import CalledOtherwise, Worker
 
 AGAIN_SECONDS = 10.0
 """A worker that stays and was refused tries again after so long."""

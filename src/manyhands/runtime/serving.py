@@ -20,7 +20,8 @@ from manyhands.engine.security import Security, is_loopback, new_token
 from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.control import Beat, Refusal, encode
-from manyhands.runtime.worker import Joining, Worker, prepare_gpu
+from manyhands.runtime.joining import Joining, prepare_gpu
+from manyhands.runtime.worker import Worker
 
 LISTEN_PORT = 7078
 TAKEOVER_SECONDS = 3.0

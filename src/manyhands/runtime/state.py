@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from manyhands.runtime.order import RunState
 
 WEIGHT, OPTIMIZER, LOSS = "weight:", "optimizer:", "loss:"
 LARGEST_BYTES = 2**36
+MOST_AXES = 64
 
 
 def entries(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
@@ -28,9 +30,11 @@ def byte_count(listed: Iterable[TensorEntry]) -> int:
     """Bytes of everything listed; checked before memory is taken for it."""
     total = 0
     for entry in listed:
-        if entry.dtype not in DTYPE_BYTES or any(extent < 0 for extent in entry.shape):
-            raise BadValue(f"State '{entry.name:.80}' is {entry.dtype:.20} {entry.shape}: no tensor is like that.")
-        total += torch.Size(entry.shape).numel() * DTYPE_BYTES[entry.dtype]
+        is_sensible = len(entry.shape) <= MOST_AXES and all(0 <= extent <= LARGEST_BYTES for extent in entry.shape)
+        if entry.dtype not in DTYPE_BYTES or not is_sensible:
+            shape = f"{entry.shape}"[:80]
+            raise BadValue(f"State '{entry.name:.80}' is {entry.dtype:.20} {shape}: no tensor is like that.")
+        total += math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
     if total > LARGEST_BYTES:
         raise BadValue(f"State of {total} bytes; at most {LARGEST_BYTES} are taken.")
     return total

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import queue
-import secrets
 import socket
 import sys
 import threading
@@ -26,27 +25,19 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
-from manyhands.engine.transport import Reached, TcpTransport, Transport, reach_either
+from manyhands.engine.transport import Reached, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.optimizers import build, step_bytes_per_second
+from manyhands.executor.optimizers import build
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
-from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
-from manyhands.graph.document import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
-from manyhands.planner.split_profile import slowed
-from manyhands.profiler.bands import needed_bytes
-from manyhands.profiler.measure import measure_network
-from manyhands.profiler.steps import random_state
-from manyhands.profiler.this_machine import copy_bytes_per_second, identify
-from manyhands.profiler.whole import scaled_to_steps
 from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
@@ -59,7 +50,6 @@ from manyhands.runtime.control import (
     Diagnosis,
     Done,
     EndAt,
-    Facts,
     Failed,
     Hello,
     Hold,
@@ -72,7 +62,6 @@ from manyhands.runtime.control import (
     Leave,
     Leaving,
     Measure,
-    Measured,
     Prepare,
     Probed,
     ProbeLinks,
@@ -85,7 +74,6 @@ from manyhands.runtime.control import (
     Seen,
     Send,
     Shape,
-    SiloFacts,
     Start,
     State,
     Stepped,
@@ -97,11 +85,12 @@ from manyhands.runtime.control import (
     encode,
 )
 from manyhands.runtime.identity import own_identity
+from manyhands.runtime.joining import Joining, facts_of, prepare_gpu, reach
 from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.knocking import knock_everywhere
-from manyhands.runtime.memory_kills import group_of, limit_bytes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
+from manyhands.runtime.timing_here import graph_of, measured
 from manyhands.schedule.backup import is_due
 from manyhands.schedule.glimpse import thinned
 from manyhands.schedule.policy import Schedule
@@ -111,33 +100,6 @@ GRACE_SECONDS = 10.0
 CONNECT_SECONDS = 30.0
 SWITCH_SECONDS = 2e-4
 """How long the engine's thread waits for Python: its default, 5 ms, is many times a message's own time."""
-
-
-@dataclass
-class Joining:
-    """Where and as whom a worker joins."""
-
-    host: str
-    port: int
-    token: str = field(repr=False)
-    name: str = ""
-    compute: str = "cpu"
-    threads: int = 0
-    limit_seconds: float = 60.0
-    encrypted: bool | None = None
-    """None: unless the coordinator is on this very machine."""
-    patience: float = 1.0
-    """How many times longer than usual to wait for anybody."""
-    parent: int = 0
-    """A process without which this one ends too; 0: none."""
-    slowdown: float = 1.0
-    """How many times longer than it takes here everything that is computed is made to take."""
-    silo: str = ""
-    """A file of samples that only this worker has."""
-    is_named: bool = True
-    """The name, if any, was given by hand: the coordinator does not choose another."""
-    process: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells this worker from others of its name; the same when it comes back."""
 
 
 @dataclass
@@ -184,7 +146,7 @@ class Worker:
         if joining.compute != "cpu":
             prepare_gpu(joining.compute)
         name = joining.name or socket.gethostname()
-        reached = reached or _reach(joining, name, self.transport)
+        reached = reached or reach(joining, name, self.transport)
         self.channel = reached.channel
         self.endpoint = self.transport.endpoint(
             name, reached.security, host=self.channel.local_host, listener=reached.listener
@@ -241,16 +203,12 @@ class Worker:
 
     def _join(self) -> None:
         host, port = self.endpoint.address
-        machine = identify()
-        facts = Facts(
-            machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
-            memory_bytes=_memory_bytes(self.joining.compute), compute=self.joining.compute, pid=os.getpid(),
-            slowdown=self.joining.slowdown, silo=_silo_facts(self.silo),
-        )  # fmt: skip
         own = self.joining
         identity = own_identity(own.process, self.channel.local_host)
         is_named = own.is_named and bool(own.name)
-        self._say(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named))
+        self._say(
+            Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts_of(own, self.silo), identity, is_named)
+        )
         answer = self._answer()
         if isinstance(answer, Refusal) and answer.name:
             raise CalledOtherwise(answer)
@@ -356,7 +314,7 @@ class Worker:
             elif isinstance(command, Start):
                 self._train(command)
             elif isinstance(command, Measure):
-                self._measure(command)
+                self._say(measured(command, self.endpoint.name, self.joining))
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, Knock):
@@ -417,7 +375,7 @@ class Worker:
     def _graph_of(self, job: Job) -> Graph:
         """The job's graph; it may be the one this worker was given before."""
         if job.graph is not None:
-            self._graphs = {job.digest: _graph(job.graph, job.network)}
+            self._graphs = {job.digest: graph_of(job.graph, job.network)}
         if job.digest not in self._graphs:
             raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
         return self._graphs[job.digest]
@@ -575,24 +533,6 @@ class Worker:
             self.keeping.make_room(message)
             self._say(Holds(message.generation, message.source, message.step))
 
-    def _measure(self, command: Measure) -> None:
-        """Time the layers of a network here, with made-up weights."""
-        graph = _graph(command.graph, command.network)
-        graph.state.update(random_state(graph))
-        free = _free_bytes(self.joining.compute)
-        profile = measure_network(
-            graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=self.endpoint.name,
-            torch_device=self.joining.compute, training=command.training, free_bytes=free,
-        )  # fmt: skip
-        fits = needed_bytes(command.network, command.ladder[-1]) <= free
-        if command.optimizer is not None and command.training and fits:
-            optimizer = Optimizer.from_dict(command.optimizer)
-            profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
-                                      torch_device=self.joining.compute)  # fmt: skip
-        rate = step_bytes_per_second(graph, command.optimizer, self.joining.compute) or copy_bytes_per_second()
-        slowdown = self.joining.slowdown
-        self._say(Measured(command.generation, slowed(profile, slowdown), rate / slowdown))
-
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to those who take part; it begins when everybody is ready."""
         self._drop()
@@ -652,63 +592,3 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Stopped(ManyhandsError):
     """The coordinator said stop: nothing to report."""
-
-
-def _reach(joining: Joining, name: str, transport: Transport) -> Reached:
-    """The coordinator, which may not be there yet."""
-    return reach_either(
-        transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
-        encrypted=joining.encrypted, patience=joining.patience,
-    )  # fmt: skip
-
-
-def prepare_gpu(compute: str) -> None:
-    """Refuse one that is not there; compute as the others do: the same bits every time, no numbers cut short."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(compute.partition(":")[2] or 0) >= count:
-        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
-    stepper = build(optimizer, weights.trainable())
-
-    def update() -> None:
-        stepper.step()
-        stepper.zero()
-
-    return update
-
-
-def _graph(document: dict[str, Any], network: Network | None) -> Graph:
-    """A graph from the wire, checked, with the description that came along in place of a new one."""
-    graph = read_document(document)
-    graph.__dict__["network"] = network
-    return graph
-
-
-def _silo_facts(silo: Silo | None) -> SiloFacts | None:
-    if silo is None:
-        return None
-    listed = state.entries(silo.arrays)
-    return SiloFacts(len(silo), tuple(msgspec.structs.replace(one, shape=one.shape[1:]) for one in listed))
-
-
-def _memory_bytes(compute: str) -> int:
-    import psutil
-
-    if compute.startswith("cuda"):
-        return int(torch.cuda.get_device_properties(torch.device(compute)).total_memory)
-    return int(psutil.virtual_memory().total)
-
-
-def _free_bytes(compute: str) -> int:
-    """What this process may still take: of its control group, where that has a limit, else of the machine."""
-    import psutil
-
-    if compute.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(torch.device(compute))[0])
-    limit = limit_bytes(group_of(os.getpid()))
-    free = int(psutil.virtual_memory().available)
-    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free

@@ -25,19 +25,34 @@ class Chart {
 
   options(width) {
     const axis = (size, values) => ({
-      size, stroke: () => colourOf("--soft"), font: "11px system-ui, sans-serif",
-      grid: { stroke: () => colourOf("--faint"), width: 1 }, ticks: { stroke: () => colourOf("--line"), width: 1, size: 4 },
+      size,
+      stroke: () => colourOf("--soft"),
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: () => colourOf("--faint"), width: 1 },
+      ticks: { stroke: () => colourOf("--line"), width: 1, size: 4 },
       values,
     });
     const write = (_, value) => (value === null || value === undefined ? "–" : this.write(value));
     return {
-      width, height: HEIGHT, padding: [8, 10, 0, 0], legend: { live: true },
+      width,
+      height: HEIGHT,
+      padding: [8, 10, 0, 0],
+      legend: { live: true },
       cursor: { drag: { x: true, y: false } },
       scales: { x: { time: false } },
-      axes: [axis(30, (_, marks) => marks.map((mark) => units.count(mark))), axis(56, (_, marks) => marks.map((mark) => (mark === null ? "" : this.short(mark))))],
+      axes: [
+        axis(30, (_, marks) => marks.map((mark) => units.count(mark))),
+        axis(56, (_, marks) => marks.map((mark) => (mark === null ? "" : this.short(mark)))),
+      ],
       series: [
         { label: "step" },
-        { label: "each step", stroke: () => `${colourOf(this.colour)}66`, width: 1, value: write, points: { show: false } },
+        {
+          label: "each step",
+          stroke: () => `${colourOf(this.colour)}66`,
+          width: 1,
+          value: write,
+          points: { show: false },
+        },
         { label: this.label, stroke: () => colourOf(this.colour), width: 2, value: write, points: { show: false } },
       ],
       hooks: { draw: [(plot) => this.drawMarks(plot)] },
@@ -104,11 +119,15 @@ export class Charts {
 
   draw(run) {
     const { step, loss, samples_per_second: rate } = run.metrics;
-    const marks = run.events.filter((one) => one.event === "recovered" || one.event === "redeployed").map((one) => Number(one.step));
+    const marks = run.events
+      .filter((one) => one.event === "recovered" || one.event === "redeployed")
+      .map((one) => Number(one.step));
     this.loss.draw(step, loss, marks);
     this.rate.draw(step, rate, marks);
     const last = (values) => values.findLast((value) => value !== null);
-    byId("loss-hint").textContent = step.length ? `${units.loss(loss.find((value) => value !== null) ?? NaN)} → ${units.loss(last(loss) ?? NaN)}` : "";
+    byId("loss-hint").textContent = step.length
+      ? `${units.loss(loss.find((value) => value !== null) ?? NaN)} → ${units.loss(last(loss) ?? NaN)}`
+      : "";
     byId("rate-hint").textContent = step.length ? `samples per second; now ${units.count(last(rate) ?? NaN)}` : "";
   }
 

@@ -18,7 +18,11 @@ export const html = (tag, attributes, ...children) => filled(document.createElem
 export const svg = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
 export function picture(width, height, label, ...children) {
-  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...children);
+  return svg(
+    "svg",
+    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
+    ...children,
+  );
 }
 
 export function text(x, y, content, attributes) {

@@ -3,12 +3,19 @@
 import { byId, html, replace } from "./elements.js";
 import * as units from "./units.js";
 
-const WORDS = { preparing: "preparing", waiting: "waiting", running: "running", ended: "ended", stopped: "stopped", failed: "failed" };
+const WORDS = {
+  preparing: "preparing",
+  waiting: "waiting",
+  running: "running",
+  ended: "ended",
+  stopped: "stopped",
+  failed: "failed",
+};
 
 export function drawHeader(run) {
   const live = run.live;
   const state = byId("state");
-  const known = WORDS[live?.state] ?? "connecting";
+  const known = WORDS[live?.state] ?? "preparing";
   state.textContent = known;
   state.dataset.state = known;
   byId("run").textContent = live?.run ?? "";
@@ -16,8 +23,12 @@ export function drawHeader(run) {
   const part = live?.steps ? Math.min(1, live.step / live.steps) : 0;
   byId("progress-done").style.width = `${(100 * part).toFixed(2)}%`;
   byId("progress").setAttribute("aria-valuenow", Math.round(100 * part));
-  replace(byId("facts"), ...facts(run).map(([name, value, more]) =>
-    html("div", null, html("dt", null, name), html("dd", null, value, more ? html("small", null, ` ${more}`) : null))));
+  replace(
+    byId("facts"),
+    ...facts(run).map(([name, value, more]) =>
+      html("div", null, html("dt", null, name), html("dd", null, value, more ? html("small", null, ` ${more}`) : null)),
+    ),
+  );
   drawBanner(run);
 }
 
@@ -29,7 +40,11 @@ function facts(run) {
     ["Step", units.count(live.step), live.steps ? `of ${units.count(live.steps)}` : ""],
     run.isOver ? ["Took", took(run)] : ["Remaining", units.duration(live.remaining_seconds)],
     ["Samples/s", units.count(live.samples_per_second)],
-    ["A step", units.seconds(live.seconds), live.predicted_seconds ? `predicted ${units.seconds(live.predicted_seconds)}` : ""],
+    [
+      "A step",
+      units.seconds(live.seconds),
+      live.predicted_seconds ? `predicted ${units.seconds(live.predicted_seconds)}` : "",
+    ],
     ["Loss", units.loss(live.loss)],
   ];
   if (run.devices?.length) {
@@ -52,10 +67,15 @@ function drawBanner(run) {
   const live = run.live;
   let words = "";
   let kind = "";
-  if (!live) words = "Waiting for the run's folder.";
-  else if (live.state === "ended") [words, kind] = ["This run has ended. What you see is how it stood at its end.", "ended"];
+  if (!live) [words, kind] = ["The run is being prepared.", "ended"];
+  else if (live.state === "ended")
+    [words, kind] = ["This run has ended. What you see is how it stood at its end.", "ended"];
   else if (live.state === "stopped") [words, kind] = ["This run was stopped. It can go on with --resume.", "ended"];
-  else if (live.state === "failed") [words, kind] = [live.text ? `This run failed: ${live.text}` : "This run failed, or its process is gone.", "failed"];
+  else if (live.state === "failed")
+    [words, kind] = [
+      live.text ? `This run failed: ${live.text}` : "This run failed, or its process is gone.",
+      "failed",
+    ];
   else if (live.text && live.state !== "running") [words, kind] = [live.text, "ended"];
   banner.textContent = words;
   banner.dataset.kind = kind;
@@ -65,6 +85,7 @@ function drawBanner(run) {
 export function drawConnection(state, run) {
   const shown = byId("connection");
   shown.dataset.state = state;
+  shown.title = state === "closed" ? "manyhands dashboard RUN shows the run again" : "";
   shown.textContent = {
     live: run.isOver ? "connected" : "live",
     lost: "connection lost, trying again",

@@ -20,7 +20,7 @@ const PARTS = [
   [["live", "devices"], () => drawHeader(run)],
   [["devices", "links", "stages"], () => drawCluster(run)],
   [["plan", "stages"], () => drawPlan(run)],
-  [["round", "devices"], () => drawTimeline(run)],
+  [["round"], () => drawTimeline(run)],
   [["metrics", "events"], () => charts.draw(run)],
   [["devices"], () => drawMemory(run)],
 ];
@@ -56,11 +56,15 @@ function onState(state) {
   drawConnection(state, run);
 }
 
-new Connection(run, (update) => {
-  isAnew ||= update.reset;
-  drawSoon(run.take(update));
-  drawConnection(connected, run);
-}, onState);
+new Connection(
+  run,
+  (update) => {
+    isAnew ||= update.reset;
+    drawSoon(run.take(update));
+    drawConnection(connected, run);
+  },
+  onState,
+);
 
 let width = innerWidth;
 addEventListener("resize", () => {
@@ -68,4 +72,3 @@ addEventListener("resize", () => {
   width = innerWidth;
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolour());
-drawHeader(run);

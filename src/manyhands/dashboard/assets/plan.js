@@ -34,14 +34,25 @@ export function drawPlan(run) {
   const width = widthFor(place);
   const own = run.plan ?? {};
   byId("plan-hint").textContent = [
-    own.network, own.batch_size ? `batches of ${own.batch_size}` : "",
-    own.micro_batches > 1 ? `${own.micro_batches} micro-batches` : "", own.order,
-  ].filter(Boolean).join(" · ");
+    own.network,
+    own.batch_size ? `batches of ${own.batch_size}` : "",
+    own.micro_batches > 1 ? `${own.micro_batches} micro-batches` : "",
+    own.order,
+  ]
+    .filter(Boolean)
+    .join(" · ");
   const isWide = stages.length === 1;
   const columns = Math.max(1, Math.min(stages.length, Math.floor((width + GAP) / (LEAST + GAP))));
   const wide = isWide ? width : Math.floor((width + GAP) / columns) - GAP;
-  replace(place, strip(stages, width),
-    html("div", { class: isWide ? "stages wide" : "stages" }, ...stages.map((stage) => card(stage, Math.min(wide, width), stages.length))));
+  replace(
+    place,
+    strip(stages, width),
+    html(
+      "div",
+      { class: isWide ? "stages wide" : "stages" },
+      ...stages.map((stage) => card(stage, Math.min(wide, width), stages.length)),
+    ),
+  );
 }
 
 const colour = (number) => `stage-${number % 6}`;
@@ -55,11 +66,32 @@ function strip(stages, width) {
     const [first, end] = stage.layers;
     const words = `Stage ${stage.number}: layers ${first} to ${end - 1}`;
     for (let layer = first; layer < end && last <= 400; layer += 1) {
-      parts.push(svg("rect", { class: `layer ${colour(stage.number)}`, x: layer * one + 0.75, y: 0, width: Math.max(0.5, one - 1.5), height: 18, rx: Math.min(3, one / 4) }, title(words)));
+      parts.push(
+        svg(
+          "rect",
+          {
+            class: `layer ${colour(stage.number)}`,
+            x: layer * one + 0.75,
+            y: 0,
+            width: Math.max(0.5, one - 1.5),
+            height: 18,
+            rx: Math.min(3, one / 4),
+          },
+          title(words),
+        ),
+      );
     }
-    if (last > 400) parts.push(svg("rect", { class: `layer ${colour(stage.number)}`, x: first * one, y: 0, width: (end - first) * one, height: 18 }, title(words)));
-    const label = `${first}–${end - 1}`;
-    if ((end - first) * one > widthOf(label, 11)) parts.push(text((first + end) / 2 * one, 32, label, { class: "soft small", "text-anchor": "middle" }));
+    if (last > 400)
+      parts.push(
+        svg(
+          "rect",
+          { class: `layer ${colour(stage.number)}`, x: first * one, y: 0, width: (end - first) * one, height: 18 },
+          title(words),
+        ),
+      );
+    const label = end - first === 1 ? `${first}` : `${first}–${end - 1}`;
+    if ((end - first) * one > widthOf(label, 11))
+      parts.push(text(((first + end) / 2) * one, 32, label, { class: "soft small", "text-anchor": "middle" }));
   }
   return picture(width, 38, `${last} layers in ${stages.length} stages`, ...parts);
 }
@@ -70,12 +102,19 @@ function card(stage, width, count) {
   const measured = live?.seconds ? `${units.seconds(live.seconds)} computing a step` : "";
   const predicted = live?.predicted_seconds ? `predicted ${units.seconds(live.predicted_seconds)}` : "";
   const rate = live?.samples_per_second ? `${units.count(live.samples_per_second)} samples/s` : "";
-  return html("section", { class: "stage" },
-    html("h3", null, svg("svg", { viewBox: "0 0 10 10" }, svg("rect", { class: colour(stage.number), width: 10, height: 10, rx: 2 })),
-      count > 1 ? `Stage ${stage.number}` : "One stage"),
-    html("p", null, [`layers ${first}–${last - 1}`, kindOf(stage)].join(", ")),
+  return html(
+    "section",
+    { class: "stage" },
+    html(
+      "h3",
+      null,
+      svg("svg", { viewBox: "0 0 10 10" }, svg("rect", { class: colour(stage.number), width: 10, height: 10, rx: 2 })),
+      count > 1 ? `Stage ${stage.number}` : "One stage",
+    ),
+    html("p", null, [last - first === 1 ? `layer ${first}` : `layers ${first}–${last - 1}`, kindOf(stage)].join(", ")),
     shares(stage, width),
-    html("p", null, [measured, predicted, rate].filter(Boolean).join(" · ")));
+    html("p", null, [measured, predicted, rate].filter(Boolean).join(" · ")),
+  );
 }
 
 function kindOf(stage) {
@@ -90,7 +129,12 @@ function shares(stage, width) {
   const { share, devices } = stage;
   if (share.by === "tiles" && isList(share.rows) && isList(share.columns)) return tiles(stage, width);
   const parts = share.by === "samples" ? share.samples : share.by === "channels" ? share.groups : null;
-  return bars(stage, isList(parts) && parts.length === devices.length ? parts.map(Number) : devices.map(() => 1), share.by, width);
+  return bars(
+    stage,
+    isList(parts) && parts.length === devices.length ? parts.map(Number) : devices.map(() => 1),
+    share.by,
+    width,
+  );
 }
 
 // A bar for each device, as long as its share; many devices stand in several columns.
@@ -105,12 +149,29 @@ function bars(stage, parts, by, width) {
     const [x, y] = [Math.floor(place / rows) * wide, (place % rows) * ROW];
     const room = wide - 6;
     const share = by === "samples" ? `${parts[place]}` : by === "channels" ? units.percent(parts[place] / total) : "";
-    const words = by === "samples" ? `${name}: ${parts[place]} of ${total} samples` : by === "channels" ? `${name}: ${share} of the channels` : `${name}: all of it`;
-    return svg("g", { class: "share" }, title(words),
+    const words =
+      by === "samples"
+        ? `${name}: ${parts[place]} of ${total} samples`
+        : by === "channels"
+          ? `${name}: ${share} of the channels`
+          : `${name}: all of it`;
+    return svg(
+      "g",
+      { class: "share" },
+      title(words),
       svg("rect", { class: "fill-faint", x, y: y + 1, width: room, height: ROW - 3, rx: 3 }),
-      svg("rect", { class: colour(number), "fill-opacity": 0.42, x, y: y + 1, width: room * (parts[place] / most), height: ROW - 3, rx: 3 }),
+      svg("rect", {
+        class: colour(number),
+        "fill-opacity": 0.42,
+        x,
+        y: y + 1,
+        width: room * (parts[place] / most),
+        height: ROW - 3,
+        rx: 3,
+      }),
       text(x + 6, y + 14, fitted(name, room - widthOf(share, 11) - 16, 11.5), { class: "small" }),
-      share ? text(x + room - 6, y + 14, share, { class: "small", "text-anchor": "end" }) : null);
+      share ? text(x + room - 6, y + 14, share, { class: "small", "text-anchor": "end" }) : null,
+    );
   });
   return picture(width, rows * ROW, `Shares of stage ${number}`, ...cells);
 }
@@ -132,10 +193,32 @@ function tiles(stage, width) {
       const place = row * share.columns.length + column;
       const name = devices[place] ?? "";
       const part = (high * broad) / (sum(share.rows) * sum(share.columns));
-      cells.push(svg("g", { class: "share tile" }, title(`${name}: tile ${row},${column}, ${units.percent(part)}`),
-        svg("rect", { class: `cell ${colour(number)}`, "fill-opacity": (row + column) % 2 ? 0.34 : 0.5, x, y, width: own, height: tall, rx: 4 }),
-        text(x + own / 2, y + tall / 2 + (tall > 40 ? -1 : 4), fitted(name, own - 6, 11), { class: "small", "text-anchor": "middle" }),
-        tall > 40 ? text(x + own / 2, y + tall / 2 + 13, units.percent(part), { class: "small soft", "text-anchor": "middle" }) : null));
+      cells.push(
+        svg(
+          "g",
+          { class: "share tile" },
+          title(`${name}: tile ${row},${column}, ${units.percent(part)}`),
+          svg("rect", {
+            class: `cell ${colour(number)}`,
+            "fill-opacity": (row + column) % 2 ? 0.34 : 0.5,
+            x,
+            y,
+            width: own,
+            height: tall,
+            rx: 4,
+          }),
+          text(x + own / 2, y + tall / 2 + (tall > 40 ? -1 : 4), fitted(name, own - 6, 11), {
+            class: "small",
+            "text-anchor": "middle",
+          }),
+          tall > 40
+            ? text(x + own / 2, y + tall / 2 + 13, units.percent(part), {
+                class: "small soft",
+                "text-anchor": "middle",
+              })
+            : null,
+        ),
+      );
       x += own;
     });
     y += tall;

@@ -5,9 +5,14 @@ import * as units from "./units.js";
 
 // Kind of a span -> how it is drawn. What is not named is an exchange if it travels, else other work.
 const LOOKS = {
-  forward: ["fill-blue", "forward"], backward: ["fill-orange", "backward"], loss: ["fill-sky", "loss"],
-  step: ["fill-purple", "update"], update: ["fill-purple", "update"], exchange: ["fill-green", "exchange"],
-  wait: ["fill-grey", "waiting for data"], other: ["fill-red", "other work"],
+  forward: ["fill-blue", "forward"],
+  backward: ["fill-orange", "backward"],
+  loss: ["fill-sky", "loss"],
+  step: ["fill-purple", "update"],
+  update: ["fill-purple", "update"],
+  exchange: ["fill-green", "exchange"],
+  wait: ["fill-grey", "waiting for data"],
+  other: ["fill-red", "other work"],
 };
 const COMPUTING = new Set(["forward", "backward", "loss", "step", "update", "other"]);
 const EXCHANGES = new Set(["reduce", "copy", "send", "receive"]);
@@ -41,13 +46,25 @@ export function drawTimeline(run) {
   replace(place, ...panels.map((one) => html("div", { class: "scroll lanes" }, one)));
   [...place.children].forEach((one, index) => {
     one.scrollTop = tops[index] ?? 0;
-    one.addEventListener("scroll", () => { place.children[1 - index].scrollTop = one.scrollTop; }, { passive: true });
+    one.addEventListener(
+      "scroll",
+      () => {
+        place.children[1 - index].scrollTop = one.scrollTop;
+      },
+      { passive: true },
+    );
   });
   byId("timeline-hint").textContent = [
     `Round of step ${round.step}`,
-    measured.spans.length ? `measured ${units.seconds(measured.seconds)}, bubbles ${units.percent(measured.bubbles)}` : "",
-    predicted.spans.length ? `predicted ${units.seconds(predicted.seconds)}, bubbles ${units.percent(predicted.bubbles)}` : "",
-  ].filter(Boolean).join(" · ");
+    measured.spans.length
+      ? `measured ${units.seconds(measured.seconds)}, bubbles ${units.percent(measured.bubbles)}`
+      : "",
+    predicted.spans.length
+      ? `predicted ${units.seconds(predicted.seconds)}, bubbles ${units.percent(predicted.bubbles)}`
+      : "",
+  ]
+    .filter(Boolean)
+    .join(" · ");
   drawLegend([...measured.looks, ...predicted.looks]);
 }
 
@@ -65,7 +82,11 @@ function prepared(round, rows, lanes, seconds) {
   const idle = new Map();
   for (const [name, own] of byLane) {
     own.sort((a, b) => a[START] - b[START]);
-    if (own.length) idle.set(name, 1 - covered(own.filter((row) => row[TRACK] === "compute" && COMPUTING.has(lookOf(row)))) / (end || 1));
+    if (own.length)
+      idle.set(
+        name,
+        1 - covered(own.filter((row) => row[TRACK] === "compute" && COMPUTING.has(lookOf(row)))) / (end || 1),
+      );
   }
   const parts = [...idle.values()];
   const bubbles = parts.length ? parts.reduce((sum, part) => sum + part, 0) / parts.length : NaN;
@@ -89,19 +110,31 @@ function panel(name, found, lanes, { width, left, right, longest, high }) {
   const height = top + lanes.length * high + 20;
   const hatch = `hatch-${name.toLowerCase()}`;
   const children = [
-    svg("defs", null, svg("pattern", { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("path", { class: "hatch", d: "M0 0V6" }))),
+    svg(
+      "defs",
+      null,
+      svg(
+        "pattern",
+        { id: hatch, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+        svg("path", { class: "hatch", d: "M0 0V6" }),
+      ),
+    ),
     text(0, 14, name, { "font-weight": 600 }),
     text(width, 14, "idle", { class: "soft small", "text-anchor": "end" }),
   ];
-  if (!found.spans.length) children.push(text(left, top + 14, `Nothing was ${name.toLowerCase()} yet.`, { class: "soft" }));
+  if (!found.spans.length)
+    children.push(text(left, top + 14, `Nothing was ${name.toLowerCase()} yet.`, { class: "soft" }));
   lanes.forEach((lane, place) => {
     const own = found.byLane.get(lane) ?? [];
-    if (found.spans.length) children.push(drawLane(lane, own, found, top + place * high, { left, room, scale, high, hatch, width }));
+    if (found.spans.length)
+      children.push(drawLane(lane, own, found, top + place * high, { left, room, scale, high, hatch, width }));
   });
   if (found.spans.length) children.push(...axis(longest, left, room, top + lanes.length * high));
   const shown = picture(width, height, `${name} round of ${lanes.length} devices`, ...children);
   shown.classList.add("round");
-  shown.addEventListener("pointermove", (event) => point(event, shown, found, lanes, { left, scale, top, high, width }));
+  shown.addEventListener("pointermove", (event) =>
+    point(event, shown, found, lanes, { left, scale, top, high, width }),
+  );
   return shown;
 }
 
@@ -110,20 +143,40 @@ function drawLane(name, own, found, y, { left, room, scale, high, hatch, width }
   const thin = Math.max(3, Math.round(high * 0.18));
   const thick = high - gap - thin;
   const idle = found.idle.get(name);
-  const group = svg("g", { class: "lane", "data-device": name },
+  const group = svg(
+    "g",
+    { class: "lane", "data-device": name },
     text(0, y + high / 2 + 3, fitted(name, left - 8), high < 26 ? { class: "small" } : null),
     svg("rect", { class: "fill-faint", x: left, y, width: found.seconds * scale, height: thick, rx: 2 }),
     svg("rect", { fill: `url(#${hatch})`, x: left, y, width: found.seconds * scale, height: thick, rx: 2 }),
-    text(width, y + high / 2 + 3, units.percent(idle), { class: "soft small", "text-anchor": "end" }));
+    text(width, y + high / 2 + 3, units.percent(idle), { class: "soft small", "text-anchor": "end" }),
+  );
   for (const [look, rows] of Map.groupBy ? Map.groupBy(own, lookOf) : grouped(own)) {
-    group.append(svg("path", { class: `spans ${LOOKS[look][0]}`, "data-look": look, d: rows.map((row) => box(row, look, left, scale, y, thick, thin)).join("") }));
+    group.append(
+      svg("path", {
+        class: `spans ${LOOKS[look][0]}`,
+        "data-look": look,
+        d: rows.map((row) => box(row, look, left, scale, y, thick, thin)).join(""),
+      }),
+    );
   }
   if (thick >= 12) {
     for (const row of own) {
       const label = /^\D?\d+/.exec(row[TEXT])?.[0] ?? "";
       const wide = (row[END] - row[START]) * scale;
-      if (!label || row[TRACK] !== "compute" || !(row[KIND] === "forward" || row[KIND] === "backward") || wide < widthOf(label, 11) + 3) continue;
-      group.append(text(left + (row[START] + row[END]) / 2 * scale, y + thick / 2 + 4, label, { class: `on small on-${row[KIND]}`, "text-anchor": "middle" }));
+      if (
+        !label ||
+        row[TRACK] !== "compute" ||
+        !(row[KIND] === "forward" || row[KIND] === "backward") ||
+        wide < widthOf(label, 11) + 3
+      )
+        continue;
+      group.append(
+        text(left + ((row[START] + row[END]) / 2) * scale, y + thick / 2 + 4, label, {
+          class: `on small on-${row[KIND]}`,
+          "text-anchor": "middle",
+        }),
+      );
     }
   }
   return group;
@@ -149,14 +202,24 @@ function axis(longest, left, room, y) {
   const base = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((one) => one * base).find((one) => one >= rough) ?? base * 10;
   const marks = [];
-  for (let at = 0; at <= longest * 1.0001; at += step) {
+  for (let place = 0; place * step <= longest * 1.0001; place += 1) {
+    const at = Number((place * step).toPrecision(9));
     const x = left + (room * at) / longest;
-    marks.push(svg("path", { class: "line", d: `M${x.toFixed(1)} ${y}v4` }), text(x, y + 15, tick(at), { class: "soft small", "text-anchor": "middle" }));
+    marks.push(
+      svg("path", { class: "line", d: `M${x.toFixed(1)} ${y}v4` }),
+      text(x, y + 15, tick(at), { class: "soft small", "text-anchor": "middle" }),
+    );
   }
   return marks;
 }
 
-const tick = (at) => (at < 1e-9 ? "0" : units.seconds(at).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " "));
+const tick = (at) =>
+  at < 1e-9
+    ? "0"
+    : units
+        .seconds(at)
+        .replace(/(\.\d*?)0+ /, "$1 ")
+        .replace(". ", " ");
 
 function point(event, shown, found, lanes, { left, scale, top, high, width }) {
   const spot = shown.getBoundingClientRect();
@@ -164,14 +227,49 @@ function point(event, shown, found, lanes, { left, scale, top, high, width }) {
   const at = ((event.clientX - spot.left) * ratio - left) / scale;
   const name = lanes[Math.floor(((event.clientY - spot.top) * ratio - top) / high)];
   const under = (found.byLane.get(name) ?? []).filter((row) => row[START] <= at && at <= row[END]);
-  const words = under.map((row) => `${row[KIND]} ${row[TEXT]}`.trim() + ` (${units.seconds(row[END] - row[START])}${row[STAGE] >= 0 ? `, stage ${row[STAGE]}` : ""})`);
-  byId("timeline-tip").textContent = name && at >= 0 ? `${name} at ${units.seconds(at)}: ${words.join("; ") || "idle"}` : "";
+  const words = under.map(
+    (row) =>
+      `${row[KIND]} ${row[TEXT]}`.trim() +
+      ` (${units.seconds(row[END] - row[START])}${row[STAGE] >= 0 ? `, stage ${row[STAGE]}` : ""})`,
+  );
+  byId("timeline-tip").textContent =
+    name && at >= 0 ? `${name} at ${units.seconds(at)}: ${words.join("; ") || "idle"}` : "";
 }
 
 function drawLegend(looks) {
   const known = Object.keys(LOOKS).filter((look) => looks.includes(look));
   const words = [...new Map(known.map((look) => [LOOKS[look][1], LOOKS[look][0]]))];
-  replace(byId("timeline-legend"),
-    ...words.map(([label, fill]) => html("span", null, svg("svg", { viewBox: "0 0 14 12" }, svg("rect", { class: fill, width: 14, height: label === "exchange" || label.startsWith("waiting") ? 5 : 12, y: label === "exchange" || label.startsWith("waiting") ? 4 : 0, rx: 2 })), label)),
-    html("span", null, svg("svg", { viewBox: "0 0 14 12" }, title("idle"), svg("rect", { class: "fill-faint", width: 14, height: 12 }), svg("path", { class: "hatch", d: "M0 12L12 0M-4 8L6 -2M6 14L16 4" })), "bubble (idle)"));
+  replace(
+    byId("timeline-legend"),
+    ...words.map(([label, fill]) =>
+      html(
+        "span",
+        null,
+        svg(
+          "svg",
+          { viewBox: "0 0 14 12" },
+          svg("rect", {
+            class: fill,
+            width: 14,
+            height: label === "exchange" || label.startsWith("waiting") ? 5 : 12,
+            y: label === "exchange" || label.startsWith("waiting") ? 4 : 0,
+            rx: 2,
+          }),
+        ),
+        label,
+      ),
+    ),
+    html(
+      "span",
+      null,
+      svg(
+        "svg",
+        { viewBox: "0 0 14 12" },
+        title("idle"),
+        svg("rect", { class: "fill-faint", width: 14, height: 12 }),
+        svg("path", { class: "hatch", d: "M0 12L12 0M-4 8L6 -2M6 14L16 4" }),
+      ),
+      "bubble (idle)",
+    ),
+  );
 }

@@ -16,7 +16,12 @@ function scaled(value, steps, unit) {
   return `${digits(value)} ${unit}`;
 }
 
-const THOUSANDS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const THOUSANDS = [
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+];
 
 export const bytes = (value) => scaled(value, THOUSANDS, "B");
 export const rate = (value) => scaled(value, THOUSANDS, "B/s");

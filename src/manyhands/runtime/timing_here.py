@@ -1,0 +1,72 @@
+"""A network timed on this worker's device, for whoever plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from manyhands.executor.optimizers import build, step_bytes_per_second
+from manyhands.facts.network import Network
+from manyhands.facts.optimizer import Optimizer
+from manyhands.graph.document import read_document
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+from manyhands.planner.split_profile import slowed
+from manyhands.profiler.bands import needed_bytes
+from manyhands.profiler.measure import measure_network
+from manyhands.profiler.steps import random_state
+from manyhands.profiler.this_machine import copy_bytes_per_second
+from manyhands.profiler.whole import scaled_to_steps
+from manyhands.runtime.control import Measure, Measured
+from manyhands.runtime.joining import Joining
+from manyhands.runtime.memory_kills import group_of, limit_bytes
+
+
+def measured(command: Measure, device: str, joining: Joining) -> Measured:
+    """Time the layers of a network here, with made-up weights."""
+    graph = graph_of(command.graph, command.network)
+    graph.state.update(random_state(graph))
+    free = _free_bytes(joining.compute)
+    profile = measure_network(
+        graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=device,
+        torch_device=joining.compute, training=command.training, free_bytes=free,
+    )  # fmt: skip
+    fits = needed_bytes(command.network, command.ladder[-1]) <= free
+    if command.optimizer is not None and command.training and fits:
+        optimizer = Optimizer.from_dict(command.optimizer)
+        profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
+                                  torch_device=joining.compute)  # fmt: skip
+    rate = step_bytes_per_second(graph, command.optimizer, joining.compute) or copy_bytes_per_second()
+    slowdown = joining.slowdown
+    return Measured(command.generation, slowed(profile, slowdown), rate / slowdown)
+
+
+def graph_of(document: dict[str, Any], network: Network | None) -> Graph:
+    """A graph from the wire, checked, with the description that came along in place of a new one."""
+    graph = read_document(document)
+    graph.__dict__["network"] = network
+    return graph
+
+
+def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
+    stepper = build(optimizer, weights.trainable())
+
+    def update() -> None:
+        stepper.step()
+        stepper.zero()
+
+    return update
+
+
+def _free_bytes(compute: str) -> int:
+    """What this process may still take: of its control group, where that has a limit, else of the machine."""
+    import psutil
+
+    if compute.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(compute))[0])
+    limit = limit_bytes(group_of(os.getpid()))
+    free = int(psutil.virtual_memory().available)
+    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free

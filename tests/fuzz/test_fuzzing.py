@@ -1,0 +1,183 @@
+"""Some thousand hostile inputs over all parsers, and the proof that one which misbehaves is found.
+
+The million: python -m tests.fuzz (see running.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fuzz import drawing, running
+from fuzz.judging import Build, Judge, Target, clock, judge_some
+from fuzz.running import BUILDS, built, scratch
+from manyhands.facts.errors import BadFile, ManyhandsError
+
+ROOT = Path(__file__).parents[2]
+INPUTS = 80
+DRAWN = 8
+SEED = 20_26
+
+
+@pytest.fixture(scope="module")
+def targets() -> Iterator[dict[str, Target]]:
+    before = dict(os.environ)
+    with scratch() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield {target.name: target for target in built(folder)}
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.xdist_group("fuzz")
+def test_good_inputs_are_good(targets: dict[str, Target]) -> None:
+    """Else nothing of what lies behind the first check would be reached."""
+    for target in targets.values():
+        taken = 0
+        for seed in target.seeds:
+            try:
+                target.run(seed)
+                taken += 1
+            except target.allowed:
+                continue
+        assert taken > 0 or not target.takes_seeds, target.name
+
+
+@pytest.mark.xdist_group("fuzz")
+def test_parsers_stand_hostile_inputs(targets: dict[str, Target]) -> None:
+    judge, bad = Judge(seconds=10.0), []
+    with warnings.catch_warnings(), clock():
+        warnings.simplefilter("ignore")
+        for target in targets.values():
+            faults, _ = judge_some(judge, target, SEED, INPUTS)
+            bad += [*faults, *drawing.judge_drawn(judge, target, SEED, DRAWN)]
+    assert not bad, "\n".join(f"{one.target}, input {one.number}: {one.what}\n{one.trace}" for one in bad)
+    assert judge.refused > len(targets) * INPUTS // 2, "most are hostile"
+
+
+def test_the_same_seed_gives_the_same_inputs(targets: dict[str, Target]) -> None:
+    for target in targets.values():
+        first, again = ([target.input(SEED, number) for number in range(20)] for _ in range(2))
+        assert first == again
+        assert first != [target.input(SEED + 1, number) for number in range(20)]
+        assert len(set(first)) > 10
+
+
+# Parsers that misbehave
+
+
+def broken(data: bytes) -> object:
+    if b"{" in data:
+        raise KeyError("stages")
+    raise BadFile("no")
+
+
+def endless(data: bytes) -> object:
+    while data:
+        pass
+    return None
+
+
+def hungry(data: bytes) -> object:
+    return len(b"x" * (100 * 2**20))
+
+
+def wordy(data: bytes) -> object:
+    raise BadFile("x" * 100_000)
+
+
+def unkind(data: bytes) -> object:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def waiting(data: bytes) -> object:
+    time.sleep(600)
+    return None
+
+
+def right(data: bytes) -> object:
+    raise BadFile("no")
+
+
+def build_of(run: Callable[[bytes], object]) -> Build:
+    def build(folder: Path) -> Target:
+        return Target(run.__name__, run, [b'{"a": 1}', b"[1]"], "json")
+
+    build.__name__ = run.__name__
+    return build
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        (broken, "KeyError came out: 'stages'"), (endless, "takes longer than 0.3 s"), (hungry, "the process grew by"),
+        (wordy, "has a text of 100000 letters"),
+    ],
+)  # fmt: skip
+def test_a_parser_that_misbehaves_is_found(tmp_path: Path, run: Callable[[bytes], object], what: str) -> None:
+    judge = Judge(seconds=0.3 if run is endless else 20.0, most_bytes=64 * 2**20)
+    with clock():
+        fault = judge.judge(build_of(run)(tmp_path), b'{"a": 1}', 7)
+        assert fault is not None
+        assert what in fault.what
+        assert judge.judge(build_of(right)(tmp_path), b"{") is None
+
+
+def test_the_command_says_what_misbehaves_and_how_to_see_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one that ends its process, and of one that never comes back."""
+    monkeypatch.setattr(running, "BUILDS", tuple(map(build_of, (broken, unkind, waiting, right))))
+    monkeypatch.setattr(running, "HANG_SECONDS", 0.5)
+    monkeypatch.setattr(running, "MOST_FAULTS", 1)
+    monkeypatch.setattr(drawing, "judge_drawn", lambda *_: [])
+    failures = tmp_path / "failures"
+    asked = ["--failures", str(failures), "--processes", "2", "--inputs", "200"]
+    assert running.main(asked) == 1
+    told = capsys.readouterr().out
+    assert "KeyError came out" in told
+    assert "ended its process (exit code -9)" in told
+    assert "does not come back within 0.5 s" in told
+    assert "4 parsers" in told
+    kept = sorted(failures.glob("broken-*.bin"))
+    assert kept
+    assert f"--target 'broken' --file {kept[0]}" in told
+    assert running.main(["--target", "broken", "--file", str(kept[0])]) == 1
+    assert "KeyError" in capsys.readouterr().out
+    assert running.main(["--target", "right", "--inputs", "200", "--processes", "1"]) == 0
+    assert "200 inputs, 1 parsers, seed 1" in capsys.readouterr().out
+
+
+def test_the_inputs_are_shared_out(targets: dict[str, Target]) -> None:
+    chunks = running.chunks_of(list(targets.values()), 1_000_000)
+    assert sum(chunk.count for chunk in chunks) >= 1_000_000
+    assert {chunk.target for chunk in chunks} == set(targets)
+    assert len(targets) == len(BUILDS) >= 44
+    numbers = [
+        (chunk.target, chunk.drawn, number) for chunk in chunks for number in range(chunk.first, chunk.first + 1)
+    ]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.slow
+def test_the_command_from_the_root_of_the_repository(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.fuzz", "--inputs", "40000", "--seed", "11", "--failures", str(tmp_path)]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "0 faults" in found.stdout.splitlines()[-1]
+
+
+def test_only_errors_for_people_are_allowed(targets: dict[str, Target]) -> None:
+    """What a parser may say is its own kind of error, never one of Python's."""
+    own = {error for target in targets.values() for error in target.allowed}
+    for error in own - {ManyhandsError}:
+        assert error.__module__.startswith(("manyhands.", "fuzz.")), error
