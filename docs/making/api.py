@@ -70,8 +70,9 @@ def signature(name: str, thing: Any) -> str:
 
 
 def _parameter(one: inspect.Parameter) -> str:
-    star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
-    text = star + one.name + ("" if one.annotation is one.empty else f": {_plain(_text(one.annotation))}")
+    star = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
+    kind = "" if one.annotation is one.empty else f": {_plain(_text(one.annotation))}"
+    text = f"{star}{one.name}{kind}"
     if one.default is one.empty:
         return text
     default = (

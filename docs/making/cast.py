@@ -32,7 +32,7 @@ from making.screen import Cell, Screen, Style
 
 FOLDER = Path(__file__).resolve().parent.parent / "drawings"
 COMMAND = ["manyhands", "train", "--devices", "2", "--epochs", "6", "--out", "first"]
-COLUMNS, ROWS = 128, 28
+COLUMNS, ROWS = 128, 30
 LONGEST_FRAME, LAST_FRAME, FRAME_SECONDS = 1.0, 6.0, 0.25
 SPEED = 2.0
 LIMIT_SECONDS = 300

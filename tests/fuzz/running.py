@@ -120,7 +120,7 @@ def _judge(connection: Any, at: Any, seed: int) -> None:
     """A child's life."""
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders in C complain of
-    judge = Judge()
+    judge, warm = Judge(), set[str]()
     with scratch() as folder, clock():
         targets = {target.name: target for target in built(folder)}
         limit_memory()
@@ -129,7 +129,11 @@ def _judge(connection: Any, at: Any, seed: int) -> None:
                 chunk = connection.recv()
             except (EOFError, OSError):
                 return
-            target, before, start = targets[chunk.target], _resident_bytes(), time.monotonic()
+            target = targets[chunk.target]
+            if target.name not in warm:
+                target.warm_up()
+                warm.add(target.name)
+            before, start = _resident_bytes(), time.monotonic()
             judge.refused, faults = 0, []
             if chunk.drawn:
                 faults = drawing.judge_drawn(judge, target, seed, chunk.count)

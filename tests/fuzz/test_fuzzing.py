@@ -6,10 +6,8 @@ The million: python -m tests.fuzz (see running.py).
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from fuzz import drawing, running
-from fuzz.judging import Build, Judge, Target, clock, judge_some
+from fuzz.judging import Judge, Target, clock, judge_some
+from fuzz.misbehaving import broken, build_of, endless, hungry, right, wordy
 from fuzz.running import BUILDS, built, scratch
-from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.errors import ManyhandsError
 
 ROOT = Path(__file__).parents[2]
 INPUTS = 80
@@ -57,6 +56,7 @@ def test_parsers_stand_hostile_inputs(targets: dict[str, Target]) -> None:
     with warnings.catch_warnings(), clock():
         warnings.simplefilter("ignore")
         for target in targets.values():
+            target.warm_up()
             faults, _ = judge_some(judge, target, SEED, INPUTS)
             bad += [*faults, *drawing.judge_drawn(judge, target, SEED, DRAWN)]
     assert not bad, "\n".join(f"{one.target}, input {one.number}: {one.what}\n{one.trace}" for one in bad)
@@ -72,48 +72,6 @@ def test_the_same_seed_gives_the_same_inputs(targets: dict[str, Target]) -> None
 
 
 # Parsers that misbehave
-
-
-def broken(data: bytes) -> object:
-    if b"{" in data:
-        raise KeyError("stages")
-    raise BadFile("no")
-
-
-def endless(data: bytes) -> object:
-    while data:
-        pass
-    return None
-
-
-def hungry(data: bytes) -> object:
-    return len(b"x" * (100 * 2**20))
-
-
-def wordy(data: bytes) -> object:
-    raise BadFile("x" * 100_000)
-
-
-def unkind(data: bytes) -> object:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return None
-
-
-def waiting(data: bytes) -> object:
-    time.sleep(600)
-    return None
-
-
-def right(data: bytes) -> object:
-    raise BadFile("no")
-
-
-def build_of(run: Callable[[bytes], object]) -> Build:
-    def build(folder: Path) -> Target:
-        return Target(run.__name__, run, [b'{"a": 1}', b"[1]"], "json")
-
-    build.__name__ = run.__name__
-    return build
 
 
 @pytest.mark.parametrize(
@@ -132,18 +90,18 @@ def test_a_parser_that_misbehaves_is_found(tmp_path: Path, run: Callable[[bytes]
         assert judge.judge(build_of(right)(tmp_path), b"{") is None
 
 
-def test_the_command_says_what_misbehaves_and_how_to_see_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def misbehaving(*words: str) -> tuple[int, str]:
+    """The command over parsers that misbehave: its exit code, and what it says. In a process of its own, for it forks."""
+    program = [sys.executable, str(Path(__file__).with_name("misbehaving.py")), *words]
+    found = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    return found.returncode, found.stdout
+
+
+def test_the_command_says_what_misbehaves_and_how_to_see_it_again(tmp_path: Path) -> None:
     """Also of one that ends its process, and of one that never comes back."""
-    monkeypatch.setattr(running, "BUILDS", tuple(map(build_of, (broken, unkind, waiting, right))))
-    monkeypatch.setattr(running, "HANG_SECONDS", 0.5)
-    monkeypatch.setattr(running, "MOST_FAULTS", 1)
-    monkeypatch.setattr(drawing, "judge_drawn", lambda *_: [])
     failures = tmp_path / "failures"
-    asked = ["--failures", str(failures), "--processes", "2", "--inputs", "200"]
-    assert running.main(asked) == 1
-    told = capsys.readouterr().out
+    code, told = misbehaving("--failures", str(failures), "--processes", "2", "--inputs", "200")
+    assert code == 1
     assert "KeyError came out" in told
     assert "ended its process (exit code -9)" in told
     assert "does not come back within 0.5 s" in told
@@ -151,10 +109,9 @@ def test_the_command_says_what_misbehaves_and_how_to_see_it_again(
     kept = sorted(failures.glob("broken-*.bin"))
     assert kept
     assert f"--target 'broken' --file {kept[0]}" in told
-    assert running.main(["--target", "broken", "--file", str(kept[0])]) == 1
-    assert "KeyError" in capsys.readouterr().out
-    assert running.main(["--target", "right", "--inputs", "200", "--processes", "1"]) == 0
-    assert "200 inputs, 1 parsers, seed 1" in capsys.readouterr().out
+    code, told = misbehaving("--target", "broken", "--file", str(kept[0]))
+    assert code == 1
+    assert "KeyError" in told
 
 
 def test_the_inputs_are_shared_out(targets: dict[str, Target]) -> None:

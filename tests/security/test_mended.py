@@ -34,7 +34,8 @@ from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import write_all
 from manyhands.executor import codec
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, Refused
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, Stage
+from manyhands.facts.plan_check import resolve
 from manyhands.observe.live import Live
 from manyhands.observe.watching import Watch
 from manyhands.runtime import control, state
@@ -120,6 +121,14 @@ def test_a_plan_with_a_long_field() -> None:
     with pytest.raises(BadPlan) as caught:
         Plan.from_dict({"network": "a", "batch_size": 1, "stages": [], "x" * 50_000: 1})
     assert len(caught.value.message) < 1000
+
+
+def test_a_plan_for_a_network_with_a_long_name() -> None:
+    plan = Plan("x" * 60_000, 1, (Stage((0, 2), ("y" * 60_000,)),))
+    with pytest.raises(BadPlan) as caught:
+        resolve(plan, chain(2))
+    assert len(str(caught.value)) < 20_000
+    assert len(str(BadPlan("a" * 10**6, hint="b" * 10**6))) < 20_000
 
 
 @pytest.mark.parametrize("spoilt", [b"(3, 1, 2, 2)[( ", b"(3, 1, 2, 2),'''"])

@@ -55,7 +55,9 @@ def everything(
     """
     from manyhands.api.bench_all import check_names, run_all
     from manyhands.api.results_page import write_page
+    from manyhands.observe.figures import need_plots
 
+    need_plots()
     failed = []
     if page_only:
         check_names(only or ())
@@ -119,7 +121,8 @@ def tile(
     from manyhands.api.bench_tile import bench_tile
 
     _measure(
-        "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json
+        "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json,
+        draws=full,
     )  # fmt: skip
 
 
@@ -137,7 +140,8 @@ def pipeline(
     from manyhands.api.bench_pipeline import bench_pipeline
 
     _measure(
-        "pipeline", lambda say: bench_pipeline(quick=quick, full=full, out=out, on_progress=say), quick, json
+        "pipeline", lambda say: bench_pipeline(quick=quick, full=full, out=out, on_progress=say), quick, json,
+        draws=full,
     )  # fmt: skip
 
 
@@ -161,8 +165,9 @@ def recovery(
     from manyhands.api.bench_recovery import bench_recovery
 
     _measure(
-        "recovery", lambda say: bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say), quick, json
-    )
+        "recovery", lambda say: bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say), quick,
+        json, draws=kills is None,
+    )  # fmt: skip
 
 
 @app.command("split")
@@ -187,7 +192,7 @@ def split(
     def measured(say: Say) -> Figures:
         return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
 
-    _measure("split", measured, quick, json)
+    _measure("split", measured, quick, json, draws=True)
 
 
 @app.command("infer")
@@ -219,7 +224,7 @@ def infer(
             on_progress=_lines(say),
         )  # fmt: skip
 
-    _measure("infer", measured, quick, json)
+    _measure("infer", measured, quick, json, draws=True)
 
 
 @app.command("auto")
@@ -246,13 +251,20 @@ def auto(
     def measured(say: Say) -> Figures:
         return bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
 
-    _measure("auto", measured, quick, json)
+    _measure("auto", measured, quick, json, draws=True)
 
 
-def _measure(name: str, measured: Callable[[Say], Figures], quick: bool, json: bool) -> None:
-    """Measure, print; a part that went wrong is an error of the command, after all figures are out."""
+def _measure(
+    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False
+) -> None:  # fmt: skip
+    """Measure, print; a part that went wrong is an error of the command, after all figures are out. `draws`: what that
+    needs is looked for before minutes are spent."""
     from manyhands.api.bench_parts import failed
     from manyhands.cli.show import working
+    from manyhands.observe.figures import need_plots
+
+    if draws:
+        need_plots()
 
     with working("measuring") as say:
         figures = measured(say)

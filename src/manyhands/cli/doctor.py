@@ -28,7 +28,8 @@ def doctor(
     lab: Annotated[str, typer.Option("--lab", help="A preset or cluster.yaml to play on this machine (as root).")] = "",
     join: Annotated[str, typer.Option("--join", help="On a device: can it reach the coordinator at HOST:PORT?")] = "",
     token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
+        str,
+        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: this household's."),
     ] = "",
     wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for workers to join.")] = 120.0,
     json: Json = False,

@@ -103,6 +103,7 @@ Listen = Annotated[
     typer.Option("--listen", help="HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077."),
 ]
 Token = Annotated[
-    str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: a new one.")
+    str,
+    typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: this household's."),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")]

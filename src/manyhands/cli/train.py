@@ -209,8 +209,11 @@ class _Show(Show):
             )
         elif result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
+        from manyhands.observe.figures import are_plots_here
+
         typer.echo(
-            f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; pictures in plots/; "
+            f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; "
+            f"{'pictures in plots/; ' if are_plots_here() else ''}"
             "trace.json opens in Perfetto)"
         )
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_TEXT = 8000
+"""Of a message or hint: a name in a hostile file may be a book."""
+
+
+def _page(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
+
 
 class ManyhandsError(Exception):
     """Something a user can mend. `exit_code` tells scripts which kind it was."""
@@ -12,6 +19,7 @@ class ManyhandsError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
+        message, hint = _page(message), _page(hint)
         super().__init__(message)
         self.message = message
         self.hint = hint
