@@ -63,7 +63,7 @@ class Target:
     def warm_up(self) -> None:
         """Have everything imported that is imported at the first use: no input is to pay for that."""
         for one in self.seeds[:2]:
-            with contextlib.suppress(*self.allowed):
+            with contextlib.suppress(Exception):  # it is judged later
                 self.run(one)
 
     def input(self, seed: int, number: int) -> bytes:

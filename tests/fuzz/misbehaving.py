@@ -32,8 +32,13 @@ def hungry(data: bytes) -> object:
     return len(b"x" * (100 * 2**20))
 
 
+class Wordy(BadFile):
+    def __str__(self) -> str:
+        return "x" * 100_000
+
+
 def wordy(data: bytes) -> object:
-    raise BadFile("x" * 100_000)
+    raise Wordy("no")
 
 
 def unkind(data: bytes) -> object:
@@ -60,6 +65,6 @@ def build_of(run: Callable[[bytes], object]) -> Build:
 
 if __name__ == "__main__":
     running.BUILDS = tuple(map(build_of, (broken, unkind, waiting, right)))
-    running.HANG_SECONDS, running.MOST_FAULTS = 0.5, 1
+    running.START_SECONDS, running.HANG_SECONDS, running.MOST_FAULTS = 1.0, 0.5, 1
     drawing.judge_drawn = lambda *_: []
     sys.exit(running.main())

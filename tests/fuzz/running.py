@@ -35,7 +35,7 @@ BUILDS: tuple[Build, ...] = (*wire_targets.TARGETS, *file_targets.TARGETS, *data
 HANG_SECONDS = 60.0
 """By the clock on the wall: an input that waits for something uses no time of its own."""
 START_SECONDS = 300.0
-"""Until a new process has everything it needs."""
+"""Until a new process has everything it needs, and for all inputs that are drawn."""
 LEAK_BYTES = 512 * 2**20
 """By which a process may have grown at the end of a target."""
 DRAWN_PART = 0.01
@@ -98,17 +98,18 @@ class Child:
         self.process.start()
         theirs.close()
         self.chunk: Chunk | None = None
-        self._grace_seconds = START_SECONDS
+        self._is_new = True
 
     def give(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self.at[0], self.at[1] = chunk.first, time.monotonic() + self._grace_seconds
-        self._grace_seconds = 0.0
+        grace_seconds = START_SECONDS if self._is_new or chunk.drawn else 0.0
+        self.at[0], self.at[1] = chunk.first, time.monotonic() + grace_seconds
+        self._is_new = False
         self.connection.send(chunk)
 
     @property
     def is_stuck(self) -> bool:
-        return self.chunk is not None and not self.chunk.drawn and time.monotonic() - self.at[1] > HANG_SECONDS
+        return self.chunk is not None and time.monotonic() - self.at[1] > HANG_SECONDS
 
     def end(self) -> None:
         self.connection.close()

@@ -91,12 +91,13 @@ def test_a_parser_that_misbehaves_is_found(tmp_path: Path, run: Callable[[bytes]
 
 
 def misbehaving(*words: str) -> tuple[int, str]:
-    """The command over parsers that misbehave: its exit code, and what it says. In a process of its own, for it forks."""
+    """The command over parsers that misbehave: its exit code, and what it says. In a process of its own: it forks."""
     program = [sys.executable, str(Path(__file__).with_name("misbehaving.py")), *words]
     found = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     return found.returncode, found.stdout
 
 
+@pytest.mark.slow
 def test_the_command_says_what_misbehaves_and_how_to_see_it_again(tmp_path: Path) -> None:
     """Also of one that ends its process, and of one that never comes back."""
     failures = tmp_path / "failures"

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -58,10 +58,17 @@ def test_plain_connections_are_refused(coordinator: Coordinator, purpose: Purpos
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
-@pytest.mark.parametrize("token", [new_token(), TOKEN + "x", TOKEN[:-1], TOKEN.upper(), "\0", TOKEN * 100])
-def test_other_tokens_are_refused(coordinator: Coordinator, purpose: Purpose, token: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda own: new_token(), lambda own: own + "x", lambda own: own[:-1], str.upper, lambda own: "\0",
+     lambda own: own * 100],
+    ids=["another", "longer", "shorter", "capitals", "nothing", "a hundred times"],
+)  # fmt: skip
+def test_other_tokens_are_refused(
+    coordinator: Coordinator, purpose: Purpose, change: Callable[[str], str]
+) -> None:  # fmt: skip
     with pytest.raises(Refused, match="the token is not the one"):
-        enter(coordinator, purpose, Security(token, encrypted=True))
+        enter(coordinator, purpose, Security(change(TOKEN), encrypted=True))
 
 
 def test_tokens_cannot_be_guessed() -> None:

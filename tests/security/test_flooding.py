@@ -85,6 +85,7 @@ def test_a_run_under_attack(coordinator: Coordinator, alone: tuple[Ran, float], 
     assert_as_alone(coordinator, attacked, seconds, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("flooding")
 def test_a_member_floods_a_run_that_it_has_no_part_in(
     coordinator: Coordinator, alone: tuple[Ran, float], tmp_path: Path
