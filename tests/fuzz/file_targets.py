@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -194,12 +195,12 @@ def packing_target(folder: Path) -> Target:
 
 def network_target(folder: Path) -> Target:
     """What the cache has of a network; whatever cannot be read is made again."""
-    networks._cached = lambda *_: folder / "network.json"  # type: ignore[assignment]
-    networks.capture_model = _nothing
+    path = folder / "network.json"
 
     def run(data: bytes) -> object:
-        put(folder / "network.json", data)
-        return networks.load_network("mobilenetv2")
+        put(path, data)
+        with mock.patch.multiple(networks, _cached=lambda *_: path, capture_model=_nothing):
+            return networks.load_network("mobilenetv2")
 
     return Target("cached networks", run, [msgspec.json.encode(NETWORK)], "json", share=0.5, allowed=(MadeAgain,))
 

@@ -125,8 +125,8 @@ def full_in(path: Path) -> Callable[[int, bytes], int]:
     return write
 
 
-def full_for_new_files(path: Path, mode: str) -> IO[bytes]:
-    return full() if mode == "xb" else open(path, mode)  # type: ignore[no-any-return]
+def full_for_new_files(path: Path, mode: str, **options: Any) -> IO[bytes]:
+    return full() if mode == "xb" else open(path, mode, **options)  # type: ignore[no-any-return]
 
 
 LINE, CHECKPOINT = r"cannot be written: No space", r"/step-00000\d: the checkpoint cannot be written: No space"
