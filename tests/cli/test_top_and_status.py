@@ -182,7 +182,11 @@ def test_what_comes_from_elsewhere_is_not_obeyed(here: Path, capsys: pytest.Capt
     """A terminal would: names and reasons with escape codes in them."""
     evil = "\x1b]0;mine\x07\x1b[2J"
     folder = run(
-        here / "runs" / "one", state="failed", text=evil, devices=(LiveDevice(evil, state="lost", reason=evil),)
+        here / "runs" / "one",
+        state="failed",
+        text=evil,
+        model=evil,
+        devices=(LiveDevice(evil, state="lost", reason=evil),),
     )
     (folder / "events.jsonl").write_text(json.dumps({"event": "lost", "reason": evil}) + "\n")
     top("one")

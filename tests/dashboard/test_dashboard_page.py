@@ -18,6 +18,14 @@ MANY_COLOURS = """(() => { const canvas = document.querySelector('#%s canvas');
   const pixels = new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer);
   return new Set(pixels).size; })()"""
 
+CONTRAST = """(() => { const pill = document.getElementById('state'); pill.dataset.state = '%s';
+  const light = (colour) => colour.match(/[0-9]+/g).slice(0, 3).map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0.05);
+  const { color, backgroundColor } = getComputedStyle(pill);
+  const [less, more] = [light(color), light(backgroundColor)].sort((one, other) => one - other);
+  return more / less; })()"""
+
 
 def shown(browser: Browser, served: Dashboard, width: int = 1280, *, is_dark: bool = False) -> None:
     browser.size(width, is_dark=is_dark)
@@ -49,8 +57,9 @@ def test_everything_of_a_run_is_drawn(browser: Browser, served: Dashboard) -> No
     assert browser.count("#cluster g.device") == 4
     assert browser.count("#cluster g.device[data-state=lost]") == 1
     assert browser.count("#cluster path.edge") == browser.count("#cluster g.edge-label") == 3
-    assert "MB/s" in browser.text("#cluster")
+    assert "Mbit/s" in browser.text("#cluster")
     assert browser.count("#link-table tbody tr") == 6
+    assert "1.00 Gbit/s" in browser.ask("document.querySelector('#link-table tbody').textContent")
     assert browser.count("#plan rect.layer") == LAYERS
     assert browser.count("#plan .stage") == browser.count("#plan g.share") == 4
     assert browser.count("#timeline svg.round") == 2
@@ -60,6 +69,10 @@ def test_everything_of_a_run_is_drawn(browser: Browser, served: Dashboard) -> No
     assert browser.count("#memory g.memory-row") == browser.count("#memory path.budget") == 4
     kinds = browser.ask("[...document.querySelectorAll('#events li')].map((one) => one.dataset.kind)")
     assert kinds == ["note", "recovered", "lost", "checkpoint", "started"]
+    assert "Jan 2026" in browser.ask("document.querySelector('#events time').title")
+    for part, words in (("timeline", "pi-4 idle "), ("memory", "pi-4: process 1.20 GB, "), ("plan", "pi-4: all of it")):
+        labels = browser.ask(f"[...document.querySelectorAll('#{part} [role=img]')].map((one) => one.ariaLabel)")
+        assert any(words in label for label in labels), labels
     for chart in ("loss", "rate"):
         assert browser.ask(MANY_COLOURS % chart) > 5, f"{chart} is blank"
     assert browser.count("main section[aria-labelledby]") == 7
@@ -93,12 +106,23 @@ def test_a_touched_device_keeps_showing_its_rates(browser: Browser, tmp_path: Pa
         browser.ask("document.querySelector('#cluster g.device').focus()")
         assert browser.ask(visible) == 2
         browser.ask("document.querySelector('#cluster g.device').dataset.old = 'yes'")
+        browser.ask(
+            "(() => { window.read = []; const watch = new MutationObserver((found) => read.push(...found));"
+            "for (const one of document.querySelectorAll('[role=status]')) watch.observe(one, { childList: true });"
+            "scrollTo(0, document.body.scrollHeight); })()"
+        )
+        below = browser.ask("scrollY")
+        assert below > 200
         live = json.loads((folder / "live.json").read_text())
         live["devices"][5]["busy"] = 0.01
+        live["links"][0].update(bytes_per_second=None, measured_bytes_per_second=None)
         (folder / "live.json").write_text(json.dumps(live))
         browser.until("document.querySelector('#cluster g.device').dataset.old !== 'yes'", "it is drawn anew")
         assert browser.ask(visible) == 2
         assert browser.ask("document.activeElement.dataset.name") == "pi-1"
+        assert browser.ask("scrollY") == below, "the page stays where it is"
+        assert browser.ask("read.length") == 0, "what did not change is not read out again"
+        assert "no limit" in browser.ask("document.querySelector('#link-table tbody tr').textContent")
         assert_quiet(browser, found)
 
 
@@ -119,6 +143,8 @@ def test_a_phone_needs_no_scrolling_sideways(browser: Browser, served: Dashboard
     assert browser.ask("getComputedStyle(document.body).backgroundColor") == (
         "rgb(17, 22, 29)" if width == 375 else "rgb(244, 245, 247)"
     )
+    for state in ("running", "ended", "failed", "waiting", "stopped"):
+        assert browser.ask(CONTRAST % state) >= 4.5, state
     assert_quiet(browser, served)
 
 
@@ -152,6 +178,7 @@ def test_a_run_that_ends_and_a_server_that_goes_and_comes_back(browser: Browser,
         assert browser.text("#events li .kind") == "✓ finished"
         assert_quiet(browser, found)
     browser.until("document.getElementById('connection').dataset.state !== 'live'", "that nobody answers is shown")
+    assert browser.text("#connection") == "the server has ended: manyhands dashboard RUN"
     write_example(folder, state="running", done=30)
     with Dashboard(("127.0.0.1", port), folder):
         browser.until("document.getElementById('state').textContent === 'running'", "it connects again", 30)
@@ -194,6 +221,28 @@ def test_a_long_run_stays_small_in_the_page(browser: Browser, served: Dashboard)
     assert found == [110, 1, 3, True, 50109, 2]
 
 
+def test_a_part_of_a_chart_stays_in_sight_while_steps_are_added(browser: Browser, served: Dashboard) -> None:
+    shown(browser, served)
+    found = browser.ask(
+        """import('./charts.js').then(async ({ Charts }) => {
+          for (const id of ['loss', 'rate']) document.getElementById(id).replaceChildren();
+          const charts = new Charts();
+          const step = Array.from({ length: 100 }, (_, place) => place);
+          const draw = () => {
+            charts.draw({ metrics: { step, loss: step.slice(), samples_per_second: step.slice() }, events: [] });
+            return new Promise((done) => setTimeout(done));
+          };
+          const ends = (chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max];
+          await draw();
+          charts.loss.plot.setScale('x', { min: 10, max: 20 });
+          await new Promise((done) => setTimeout(done));
+          for (const last of [100, 101]) { step.push(last); await draw(); }
+          return [ends(charts.loss), ends(charts.rate)];
+        })"""
+    )
+    assert found == [[10, 20], [0, 101]]
+
+
 def test_a_page_before_there_is_a_run(browser: Browser, tmp_path: Path) -> None:
     with Dashboard(("127.0.0.1", 0)) as found:
         browser.size(1280)
@@ -215,3 +264,6 @@ def test_beyond_loopback_the_token_becomes_a_cookie(browser: Browser, tmp_path: 
         browser.open(found.url.partition("?")[0])
         browser.until(DRAWN, "the cookie is enough")
         assert browser.text("#state") == "running"
+    with Dashboard(("0.0.0.0", found.port), folder, shown_host="127.0.0.1"):
+        browser.until("document.getElementById('connection').dataset.state === 'refused'", "its token is another")
+        assert browser.text("#connection") == "refused: open the address that was printed at the start"

@@ -18,11 +18,22 @@ from page_clients import Streamed, get, raw, view
 from manyhands.dashboard import server
 from manyhands.dashboard.handler import HEADERS
 from manyhands.dashboard.page import page_files
-from manyhands.dashboard.sections import MOST_EVENT_BYTES, MOST_ROWS, NAMES, event_bytes, rows_between
+from manyhands.dashboard.sections import (
+    MOST_EVENT_BYTES,
+    MOST_EVENTS,
+    MOST_ROWS,
+    NAMES,
+    event_bytes,
+    rows_between,
+    sections,
+    told_events,
+)
 from manyhands.dashboard.server import Dashboard
 from manyhands.engine.http_door import ConnectionLimits
 from manyhands.engine.turnstile import Turnstile
-from manyhands.observe.watching import Watch
+from manyhands.files.documents import write_document
+from manyhands.observe.live import MOST_LINKS, Live, LiveLink
+from manyhands.observe.watching import View, Watch
 
 EVERYWHERE = "0.0.0.0"
 
@@ -108,9 +119,26 @@ def test_the_folder_may_be_known_later(folder: Path) -> None:
 
 
 def test_the_plan_is_the_one_that_is_run_now(served: Dashboard, folder: Path) -> None:
-    with open(folder / "events.jsonl", "a") as file:
-        file.write(json.dumps({"event": "replanned", "plan": {"stages": [], "network": "other"}}) + "\n")
-    assert view(served)["plan"]["network"] == "other"
+    """A run that is planned anew replaces its plan.yaml."""
+    cursor = view(served)["cursor"]
+    write_document(folder / "plan.yaml", {"stages": [], "network": "other"})
+    assert _until(served, cursor)["plan"]["network"] == "other"
+
+
+def test_looks_at_a_link_do_not_push_out_what_happened() -> None:
+    looks = [{"event": "looked", "number": number} for number in range(1, 2 * MOST_EVENTS)]
+    joined = [{"event": "joined", "number": 2 * MOST_EVENTS + number} for number in range(MOST_EVENTS - 1)]
+    told = [json.loads(one) for one in told_events([{"event": "started", "number": 0}, *looks, *joined])]
+    assert told == [{"event": "started", "number": 0}, *joined]
+
+
+@pytest.mark.parametrize(("count", "is_limited"), [(MOST_LINKS - 1, False), (MOST_LINKS, True), (MOST_LINKS + 9, True)])
+def test_of_very_many_links_the_first_are_told(tmp_path: Path, count: int, is_limited: bool) -> None:
+    """The run puts the busiest first."""
+    links = tuple(LiveLink("a", str(number)) for number in range(count))
+    told = sections(View(tmp_path, Live(links=links)))
+    assert [one["target"] for one in json.loads(told["links"])] == [str(n) for n in range(min(count, MOST_LINKS))]
+    assert json.loads(told["live"])["has_busiest_links_only"] == is_limited
 
 
 def test_a_stream_tells_what_happens_and_the_end(folder: Path) -> None:

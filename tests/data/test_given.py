@@ -112,6 +112,8 @@ def test_batch_sizes_must_be_said_once() -> None:
         ({"batch_sampler": [[0, 1], [2, 3]]}, "batch_sampler"),
         ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 10, 10)}, "WeightedRandomSampler"),
         ({"batch_size": 2, "sampler": torch.utils.data.RandomSampler([0] * 10, replacement=True)}, "replacement"),
+        ({"batch_size": 2, "sampler": torch.utils.data.SequentialSampler(range(3))}, "takes 3 of 10 samples"),
+        ({"batch_size": 2, "sampler": torch.utils.data.RandomSampler([0] * 10, num_samples=4)}, "takes 4 of 10"),
     ],
 )
 def test_a_loader_that_cannot_be_followed_is_refused(options: dict[str, Any], text: str) -> None:

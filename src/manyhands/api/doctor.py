@@ -142,7 +142,7 @@ def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[
 
 @contextlib.contextmanager
 def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
-    from manyhands.api.joining import join_command, parse_address
+    from manyhands.api.joining import command_with_token, parse_address
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
 
     host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
@@ -150,7 +150,7 @@ def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str
         wanted = list(cluster.names) if cluster is not None else asked.devices
         named = " --name NAME" if cluster is not None else ""
         who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"
-        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n  {join_command(coordinator)}{named}")
+        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n  {command_with_token(coordinator)}{named}")
         if isinstance(wanted, list):
             coordinator.wanted = set(wanted)
         with contextlib.suppress(TimedOut):  # which is a finding
@@ -186,14 +186,13 @@ def _joined(asked: Asked, coordinator: Coordinator, events: list[str]) -> Iterat
 
 def missing_check(coordinator: Coordinator, there: list[str], missing: list[str], count: int, waited: float) -> Check:
     from manyhands.api.doctor_firewall import firewall_here, opening
-    from manyhands.api.joining import join_command
     from manyhands.engine.security import is_loopback
 
     host, port = coordinator.address[:2]
     found = f"{len(there)} of {count} joined within {waited:g} s"
     if coordinator.wanted:
         found += f"; {', '.join(missing)} did not"
-    fix = f"On each device: {join_command(coordinator)}\nWhat stands in its way: manyhands doctor --join HOST:{port}"
+    fix = f"On each device: {coordinator.join_command()}\nWhat stands in its way: manyhands doctor --join HOST:{port}"
     if is_loopback(host):
         fix += f"\n{host} is for workers of this machine only; for others: --listen 0.0.0.0:{port}"
     else:
@@ -263,13 +262,14 @@ def _is_heard(interface: str) -> str:
     import time
 
     from manyhands.engine.security import new_token
-    from manyhands.runtime.discovery import Announcer, Lookout
+    from manyhands.runtime.discovery import PROBE, Announcer, Lookout
 
     said: list[str] = []
     host = interface or "0.0.0.0"
     end = time.monotonic() + DISCOVERY_SECONDS
     try:
-        with Lookout() as lookout, Announcer((host, 9), new_token(), "doctor", said.append) as announcer:
+        announced = Announcer((host, 9), new_token(), "doctor", said.append, interface, PROBE)
+        with Lookout(PROBE) as lookout, announced as announcer:
             while (left := end - time.monotonic()) > 0:
                 if any(one.salt == announcer.salt for one in lookout.seen()):
                     return ""

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import join_command, join_text, parse_address
+from manyhands.api.joining import join_text, parse_address
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
 from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, BadPlan, BadValue, TimedOut, UnknownName, unknown
+from manyhands.facts.errors import BadFile, BadPlan, BadValue, UnknownName, unknown
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
@@ -402,11 +402,7 @@ def _joined(listen: str, wish: Wish, token: str, say: Say) -> Iterator[Coordinat
     ) as coordinator:  # fmt: skip
         more = "" if count > 1 else " (more: --devices N)"
         say(f"Waiting for {count} worker(s){more}. On each device:\n{join_text(coordinator)}")
-        try:
-            coordinator.wait_for(count, JOIN_SECONDS)
-        except TimedOut as error:
-            error.hint = f"On each device: {join_command(coordinator)}"
-            raise
+        coordinator.wait_for(count, JOIN_SECONDS)
         yield coordinator
 
 

@@ -93,27 +93,33 @@ def reachable(host: str) -> str:
 
 def join_text(coordinator: Coordinator, more: str = "") -> str:
     """What to type on each device, for a terminal, and nowhere else: the token is in it."""
-    text = f"  {join_command(coordinator)}{more}"
+    text = f"  {command_with_token(coordinator)}{more}"
     if coordinator.is_announced:
         text += f"\nOne that has joined with this token before finds the way by itself: manyhands worker{more}"
     return text
 
 
-def join_command(coordinator: Coordinator) -> str:
-    """What to type on each device, ready to be copied."""
+def command_with_token(coordinator: Coordinator) -> str:
+    """What to type on each device, ready to be copied; hints and logs have `Coordinator.join_command`."""
     host, port = coordinator.address[:2]
     host = reachable(host)
     return f"manyhands worker --join {f'[{host}]' if ':' in host else host}:{port} --token {coordinator.token}"
 
 
-SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo")
+SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo", "wait", "slowdown")
 
 
 def service_unit(options: Mapping[str, str], program: Sequence[str]) -> str:
     """A systemd unit for a worker that is there whenever the device is on; `options`: what was typed, by name."""
     typed = [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
     command = " ".join(_quoted(word) for word in (*program, "worker", "--stay", *typed))
-    return _UNIT.format(command=command)
+    hidden = [path for path in (*program, options.get("silo", "")) if path.startswith(("/home/", "/root/"))]
+    note = (
+        f"# {hidden[0]!r} is in a home, which this service does not see: install elsewhere, as in /opt\n"
+        if hidden
+        else ""
+    )
+    return note + _UNIT.format(command=command)
 
 
 def _quoted(word: str) -> str:

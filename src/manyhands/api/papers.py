@@ -68,7 +68,7 @@ HEADLINES = {
     "split_latency": Headline("SPLIT", 0.976, "up to 97.6 %", "section 6.3, Fig. 17, Raspberry Pi"),
     "split_accuracy": Headline("SPLIT", 0.01, "under 1 % for most models (1.23 %, ResNet-50, CIFAR-10)", "Table 4"),
     "split_accuracy_8bit": Headline("SPLIT", 0.01, "under 1 % for most models (-0.45 %, the same)", "Table 4"),
-    "split_memory": Headline("SPLIT", 0.8049, "0.80 on average (19.51 % less)", "section 6.5, Fig. 22, Raspberry Pi"),
+    "split_memory": Headline("SPLIT", 0.8049, "80 % on average (19.51 % less)", "section 6.5, Fig. 22, Raspberry Pi"),
     "decnn_fast": Headline("DECNN", 3.81, "3.81x", "section 4.3, Fig. 9"),
     "decnn_weak": Headline("DECNN", 2.95, "2.95x", "section 4.3, Fig. 8"),
     "decnn_vgg16": Headline("DECNN", 3.45, "3.45x", "section 4.3, Fig. 9"),

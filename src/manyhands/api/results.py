@@ -50,6 +50,8 @@ class Result(msgspec.Struct, frozen=True):
     state: State
     figures: dict[str, float | int | None] = {}
     """As printed; None: no finite number."""
+    how_run: str = ""
+    """Where it was not simply by the command: how else."""
     reason: str = ""
     """Why it failed or was left out, or which of its parts failed."""
     versions: dict[str, str] = {}

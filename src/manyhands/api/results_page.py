@@ -66,10 +66,10 @@ def _head() -> str:
         [
             "# Results",
             "",
-            "Written by `manyhands bench all` from the files under `benchmarks/results/`; edit neither by hand. "
-            "`manyhands bench all --page-only` writes it again. What the figures mean is in the explanation pages; the "
-            "papers' figures were measured by their authors on their devices and are there to be compared with, "
-            "not to be beaten on other hardware.",
+            "Made from the files under `benchmarks/results/`, which `manyhands bench all` writes; "
+            "edit neither by hand. `manyhands bench all --page-only` makes it again. What the figures mean is in the "
+            "explanation pages; the papers' figures were measured by their authors on their devices and are there to "
+            "be compared with, not to be beaten on other hardware.",
             "",
             "Every figure of ours says how it came about:",
             "",
@@ -176,7 +176,8 @@ def _runs(shelf: Shelf) -> str:
         for one in (result for result in shelf.results if result.host.slug == host.slug):
             versions = ", ".join(f"{name} {text}" for name, text in one.versions.items() if text)
             rows.append(
-                [f"`{one.command}`", host.slug, one.date.replace("T", " ").replace("Z", " UTC") or _NONE,
+                [f"`{one.command}`" + (f", {one.how_run}" if one.how_run else ""), host.slug,
+                 one.date.replace("T", " ").replace("Z", " UTC") or _NONE,
                  _state(one), f"{one.seconds / 60:.0f} min" if one.seconds is not None else _NONE, _load(one),
                  versions or _NONE, one.commit or _NONE]
             )  # fmt: skip
@@ -210,6 +211,8 @@ def _judged(shelf: Shelf, claim: Claim) -> list[str]:
     for host, value in zip(shelf.hosts, shelf.values(claim)):
         text = _NONE if value is None else shown(value, claim.form)
         if value is not None and claim.aim is not None and claim.aim.only_on in ("", host.architecture):
+            if not claim.aim.met(value) and text == shown(claim.aim.value, claim.form):
+                text = f"{value:.5g}"  # by less than is shown
             text += " met" if claim.aim.met(value) else " **missed**"
         cells.append(text)
     return cells
@@ -217,7 +220,11 @@ def _judged(shelf: Shelf, claim: Claim) -> list[str]:
 
 def _run(shelf: Shelf, claim: Claim) -> str:
     """The command, and when on each machine."""
-    found = [one for host in shelf.hosts if (one := shelf.result(host, claim.bench)) is not None]
+    found = [
+        one
+        for host, value in zip(shelf.hosts, shelf.values(claim))
+        if value is not None and (one := shelf.result(host, claim.bench)) is not None
+    ]
     days = ", ".join(dict.fromkeys(map(_day, found)))
     return f"`{found[0].command.removesuffix(' --json')}`, {days}" if found else _NONE
 

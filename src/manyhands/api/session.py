@@ -32,6 +32,8 @@ WORTH_PROBING = 6_000_000
 """Bytes per second of the slowest link from which on it is measured what messages cost devices."""
 MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
+CROWD = 2
+"""With more workers than so many on a core each is slow to speak, and waited for longer."""
 LISTEN_VARIABLE = "MANYHANDS_LISTEN"
 Say = Callable[[str], None]
 
@@ -104,7 +106,7 @@ def open_session(
         threads = threads or max(1, usable_cores() // len(cluster.devices))
         with Coordinator.local_cluster(
             cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
-            slowdowns=slowdowns,
+            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())),
         ) as coordinator:  # fmt: skip
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))

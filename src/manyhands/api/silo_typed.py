@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api import jobs
-from manyhands.api.joining import join_command, join_text, parse_address
+from manyhands.api.joining import join_text, parse_address
 from manyhands.api.split_typed import BATCH_SIZE, EPOCHS, SplitWish, optimizer_of, parse_silos
 from manyhands.facts.errors import TimedOut
 
@@ -42,13 +42,12 @@ def joined_job(
         *parse_address(wish.listen, DEFAULT_PORT), token or household_token(said), on_event=say, title=wish.model
     ) as coordinator:
         coordinator.wanted = set(silos)
-        command = join_command(coordinator)
         more = " --name NAME --silo FILE"
         said(f"Waiting for {', '.join(silos)}. On each:\n{join_text(coordinator, more)}")
         try:
             coordinator.wait_for(silos, jobs.JOIN_SECONDS)
         except TimedOut as error:
-            error.hint = f"On each device: {command} --name NAME --silo FILE"
+            error.hint = f"On each device: {coordinator.join_command()}{more}"
             raise
         return split_train(
             model, None, loss=loss, optimizer=optimizer_of(wish, None, 1), batch_size=wish.batch_size or BATCH_SIZE,

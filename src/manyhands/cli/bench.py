@@ -20,7 +20,10 @@ Figures = dict[str, float | int | str]
 Say = Callable[[str], None]
 Quick = Annotated[bool, typer.Option("--quick", help="A look in a few minutes, less of all; the figures do not count.")]
 Full = Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")]
-Pictures = Annotated[Path, typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.")]
+Pictures = Annotated[
+    Path,
+    typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.", show_default=False),
+]
 Only = list[str] | None
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
 
@@ -177,7 +180,10 @@ def split(
         bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; about two hours.")
     ] = False,
     traces: Annotated[
-        Path, typer.Option("--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.")
+        Path,
+        typer.Option(
+            "--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.", show_default=False
+        ),
     ] = Path("../shared/data/traces"),
     pictures: Pictures = PICTURES,
     out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),

@@ -50,7 +50,9 @@ def dashboard(
         if found.is_encrypted:
             typer.echo("Browsers warn of its certificate once, since nobody but this process vouches for it.")
         typer.echo("Ctrl-C ends it; the run does not notice.", err=True)
-        if open_it:
+        if open_it and found.is_encrypted:
+            typer.echo("Open it yourself: a browser started from here would show the token to every user.", err=True)
+        elif open_it:
             import webbrowser
 
             webbrowser.open(found.url)

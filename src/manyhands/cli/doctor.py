@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from manyhands.cli.options import Json
+from manyhands.cli.show import plain
 
 if TYPE_CHECKING:
     from manyhands.api.doctor_check import Check, Diagnosis
@@ -86,7 +87,7 @@ def _line(check: Check) -> str:
         text += f" [needed: {check.needed}]"
     if check.fix:
         text += "".join(f"\n         fix: {line}" for line in check.fix.splitlines())
-    return text
+    return plain(text)
 
 
 def _print_table(checks: list[Check]) -> None:
@@ -101,12 +102,12 @@ def _print_table(checks: list[Check]) -> None:
         table.add_column(heading, overflow="fold")
     for check in checks:
         state = f"[{colours[check.state]}]{check.state}[/]"
-        table.add_row(state, check.subject, escape(check.where), escape(check.found), escape(check.needed))
+        table.add_row(state, check.subject, *(escape(plain(one)) for one in (check.where, check.found, check.needed)))
     Console().print(table)
     for check in checks:  # not in the table: what is to be typed must be in one piece
         if check.fix:
-            typer.echo(f"{check.subject} ({check.where}):")
-            typer.echo("".join(f"  {line}\n" for line in check.fix.splitlines()))
+            typer.echo(plain(f"{check.subject} ({check.where}):"))
+            typer.echo(plain("".join(f"  {line}\n" for line in check.fix.splitlines())))
 
 
 def _fail(found: Diagnosis, *, is_fix_shown: bool) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from manyhands.api.stopping import Stopping, leave_at_once
-from manyhands.cli.live_rows import event_text, event_time, number, plain, rate_text
+from manyhands.cli.live_rows import event_text, event_time, number, rate_text
+from manyhands.cli.show import plain
 
 if TYPE_CHECKING:
     from manyhands.api.job import Planned, TrainResult

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from manyhands.cli.show import plain
 from manyhands.facts.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ STATES = {
     "preparing": "getting ready", "waiting": "waiting for devices", "running": "running", "ended": "ended",
     "stopped": "stopped", "failed": "failed",
 }  # fmt: skip
-
-
-def plain(text: str) -> str:
-    """Without what a terminal would obey: names and reasons come from other machines and from files."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
 
 
 def number(loss: float) -> str:

@@ -29,6 +29,7 @@ from manyhands.cli import (
     train,
     worker,
 )
+from manyhands.cli.show import plain
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
@@ -110,9 +111,9 @@ def main() -> None:
     except ManyhandsError as error:
         if debug:
             raise
-        print(f"Error: {error.message}", file=sys.stderr)
+        print(plain(f"Error: {error.message}"), file=sys.stderr)  # its words may be another machine's
         if error.hint:
-            print(error.hint, file=sys.stderr)
+            print(plain(error.hint), file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away (head, less): nothing to say

@@ -27,9 +27,9 @@ from manyhands.cli.live_rows import (
     names_text,
     number,
     percent,
-    plain,
     rate_text,
 )
+from manyhands.cli.show import plain
 from manyhands.observe.watching import Watch
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Moving:
 
     def follow(self, folder: Path) -> None:
         """From now on its folder is looked at; what has happened there before is no news."""
-        self._watch = Watch(folder)
+        self._watch = Watch(folder, with_metrics=False)
         self._seen_events = len(self._watch.look().events)
 
     def step(self, seconds: float, loss: float | None = None) -> None:

@@ -57,3 +57,8 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(message) as status:
         yield lambda step: status.update(f"{message}: {step}")
+
+
+def plain(text: str) -> str:
+    """Without what a terminal would obey: names and reasons come from other machines and from files."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)

@@ -43,7 +43,9 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free. Default: 7078.")] = 7078,
     token: Annotated[
         str,
-        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What edges must know. Default: a new one, printed."),
+        typer.Option(
+            "--token", envvar="MANYHANDS_TOKEN", help="What edges must know. Default: this household's, printed."
+        ),
     ] = "",
     name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
@@ -64,6 +66,8 @@ def serve(
     compute = parse_compute(compute)
     if not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
+    from manyhands.engine.security import is_loopback
+    from manyhands.runtime.household import household_token
     from manyhands.runtime.joining import Joining
     from manyhands.runtime.serving import listen, load_everything
 
@@ -79,6 +83,8 @@ def serve(
         typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} --token {secret} ...")
         sys.stdout.flush()
 
+    if not token and not is_loopback(host):
+        token = household_token(lambda text: typer.echo(text, err=True))
     joining = Joining(host, port, token, name, compute, threads, slowdown=slowdown, silo=silo)
     listen(joining, say=lambda text: typer.echo(text, err=True), once=once, on_listening=listening)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from manyhands.cli.live_rows import event_text, event_time, percent, plain, state_text, step_text
+from manyhands.cli.live_rows import event_text, event_time, percent, state_text, step_text
 from manyhands.cli.options import Json, Run
+from manyhands.cli.show import plain
 
 if TYPE_CHECKING:
     from manyhands.observe.watching import View
@@ -81,4 +82,4 @@ def told(view: View) -> list[str]:
         lines.append(f"  {event_time(event)} {event_text(event)}")
     if live.dashboard and view.is_live:
         lines.append(f"Dashboard: {live.dashboard}")
-    return lines
+    return [plain(line) for line in lines]

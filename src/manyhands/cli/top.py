@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.cli import live_rows as rows
 from manyhands.cli.options import Run
+from manyhands.cli.show import plain
 from manyhands.cli.status import run_named
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Screen:
         def line(text: str, style: str = "") -> Text:
             nonlocal left
             left -= 1
-            return Text(rows.plain(text), style=style, no_wrap=True, overflow="ellipsis")
+            return Text(plain(text), style=style, no_wrap=True, overflow="ellipsis")
 
         yield line(f"{live.model} in {view.folder}: {rows.state_text(view)}", "bold")
         yield line(rows.step_text(live))
@@ -173,5 +174,5 @@ def _table(
         table.add_column(headings[place], justify=side, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
     for row in content:
         style = "red" if any(cell.startswith("lost") for cell in row[:2]) else ""
-        table.add_row(*(Text(rows.plain(row[place])) for place in places), style=style)
+        table.add_row(*(Text(plain(row[place])) for place in places), style=style)
     return table

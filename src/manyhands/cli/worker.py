@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from manyhands.cli.show import plain
 from manyhands.facts.errors import BadValue
 
 
@@ -71,11 +72,13 @@ def worker(
         check_joining("later", name)
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
+        options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
         typer.echo(service_unit(options, (sys.executable, "-m", "manyhands")), nl=False)
         return
+    from manyhands.engine.security import is_loopback
     from manyhands.runtime import household
 
-    is_news = is_typed and bool(token)
+    is_news = is_typed and bool(token) and not (host and is_loopback(host))  # a trial on one machine is no household
     token = token or household.known_token()
     check_joining(token, name)
     from manyhands.runtime.joining import Joining
@@ -99,5 +102,5 @@ def worker(
     joining = Joining(
         host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named
     )
-    say = typer.echo if is_typed else None
+    say = (lambda text: typer.echo(plain(text))) if is_typed else None
     serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another

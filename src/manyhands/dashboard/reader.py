@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.dashboard.sections import COLUMNS, MOST_EVENTS, NAMES, event_bytes, rows_between, sections
+from manyhands.dashboard.sections import COLUMNS, NAMES, rows_between, sections, told_events
 from manyhands.observe.live import Live
 from manyhands.observe.watching import View, Watch
 
@@ -186,6 +186,5 @@ def _told(seen: Seen, place: tuple[int, int, int] | None) -> bytes:
         if seen.changed[name] > number:
             told[name] = msgspec.Raw(content)
     told["metrics"] = rows_between(seen.metrics, rows, seen.rows)
-    first = max(events, seen.event_count - MOST_EVENTS)
-    told["events"] = [msgspec.Raw(event_bytes(event)) for event in seen.events[first : seen.event_count]]
+    told["events"] = [msgspec.Raw(event) for event in told_events(seen.events[events : seen.event_count])]
     return msgspec.json.encode(told)

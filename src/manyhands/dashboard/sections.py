@@ -1,7 +1,7 @@
 """A view of a run as the page gets it: sections that are sent when they change, rows and events as they are added.
 
     live      state, steps, rates                    round     spans of the last round, measured and predicted
-    devices   each with its state and memory         plan      plan.yaml
+    devices   each with its state and memory         plan      plan.yaml, rewritten at each re-planning
     links     with planned and measured rates        cluster   cluster.yaml
     stages    layers, devices, seconds
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.observe.live import Live, LiveLink, LiveRound, LiveSpan
+from manyhands.observe.live import MOST_LINKS, Live, LiveRound, LiveSpan
 from manyhands.observe.watching import View
 
 NAMES = ("live", "devices", "links", "stages", "round", "plan", "cluster")
@@ -24,11 +24,11 @@ MOST_BYTES = 2_000_000
 """Of one section."""
 MOST_SPANS = 4000
 """Of a round, measured and predicted each: the longest, of more."""
-MOST_LINKS = 600
-"""Those over which most was sent, of more."""
 MOST_ROWS = 4000
 """Of a first answer: of more steps the means of several are sent."""
 MOST_EVENTS = 300
+UNTOLD = frozenset({"looked"})
+"""At the link of an edge and a cloud, every few seconds: it would push out what is of interest to people."""
 MOST_EVENT_BYTES = 4000
 _NOTHING = b"null"
 
@@ -37,27 +37,22 @@ def sections(view: View) -> dict[str, bytes]:
     """Each section as JSON."""
     live = msgspec.to_builtins(msgspec.structs.replace(view.live, devices=(), links=(), stages=(), round=None))
     for name in ("devices", "links", "stages", "round", "pid", "dashboard"):
-        live.pop(name)  # who watches need not know the process, nor the address with its token
+        live.pop(name)  # who watches need not know the process, and knows the address
     found = {
-        "live": {**live, "is_live": view.is_live, "run": view.folder.name},
+        "live": {
+            **live,
+            "is_live": view.is_live,
+            "run": view.folder.name,
+            "has_busiest_links_only": len(view.live.links) >= MOST_LINKS,
+        },
         "devices": view.live.devices,
-        "links": _busiest(view.live.links),
+        "links": view.live.links[:MOST_LINKS],
         "stages": view.live.stages,
         "round": _round(view.live),
-        "plan": _plan(view),
+        "plan": view.plan,
         "cluster": view.cluster,
     }
     return {name: _encoded(found[name], MOST_BYTES) for name in NAMES}
-
-
-def _plan(view: View) -> Any:
-    """The one that is run now: plan.yaml is what it began with."""
-    for event in reversed(view.events):
-        if event["event"] in ("replanned", "redeployed") and isinstance(event.get("plan"), dict):
-            return event["plan"]
-        if event["event"] == "started":
-            break
-    return view.plan
 
 
 def _encoded(content: Any, most: int) -> bytes:
@@ -66,12 +61,6 @@ def _encoded(content: Any, most: int) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return _NOTHING
     return found if len(found) <= most else _NOTHING
-
-
-def _busiest(links: Sequence[LiveLink]) -> Sequence[LiveLink]:
-    if len(links) <= MOST_LINKS:
-        return links
-    return sorted(links, key=lambda one: one.sent_bytes, reverse=True)[:MOST_LINKS]
 
 
 def _round(live: Live) -> Mapping[str, Any] | None:
@@ -102,6 +91,12 @@ def _round(live: Live) -> Mapping[str, Any] | None:
 
 
 # What grows
+
+
+def told_events(events: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """The last of those that people are told, each as JSON."""
+    kept = [event for event in events if event["event"] not in UNTOLD]
+    return [event_bytes(event) for event in kept[-MOST_EVENTS:]]
 
 
 def event_bytes(event: Mapping[str, Any]) -> bytes:

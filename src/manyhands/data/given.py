@@ -72,6 +72,8 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
         why = f"it takes samples by a {type(loader.sampler).__name__}"
     elif isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
         why = "it draws samples with replacement"
+    elif not isinstance(loader.dataset, IterableDataset) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        why = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
     if why:
         raise BadData(
             f"This DataLoader cannot be followed: {why}. manyhands makes batches itself, so that they can be shared, "

@@ -120,7 +120,12 @@ class Door(ThreadingHTTPServer):
             self.shutdown_request(request)
             time.sleep(_REFUSED_PAUSE_SECONDS)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no more threads
+            with self._changed:
+                self._coming -= 1
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

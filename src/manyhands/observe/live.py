@@ -13,7 +13,6 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from manyhands.facts.decode import decode
 from manyhands.facts.errors import ManyhandsError
 from manyhands.files.documents import read_text
 
@@ -22,6 +21,8 @@ ROUND_FILE = "round.json"
 RunState = Literal["preparing", "waiting", "running", "ended", "stopped", "failed"]
 OVER = ("ended", "stopped", "failed")
 """States in which nothing more happens."""
+MOST_LINKS = 400
+"""Of live.json: those over which most was sent, of more."""
 
 
 class LiveSpan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,8 +158,8 @@ def _read(path: Path, kind: type[Document]) -> Document | None:
     if not path.exists():
         return None
     try:
-        return decode(msgspec.json.decode(read_text(path)), kind, str(path))
-    except (ManyhandsError, msgspec.MsgspecError, RecursionError):
+        return msgspec.json.decode(read_text(path), type=kind)  # with a type nothing else is built on the way
+    except (ManyhandsError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 
@@ -169,7 +170,10 @@ def _replace(path: Path, content: bytes) -> None:
     with contextlib.suppress(OSError):
         handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.write(handle, content)
+            is_whole = os.write(handle, content) == len(content)
         finally:
             os.close(handle)
-        os.replace(scratch, path)
+        if is_whole:
+            os.replace(scratch, path)
+        else:  # a full disk: the last whole one stays
+            os.unlink(scratch)

@@ -46,8 +46,9 @@ class View:
 class Watch:
     """Follows one folder. Each look reads only what was appended since the last."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, with_metrics: bool = True) -> None:
+        """`with_metrics`: every step's numbers are kept, about 200 bytes each, for as long as it is followed."""
+        self.folder, self._with_metrics = Path(folder), with_metrics
         self._view = View(self.folder)
         self._metrics = _Tail(self.folder / "metrics.csv")
         self._events = _Tail(self.folder / "events.jsonl")
@@ -56,7 +57,8 @@ class Watch:
     def look(self) -> View:
         """What there is now. A file that is missing, half-written or broken is as good as not there."""
         view = self._view
-        self._look_at_metrics(view)
+        if self._with_metrics:
+            self._look_at_metrics(view)
         self._look_at_events(view)
         for name in ("plan", "cluster"):
             if self._has_changed(f"{name}.yaml"):

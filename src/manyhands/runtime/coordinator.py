@@ -167,12 +167,16 @@ class Coordinator:
         limit_seconds: float = JOIN_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
         slowdowns: Mapping[str, float] | None = None,
+        patience: float = 1.0,
     ) -> Coordinator:
         """A coordinator with one process on this machine for each device of the cluster, all joined.
 
-        `slowdowns`: device -> how many times longer than it must whatever it computes takes.
+        `slowdowns`: device -> how many times longer than it must whatever it computes takes. `patience`: how many times
+        longer than usual to wait for anybody, silence included.
         """
-        coordinator = cls(logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds))
+        coordinator = cls(
+            logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds), patience=patience
+        )
         try:
             coordinator.wanted = set(cluster.names)
             slow = dict.fromkeys(cluster.names, 1.0) | dict(slowdowns or {})
@@ -337,12 +341,15 @@ class Coordinator:
         with self._change:
             is_late = self._closing.is_set() or len(self._guests) >= _MOST_GUESTS
             if not is_late:
-                self._guests[channel] = thread
-                thread.start()
+                try:
+                    thread.start()  # it waits for this lock before it forgets itself
+                    self._guests[channel] = thread
+                except RuntimeError:  # the system has no more threads
+                    is_late = True
         if is_late:
             channel.close()
             if found is not None:
-                found.set_exception(WorkerLost("The coordinator ends: nobody is taken in."))
+                found.set_exception(WorkerLost("The coordinator ends, or is full: nobody is taken in."))
 
     def _greet(self, channel: ControlChannel, invitation: Invitation | None, found: Future[Member]) -> None:
         """One guest's thread: whatever he says or does harms nobody else."""
@@ -579,7 +586,7 @@ class Coordinator:
                 self.say(name, AskClock(ticket))
                 while (name, ticket) not in self._clocks and time.monotonic() - start < 2.0:
                     if self.members[name].is_lost:
-                        return found  # it is in the events
+                        break  # it is in the events
                     time.sleep(0.0002)
                 end = time.monotonic()
                 if (name, ticket) not in self._clocks:

@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import threading
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
 
 SERVICE = "_manyhands._tcp.local."
+PROBE = "_manyhands-probe._tcp.local."
+"""What the doctor announces to hear itself: no worker looks for it."""
 VARIABLE = "MANYHANDS_DISCOVERY"
 MOST_SEEN = 64
 """Announcements that are looked at: anybody may send any number."""
@@ -52,6 +55,8 @@ _MOST_ASKED = 3
 """In one look: those who announced themselves and do not answer must not take up the others' time."""
 _LONGEST_TITLE = 60
 _EVERY_ADDRESS = ("0.0.0.0", "::")
+_NO_VERSION = re.compile(r"[^0-9A-Za-z.+-]")
+"""It is named in a command that people are told to type."""
 
 
 def interface_asked() -> str | None:
@@ -114,7 +119,7 @@ def announced(info: ServiceInfo) -> Announcement | None:
         return None
     protocol = texts.get("protocol", "")
     return Announcement(
-        instance=info.name, hosts=hosts, port=info.port, version=texts.get("version", "")[:20],
+        instance=info.name, hosts=hosts, port=info.port, version=_NO_VERSION.sub("?", texts.get("version", ""))[:20],
         protocol=int(protocol) if protocol.isascii() and protocol.isdigit() and len(protocol) < 9 else -1,
         title=texts.get("run", ""), machine=texts.get("machine", ""), salt=texts.get("salt", ""),
         mark=texts.get("mark", ""),
@@ -159,8 +164,10 @@ class Announcer:
         title: str = "",
         say: Callable[[str], None] = lambda text: None,
         interface: str | None = "",
+        service: str = SERVICE,
     ) -> None:
         """`interface`: see `interface_asked`."""
+        self._service = service
         self._address, self._token, self._title, self._say = address, token, title, say
         self.salt = secrets.token_hex(4)
         self.is_announced = threading.Event()
@@ -183,18 +190,18 @@ class Announcer:
         known: tuple[str, ...] = ()
         try:
             while not self._closing.is_set():
-                hosts = hosts_of(self._address[0], interface)
-                if hosts != known and opened is not None:
-                    opened.close()
-                    opened = None
-                if hosts and opened is None:
-                    try:
+                try:
+                    hosts = hosts_of(self._address[0], interface)
+                    if hosts != known and opened is not None:
+                        gone, opened = opened, None
+                        gone.close()
+                    if hosts and opened is None:
                         opened, known = self._announce(hosts, interface), hosts
                         problem = ""
-                    except Exception as error:  # no multicast here, or not now: --join works without
-                        if str(error) != problem:
-                            self._say(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
-                        problem = str(error)
+                except Exception as error:  # no multicast here, or not now: --join works without
+                    if str(error) != problem:
+                        self._say(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
+                    problem = str(error)
                 self._closing.wait(_LOOK_SECONDS)
         finally:
             if opened is not None:
@@ -206,7 +213,7 @@ class Announcer:
 
         machine = _printable(socket.gethostname())[:40]
         info = ServiceInfo(
-            SERVICE, f"{machine.replace('.', '-')} {self.salt}.{SERVICE}", port=self._address[1],
+            self._service, f"{machine.replace('.', '-')} {self.salt}.{self._service}", port=self._address[1],
             parsed_addresses=list(hosts), server=f"manyhands-{self.salt}.local.", host_ttl=_LIFE_SECONDS,
             other_ttl=_LIFE_SECONDS,
             properties={
@@ -233,9 +240,10 @@ class Announcer:
 class Lookout:
     """Looks for coordinators for as long as it is open. OSError where there is no network to look on."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str = SERVICE) -> None:
         from zeroconf import Error, ServiceBrowser
 
+        self._service = service
         self._change = threading.Condition()
         self._names: dict[str, None] = {}
         """Of services, in the order they came."""
@@ -245,7 +253,7 @@ class Lookout:
         try:
             self._opened = _open(interface)
             try:
-                self._browser = ServiceBrowser(self._opened, SERVICE, handlers=[self._changed])
+                self._browser = ServiceBrowser(self._opened, service, handlers=[self._changed])
             except BaseException:
                 self._opened.close()
                 raise
@@ -284,7 +292,7 @@ class Lookout:
             names = list(self._names)
         found, asked = [], 0
         for name in reversed(names):
-            info = ServiceInfo(SERVICE, name)
+            info = ServiceInfo(self._service, name)
             with contextlib.suppress(Exception):  # whatever was sent: it is as if nothing had been
                 is_whole = info.load_from_cache(self._opened)
                 if not is_whole and asked < _MOST_ASKED:

@@ -27,6 +27,7 @@ from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import layer_range
 from manyhands.facts.profile import Profile
 from manyhands.observe.live import (
+    MOST_LINKS,
     Live,
     LiveDevice,
     LiveLink,
@@ -54,7 +55,6 @@ _LAST_STEPS = 20
 _LAST_ARRIVALS = 32
 _MOST_SPANS_IN_ALL = 4000
 _LEAST_SPANS = 20
-_MOST_LINKS = 400
 _END_SECONDS = 5.0
 _UNDER_WAY = 4
 """Rounds of which not everybody has told yet."""
@@ -160,7 +160,7 @@ class Living:
             for pair, count in self._sent.items():
                 self._sent_before[pair] = self._sent_before.get(pair, 0) + count
             self._sent.clear()
-        self._change(generation=self._live.generation + 1)
+        self._change(state="running", generation=self._live.generation + 1)
 
     def stepped(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
         with self._lock:
@@ -200,9 +200,6 @@ class Living:
     def waits(self, text: str) -> None:
         self._change(state="waiting", text=text)
 
-    def runs(self) -> None:
-        self._change(state="running")
-
     def close(self, state: RunState, text: str = "") -> None:
         """The last that is written."""
         if self._closing.is_set():
@@ -225,7 +222,6 @@ class Living:
 
     def _write(self) -> None:
         with contextlib.suppress(Exception):  # the run is not to end because nobody can look at it
-            self._simulate()
             with self._lock:
                 live = msgspec.structs.replace(
                     self._live, updated=time.time(), devices=self._describe_devices(), links=self._describe_links(),
@@ -235,6 +231,7 @@ class Living:
             write_live(self.folder, live)
             if found is not None:
                 write_round(self.folder, found)
+            self._simulate()
 
     def _simulate(self) -> None:
         """What the plan of now should take; nobody knows where devices came of which nothing is known here."""
@@ -312,7 +309,8 @@ class Living:
             pairs |= dict.fromkeys(own.prediction.bytes_between)
         pairs |= dict.fromkeys(self._sent)
         found = []
-        for source, target in list(pairs)[:_MOST_LINKS]:
+        busiest = sorted(pairs, key=lambda pair: -self._sent.get(pair, 0) - self._sent_before.get(pair, 0))
+        for source, target in busiest[:MOST_LINKS]:
             rate, delay = None, 0.0
             with contextlib.suppress(ManyhandsError, KeyError):
                 link = own.cluster.link_between(source, target)

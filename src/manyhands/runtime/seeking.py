@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import math
 import time
 from collections.abc import Collection
 
@@ -42,7 +43,7 @@ def seek(
     nobody was.
     """
     end = time.monotonic() + joining.limit_seconds
-    search = _Search(joining, transport, avoid)
+    search = _Search(joining, transport, avoid, end)
     while True:
         try:
             with Lookout() as lookout:
@@ -63,8 +64,8 @@ def seek(
 class _Search:
     """What has been seen and tried so far."""
 
-    def __init__(self, joining: Joining, transport: Transport, avoid: Collection[str]) -> None:
-        self._joining, self._transport, self._avoid = joining, transport, avoid
+    def __init__(self, joining: Joining, transport: Transport, avoid: Collection[str], end: float = math.inf) -> None:
+        self._joining, self._transport, self._avoid, self._end = joining, transport, avoid, end
         self.first_seen: float | None = None
         """When the first one was there that will not do."""
         self.problem = ""
@@ -76,7 +77,7 @@ class _Search:
 
     def look(self, lookout: Lookout) -> Found | None:
         self.problem, is_avoided = "", False
-        for one in lookout.seen():
+        for one in sorted(lookout.seen(), key=lambda one: one.instance in self._failures):  # others first
             if one.instance in self._avoid:
                 is_avoided = True
                 continue
@@ -93,9 +94,13 @@ class _Search:
     def _try(self, one: Announcement) -> Found | None:
         for host in nearest_first(one.hosts, tuple(addresses())):
             joining = dataclasses.replace(self._joining, host=host, port=one.port)
+            left = self._end - time.monotonic()
+            if left <= 0:
+                return None
             try:
                 reached = reach_either(
-                    self._transport, joining.name, (host, one.port), joining.token, CONNECT_SECONDS * joining.patience,
+                    self._transport, joining.name, (host, one.port), joining.token,
+                    min(CONNECT_SECONDS * joining.patience, left),
                     encrypted=joining.encrypted, patience=joining.patience, once=True,
                 )  # fmt: skip
                 return Found(one, joining, reached)

@@ -22,6 +22,8 @@ AGAIN_SECONDS = 10.0
 _OTHER_SECONDS = 2.0
 """So long one that was refused looks whether another coordinator is there."""
 _MOST_RENAMES = 8
+_PAUSE_SECONDS = 1.0
+"""Before a coordinator that was lost is looked for again."""
 
 
 def serve(
@@ -105,6 +107,7 @@ class _Service:
             self._current = None  # until then there is nothing to hand over
             self._say(f"{error.message} Waiting {self.joining.limit_seconds:g} s for it to come back.")
             self._loss = error
+            time.sleep(_PAUSE_SECONDS)
             return False
         self._current = None
         if self._is_asked:

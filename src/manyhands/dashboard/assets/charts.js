@@ -20,7 +20,7 @@ function smoothed(values) {
 
 class Chart {
   constructor(id, label, colour, write) {
-    Object.assign(this, { place: byId(id), label, colour, write, marks: [], plot: null });
+    Object.assign(this, { place: byId(id), label, colour, write, marks: [], plot: null, ends: [] });
   }
 
   options(width) {
@@ -89,6 +89,13 @@ class Chart {
     });
   }
 
+  // A part that somebody chose stays in sight while steps are added.
+  #isZoomed(steps) {
+    const { min, max } = this.plot.scales.x;
+    const [first, last] = this.ends;
+    return first < last && (min !== first || max !== last) && min < steps.at(-1);
+  }
+
   draw(steps, values, marks) {
     this.marks = marks;
     if (!steps.length) {
@@ -102,11 +109,13 @@ class Chart {
     if (!this.plot) {
       this.place.replaceChildren();
       this.plot = new window.uPlot(this.options(width), data, this.place);
-      this.#showLast(steps.length - 1);
-      return;
+    } else {
+      const isZoomed = this.#isZoomed(steps);
+      if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
+      this.plot.setData(data, !isZoomed);
+      if (isZoomed) this.plot.redraw();
     }
-    if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
-    this.plot.setData(data);
+    this.ends = [steps[0], steps.at(-1)];
     this.#showLast(steps.length - 1);
   }
 }

@@ -26,19 +26,24 @@ export function drawCluster(run) {
   const edges = merged(run.links ?? [], new Set(devices.map((one) => one.name)));
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.name : null;
   replace(place, graph(devices, edges, widthFor(place)));
-  if (focused) [...place.querySelectorAll("g.device")].find((one) => one.dataset.name === focused)?.focus();
+  const again = focused && [...place.querySelectorAll("g.device")].find((one) => one.dataset.name === focused);
+  if (again) again.focus({ preventScroll: true }); // it is drawn anew each second, wherever the page was scrolled to
   replace(byId("device-list"), ...devices.map(chip));
-  byId("cluster-hint").textContent = hint(devices, edges);
+  byId("cluster-hint").textContent = hint(run, edges);
   drawLinks(run.links ?? []);
 }
 
-function hint(devices, edges) {
+function hint({ devices, links, live }, edges) {
   const lost = devices.filter((one) => one.state === "lost").length;
   const words = [`${devices.length - lost} device${devices.length - lost === 1 ? "" : "s"}`];
   if (lost) words.push(`${lost} lost`);
-  words.push(`${edges.length} link${edges.length === 1 ? "" : "s"} in use`);
+  words.push(
+    live?.has_busiest_links_only
+      ? `the busiest ${links.length} links`
+      : `${edges.length} link${edges.length === 1 ? "" : "s"} in use`,
+  );
   if (edges.length <= FEW_LABELS && edges.some((edge) => !edge.links.some(isMeasured)))
-    words.push("in brackets: planned, too little was sent yet");
+    words.push("in brackets: as the plan was made with it; nothing was timed yet");
   if (edges.some((edge) => edge.links.some(isSlow))) words.push("dashed: under half of the planned rate");
   if (edges.length > FEW_LABELS) words.push("touch a device for its rates");
   return words.join(" · ");
@@ -64,10 +69,12 @@ const isSlow = (link) =>
 
 const isMeasured = (link) => link.measured_bytes_per_second > 0;
 
+const planned = (link) => (link.bytes_per_second === null ? "no limit" : units.rate(link.bytes_per_second));
+
 function edgeLabel(edge, isNarrow) {
   const measured = edge.links.map((link) => link.measured_bytes_per_second).filter((value) => value > 0);
-  const planned = edge.links.map((link) => link.bytes_per_second).filter((value) => value > 0);
-  if (!measured.length) return planned.length ? `(${units.rate(Math.min(...planned))})` : "(no limit)";
+  const limits = edge.links.map((link) => link.bytes_per_second).filter((value) => value !== null);
+  if (!measured.length) return limits.length ? `(${units.rate(Math.min(...limits))})` : "(no limit)";
   const [low, high] = [Math.min(...measured), Math.max(...measured)];
   if (isNarrow) return units.rate(low); // the slower way
   return high > 1.25 * low ? `${units.rate(low)} – ${units.rate(high)}` : units.rate(low);
@@ -110,7 +117,7 @@ function graph(devices, edges, width) {
       text(x, y + 4, words, { class: "small", "text-anchor": "middle" }),
     );
     labels.push({ ends: edge.ends, shown });
-    const fastest = Math.max(...edge.links.map((link) => link.measured_bytes_per_second ?? link.bytes_per_second));
+    const fastest = Math.max(...edge.links.map((link) => link.measured_bytes_per_second ?? link.bytes_per_second ?? 0));
     return svg(
       "path",
       {
@@ -212,8 +219,9 @@ function chip(device) {
 }
 
 const linkWords = (link) =>
-  `${link.source} → ${link.target}: planned ${units.rate(link.bytes_per_second)}, ` +
-  `measured ${link.measured_bytes_per_second === null ? "too little yet" : units.rate(link.measured_bytes_per_second)}, sent ${units.bytes(link.sent_bytes)}`;
+  `${link.source} → ${link.target}: planned with ${planned(link)}, ` +
+  `${isMeasured(link) ? `measured ${units.rate(link.measured_bytes_per_second)}` : "nothing timed yet"}, ` +
+  `sent ${units.bytes(link.sent_bytes)}`;
 
 function drawLinks(links) {
   byId("links").hidden = !links.length;
@@ -224,8 +232,8 @@ function drawLinks(links) {
       "tr",
       null,
       html("td", null, `${link.source} → ${link.target}`),
-      html("td", null, units.rate(link.bytes_per_second)),
-      html("td", null, link.measured_bytes_per_second === null ? "–" : units.rate(link.measured_bytes_per_second)),
+      html("td", null, planned(link)),
+      html("td", null, units.rate(link.measured_bytes_per_second)),
       html("td", null, units.bytes(link.sent_bytes)),
     ),
   );

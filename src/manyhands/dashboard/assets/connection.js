@@ -6,7 +6,7 @@ const STREAM_AGAIN_SECONDS = 30;
 const LONGEST_WAIT_SECONDS = 10;
 
 export class Connection {
-  // `run` has the cursor; `onUpdate(update)`; `onState("live" | "lost" | "closed")`.
+  // `run` has the cursor; `onUpdate(update)`; `onState("live" | "lost" | "refused" | "closed")`.
   constructor(run, onUpdate, onState) {
     this.run = run;
     this.onUpdate = onUpdate;
@@ -71,6 +71,12 @@ export class Connection {
         cache: "no-store",
         signal: AbortSignal.timeout(8000),
       });
+      if (answer.status === 401) {
+        this.failures += 1;
+        this.onState("refused"); // until the address with its token was opened, in this tab or another
+        this.#later(() => this.#poll(), LONGEST_WAIT_SECONDS);
+        return;
+      }
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       this.#heard(await answer.text());
     } catch {

@@ -35,6 +35,11 @@ export function replace(parent, ...children) {
   parent.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
 }
 
+// What is read out when it changes is only written when it does.
+export function say(element, words) {
+  if (element.textContent !== words) element.textContent = words;
+}
+
 export const nothing = (words) => html("p", { class: "empty" }, words);
 
 // Text is as wide as its letters; a little more than that is enough to know what fits.

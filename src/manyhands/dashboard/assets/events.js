@@ -34,7 +34,6 @@ const WORDS = {
   stopped: (one) => `at step ${one.step} of ${one.steps}`,
 };
 
-const TOO_MANY = new Set(["looked"]); // at the link of an edge and a cloud, every few seconds
 const MARKS = {
   lost: "✕",
   failed: "✕",
@@ -78,14 +77,13 @@ export function drawEvents(run, isAnew) {
   for (const event of run.events) {
     if (event.number <= last) continue;
     last = event.number;
-    if (TOO_MANY.has(event.event)) continue;
     const kind = String(event.event);
     const mark = MARKS[kind] ? `${MARKS[kind]} ` : "";
     list.prepend(
       html(
         "li",
         { "data-kind": kind, class: isFirst ? "" : "new" },
-        html("time", { datetime: String(event.time ?? "") }, units.clock(event.time)),
+        html("time", { datetime: String(event.time ?? ""), title: units.moment(event.time) }, units.clock(event.time)),
         html("span", { class: "kind" }, mark + kind),
         html("span", { class: "text" }, wordsOf(event)),
       ),

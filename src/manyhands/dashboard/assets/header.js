@@ -1,6 +1,6 @@
 // The head of the page: what runs, how far it is, how long it will take, and whether we still hear from it.
 
-import { byId, html, replace } from "./elements.js";
+import { byId, html, replace, say } from "./elements.js";
 import * as units from "./units.js";
 
 const WORDS = {
@@ -16,7 +16,7 @@ export function drawHeader(run) {
   const live = run.live;
   const state = byId("state");
   const known = WORDS[live?.state] ?? "preparing";
-  state.textContent = known;
+  say(state, known);
   state.dataset.state = known;
   byId("run").textContent = live?.run ?? "";
   document.title = live?.model ? `${known} · ${live.model} · manyhands` : "manyhands";
@@ -77,7 +77,7 @@ function drawBanner(run) {
       "failed",
     ];
   else if (live.text && live.state !== "running") [words, kind] = [live.text, "ended"];
-  banner.textContent = words;
+  say(banner, words);
   banner.dataset.kind = kind;
   banner.hidden = !words;
 }
@@ -85,10 +85,11 @@ function drawBanner(run) {
 export function drawConnection(state, run) {
   const shown = byId("connection");
   shown.dataset.state = state;
-  shown.title = state === "closed" ? "manyhands dashboard RUN shows the run again" : "";
-  shown.textContent = {
+  const words = {
     live: run.isOver ? "connected" : "live",
     lost: "connection lost, trying again",
-    closed: "the server has ended",
-  }[state];
+    refused: "refused: open the address that was printed at the start",
+    closed: "the server has ended: manyhands dashboard RUN",
+  };
+  say(shown, words[state] ?? "");
 }

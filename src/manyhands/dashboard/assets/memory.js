@@ -47,7 +47,16 @@ export function drawMemory(run) {
   const high = isCrowded ? 20 : 30;
   const room = width - left - right - 8;
   const parts = devices.map((one, row) => bar(one, row * high, left, room, high, right));
-  replace(place, picture(width, devices.length * high + 2, `Memory of ${devices.length} devices`, ...parts));
+  const label = `Memory of ${devices.length} devices. ${devices.map(wordsOf).join("; ")}`;
+  replace(place, picture(width, devices.length * high + 2, label, ...parts));
+}
+
+function wordsOf(one) {
+  const known = (value) => (value > 0 ? units.bytes(value) : "unknown");
+  return (
+    `${one.name}${one.state === "lost" ? " (lost)" : ""}: process ${known(one.resident_bytes)}, ` +
+    `tensors at most ${known(one.peak_bytes)}, planned ${known(one.planned_bytes)}, budget ${known(one.memory_bytes)}`
+  );
 }
 
 function bar(one, y, left, room, high, right) {
@@ -55,9 +64,6 @@ function bar(one, y, left, room, high, right) {
   const at = (value) => room * Math.min(1, value / most);
   const thick = high - 10;
   const isOver = one.memory_bytes > 0 && one.resident_bytes > one.memory_bytes;
-  const words =
-    `${one.name}: process ${units.bytes(one.resident_bytes)}, tensors at most ${units.bytes(one.peak_bytes)}, ` +
-    `planned ${units.bytes(one.planned_bytes)}, budget ${units.bytes(one.memory_bytes)}`;
   const used = one.resident_bytes || one.peak_bytes;
   const more =
     room > 260 && used / most < 0.4 && (one.peak_bytes || one.planned_bytes)
@@ -72,7 +78,7 @@ function bar(one, y, left, room, high, right) {
   return svg(
     "g",
     { class: "memory-row", transform: `translate(0 ${y})` },
-    title(words),
+    title(wordsOf(one)),
     text(0, high / 2 + 4, fitted(one.name, left - 8), isLost ? { class: "soft" } : null),
     svg("rect", { class: "fill-faint", x: left, y: 5, width: at(one.memory_bytes || most), height: thick, rx: 3 }),
     svg("rect", {

@@ -61,10 +61,11 @@ const colour = (number) => `stage-${number % 6}`;
 function strip(stages, width) {
   const last = Math.max(1, ...stages.map((stage) => stage.layers[1]));
   const one = width / last;
-  const parts = [];
+  const [parts, said] = [[], []];
   for (const stage of stages) {
     const [first, end] = stage.layers;
     const words = `Stage ${stage.number}: layers ${first} to ${end - 1}`;
+    said.push(words);
     for (let layer = first; layer < end && last <= 400; layer += 1) {
       parts.push(
         svg(
@@ -93,7 +94,7 @@ function strip(stages, width) {
     if ((end - first) * one > widthOf(label, 11))
       parts.push(text(((first + end) / 2) * one, 32, label, { class: "soft small", "text-anchor": "middle" }));
   }
-  return picture(width, 38, `${last} layers in ${stages.length} stages`, ...parts);
+  return picture(width, 38, `${last} layers in ${stages.length} stages. ${said.join("; ")}`, ...parts);
 }
 
 function card(stage, width, count) {
@@ -145,6 +146,7 @@ function bars(stage, parts, by, width) {
   const wide = width / columns;
   const most = Math.max(...parts, 1e-9);
   const total = sum(parts);
+  const said = [];
   const cells = devices.map((name, place) => {
     const [x, y] = [Math.floor(place / rows) * wide, (place % rows) * ROW];
     const room = wide - 6;
@@ -155,6 +157,7 @@ function bars(stage, parts, by, width) {
         : by === "channels"
           ? `${name}: ${share} of the channels`
           : `${name}: all of it`;
+    said.push(words);
     return svg(
       "g",
       { class: "share" },
@@ -173,7 +176,7 @@ function bars(stage, parts, by, width) {
       share ? text(x + room - 6, y + 14, share, { class: "small", "text-anchor": "end" }) : null,
     );
   });
-  return picture(width, rows * ROW, `Shares of stage ${number}`, ...cells);
+  return picture(width, rows * ROW, `Shares of stage ${number}. ${said.join("; ")}`, ...cells);
 }
 
 // The grid as it lies over a feature map.
@@ -183,7 +186,7 @@ function tiles(stage, width) {
   const rowHigh = Math.max(24, Math.min(60, 220 / share.rows.length));
   const height = Math.round(rowHigh * share.rows.length);
   const wide = share.columns.length > 4 ? width : side;
-  const cells = [];
+  const [cells, said] = [[], []];
   let y = 0;
   share.rows.forEach((high, row) => {
     const tall = (height * high) / sum(share.rows);
@@ -193,11 +196,13 @@ function tiles(stage, width) {
       const place = row * share.columns.length + column;
       const name = devices[place] ?? "";
       const part = (high * broad) / (sum(share.rows) * sum(share.columns));
+      const words = `${name}: tile ${row},${column}, ${units.percent(part)}`;
+      said.push(words);
       cells.push(
         svg(
           "g",
           { class: "share tile" },
-          title(`${name}: tile ${row},${column}, ${units.percent(part)}`),
+          title(words),
           svg("rect", {
             class: `cell ${colour(number)}`,
             "fill-opacity": (row + column) % 2 ? 0.34 : 0.5,
@@ -223,5 +228,5 @@ function tiles(stage, width) {
     });
     y += tall;
   });
-  return picture(wide, height, `Tiles of stage ${number}`, ...cells);
+  return picture(wide, height, `Tiles of stage ${number}. ${said.join("; ")}`, ...cells);
 }

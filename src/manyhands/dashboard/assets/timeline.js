@@ -130,7 +130,11 @@ function panel(name, found, lanes, { width, left, right, longest, high }) {
       children.push(drawLane(lane, own, found, top + place * high, { left, room, scale, high, hatch, width }));
   });
   if (found.spans.length) children.push(...axis(longest, left, room, top + lanes.length * high));
-  const shown = picture(width, height, `${name} round of ${lanes.length} devices`, ...children);
+  const idle = lanes.filter((lane) => found.idle.has(lane));
+  const words = idle.map((lane) => `${lane} idle ${units.percent(found.idle.get(lane))}`).join(", ");
+  const what = `${name} round of ${lanes.length} devices`;
+  const label = words ? `${what}, ${units.seconds(found.seconds)}: ${words}` : `${what}: nothing yet`;
+  const shown = picture(width, height, label, ...children);
   shown.classList.add("round");
   shown.addEventListener("pointermove", (event) =>
     point(event, shown, found, lanes, { left, scale, top, high, width }),

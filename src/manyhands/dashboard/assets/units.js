@@ -24,7 +24,8 @@ const THOUSANDS = [
 ];
 
 export const bytes = (value) => scaled(value, THOUSANDS, "B");
-export const rate = (value) => scaled(value, THOUSANDS, "B/s");
+// Of a link, which counts in bits; the value is in bytes per second, as everywhere inside.
+export const rate = (value) => (isNumber(value) ? scaled(8 * value, THOUSANDS, "bit/s") : "–");
 export const percent = (part) => (isNumber(part) ? `${Math.round(part * 100)} %` : "–");
 
 export function seconds(value) {
@@ -52,7 +53,10 @@ export function loss(value) {
   return Math.abs(value) < 1e4 && (Math.abs(value) >= 1e-3 || value === 0) ? value.toFixed(4) : value.toExponential(2);
 }
 
-export function clock(time) {
+const written = (time, options) => {
   const found = new Date(time);
-  return Number.isNaN(found.getTime()) ? "" : found.toLocaleTimeString("en-GB");
-}
+  return Number.isNaN(found.getTime()) ? "" : found.toLocaleString("en-GB", options);
+};
+
+export const clock = (time) => written(time, { timeStyle: "medium" });
+export const moment = (time) => written(time, { dateStyle: "medium", timeStyle: "medium" });
