@@ -16,6 +16,7 @@ from manyhands.api.doctor_firewall import firewall_here, opening, remedy
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue
 from manyhands.runtime.knocking import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, knock
+from manyhands.runtime.memory_kills import free_bytes
 
 LIMITS = [(">=", "2.6"), ("<", "2.14")]
 
@@ -114,8 +115,8 @@ def test_cores_and_memory() -> None:
 def test_too_little_memory_in_this_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel lets this process have counts, not what the machine has."""
     monkeypatch.setattr("manyhands.runtime.memory_kills.limit_bytes", lambda group: 300_000_000)
-    assert machine.free_bytes() < 300_000_000
-    assert machine.memory_check(machine.free_bytes(), 1).state == BROKEN
+    assert free_bytes() < 300_000_000
+    assert machine.memory_check(free_bytes(), 1).state == BROKEN
 
 
 def test_folders(tmp_path: Path) -> None:

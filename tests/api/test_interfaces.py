@@ -47,6 +47,7 @@ class Streamed(IterableDataset[Any]):
         yield from (data[index] for index in range(len(data)))
 
 
+@pytest.mark.slow
 def test_a_loader_and_a_stream_train_as_the_data_set_does(cluster: Coordinator, tmp_path: Path) -> None:
     plain = losses(cluster, tmp_path / "plain", Pictures(), batch_size=BATCH)
     assert len(plain) == STEPS

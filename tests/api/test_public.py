@@ -26,6 +26,7 @@ def test_every_public_name_loads() -> None:
         _ = mh.no_such_name
 
 
+@pytest.mark.slow
 def test_documented_example_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "howto" / "own-model.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]

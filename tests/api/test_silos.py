@@ -164,6 +164,7 @@ def test_joined_by_id_it_is_exactly_one_device(three: Coordinator, tmp_path: Pat
     assert result.bytes_up == result.bytes_down == 2 * STEPS * feature
 
 
+@pytest.mark.slow
 def test_edges_run_ahead_by_k_at_most_and_pack(three: Coordinator, tmp_path: Path) -> None:
     result, _ = train(three, tmp_path / "run", k="3@0,1@1", bits=8, steps=7, mode="window")
     per_epoch = (SAMPLES - 5) // BATCH
@@ -207,6 +208,7 @@ def test_what_a_worker_says_of_its_samples_is_looked_at(entry: tuple[str, str, t
         _check_entry("edge-a", TensorEntry(*entry))
 
 
+@pytest.mark.slow
 def test_labels_at_the_cloud_do_not_travel(three: Coordinator, whole: dict[str, Tensor], tmp_path: Path) -> None:
     """One edge: its inputs are fed as always, of the target only numbers; everything else is decided as usual."""
 

@@ -279,6 +279,7 @@ def test_all_workers_are_killed(place: Path, kind: str) -> None:
     check_gone(command)
 
 
+@pytest.mark.slow
 def test_killed_while_its_workers_start(place: Path) -> None:
     """They have loaded half of what they need, and nobody has told them yet to end with it."""
     command, _ = started(place, "killed", "train")

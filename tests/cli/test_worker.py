@@ -129,6 +129,7 @@ def join_words(train: Command) -> list[str]:
     return found.group(1).split()
 
 
+@pytest.mark.slow
 def test_two_workers_join_train_and_are_sent_home(tmp_path: Path) -> None:
     train = Command(tmp_path, ("train", "--listen", "127.0.0.1:0", "--devices", "2", "--steps", "3", "--out", "run"))
     words = join_words(train)

@@ -87,6 +87,7 @@ def test_a_round_is_seen_as_every_device_ran_it(session: Coordinator, tmp_path: 
     assert all(stage.seconds and stage.predicted_seconds for stage in live.stages)
 
 
+@pytest.mark.slow
 def test_who_was_lost_is_shown_as_lost_and_the_others_go_on(session: Coordinator, tmp_path: Path) -> None:
     restart(session)
     devices = names(session)

@@ -75,7 +75,8 @@ def expected(cluster: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> 
     return train(cluster, plan, tmp_path_factory.mktemp("one"), model=Hourglass().double(), steps=STEPS)
 
 
-@pytest.mark.parametrize("kind", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_mixed_plans_equal_one_device(cluster: Coordinator, expected: Ran, tmp_path: Path, kind: str) -> None:
     plan = plan_called(kind, names(cluster))
     ran = train(cluster, plan, tmp_path / "mixed", model=Hourglass().double(), steps=STEPS)

@@ -191,6 +191,7 @@ def computing(ran: Ran, device: str, start: float, end: float) -> float:
     return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in spans)
 
 
+@pytest.mark.slow
 def test_devices_compute_while_messages_travel(slow_run: Ran) -> None:
     """The first stage goes on with the next micro-batch while one leaves, the last stage while the next one comes."""
     slow_run.assert_as_planned()

@@ -45,6 +45,7 @@ def test_slots_train_exactly_and_leave_together(board: Coordinator, tmp_path: Pa
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel how memory is shared")
 def test_torch_is_in_memory_once(board: Coordinator) -> None:
     """Each slot has little of its own; torch's pages are everybody's."""

@@ -21,6 +21,7 @@ JOIN_SECONDS = 120.0
 WORKERS = 2
 MOST_WORKERS = 64
 DISCOVERY_SECONDS = 4.0
+MULTICAST = "multicast DNS, for workers that find the coordinator; --join works without"
 Say = Callable[[str], None]
 OnCheck = Callable[[Check], None]
 
@@ -242,18 +243,17 @@ def discovery_check(say: Say) -> Check:
     """Whether what is announced by multicast DNS is heard, here at least; without it workers are given --join."""
     import importlib.util
 
-    needed = "multicast DNS, for workers that find the coordinator; --join works without"
     if importlib.util.find_spec("zeroconf") is None:
-        return Check("mDNS", WARNING, "zeroconf is not installed", needed, "pip install zeroconf, or give --join")
+        return Check("mDNS", WARNING, "zeroconf is not installed", MULTICAST, "pip install zeroconf, or give --join")
     from manyhands.runtime.discovery import interface_asked
 
     say("multicast DNS")
     try:
         interface = interface_asked()
     except ManyhandsError as error:
-        return Check("mDNS", WARNING, error.message, needed, error.hint)
+        return Check("mDNS", WARNING, error.message, MULTICAST, error.hint)
     if interface is None:
-        return Check("mDNS", WARNING, "switched off by MANYHANDS_DISCOVERY", needed, "unset MANYHANDS_DISCOVERY")
+        return Check("mDNS", WARNING, "switched off by MANYHANDS_DISCOVERY", MULTICAST, "unset MANYHANDS_DISCOVERY")
     return discovery_verdict(_is_heard(interface))
 
 
@@ -280,8 +280,7 @@ def _is_heard(interface: str) -> str:
 
 
 def discovery_verdict(why: str) -> Check:
-    needed = "multicast DNS, for workers that find the coordinator; --join works without"
     if not why:
-        return Check("mDNS", OK, "what is announced here is heard here", needed)
+        return Check("mDNS", OK, "what is announced here is heard here", MULTICAST)
     fix = "Let UDP port 5353 through (sudo ufw allow 5353/udp), or give workers --join HOST:PORT --token TOKEN"
-    return Check("mDNS", WARNING, why, needed, fix)
+    return Check("mDNS", WARNING, why, MULTICAST, fix)

@@ -55,6 +55,8 @@ def machine_checks(workers: int) -> Iterator[Check]:
         yield gpu_check(tried, is_driver_here=shutil.which("nvidia-smi") is not None)
     if any(check.state == BROKEN for check in packages):
         return  # what follows needs them
+    from manyhands.runtime.memory_kills import free_bytes
+
     yield cores_check(usable_cores(), workers)
     yield memory_check(free_bytes(), workers)
     from manyhands.files.documents import cache_folder
@@ -220,17 +222,6 @@ def cores_check(cores: int, workers: int) -> Check:
         fix = f"Start fewer: --devices {cores} (or wait longer: they take turns)"
         return Check("cores", WARNING, str(cores), needed, fix)
     return Check("cores", OK, str(cores), needed)
-
-
-def free_bytes() -> int:
-    """What processes may still take: of the control group, where that has a limit, else of the machine."""
-    import psutil
-
-    from manyhands.runtime.memory_kills import group_of, limit_bytes
-
-    limit = limit_bytes(group_of(os.getpid()))
-    free = int(psutil.virtual_memory().available)
-    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free
 
 
 def memory_check(free: int, workers: int) -> Check:

@@ -26,14 +26,13 @@ from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes, byte_count
-from manyhands.engine.security import Purpose, Security, difference, preamble
+from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, difference, preamble
 from manyhands.engine.tcp import SILENCE_SECONDS
 from manyhands.engine.transport import ControlListener
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 
 _FIRST_PORT = 40001
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 _LOOK_SECONDS = 0.1
 
 
@@ -175,7 +174,7 @@ class InProcessTransport:
                     )
                 self.change.wait(min(left, _LOOK_SECONDS))
             compare(f"{host}:{port}", listener.security, security, Purpose.CONTROL)
-            shown = "127.0.0.1" if host in _EVERY_ADDRESS else host
+            shown = "127.0.0.1" if host in EVERY_ADDRESS else host
             near, far = InProcessChannel(self, name, shown), InProcessChannel(self, listener.name, shown)
             near.other, far.other = far, near
             self.channels |= {near, far}

@@ -75,6 +75,10 @@ def new_token() -> str:
     return "-".join(text[place : place + 4] for place in range(0, len(text), 4))
 
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Where one listens on all of a machine's addresses."""
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can be at the other end."""
     if host.lower() == "localhost":

@@ -22,8 +22,8 @@ from manyhands.observe.live import LIVE_FILE, OVER, Live, LiveDevice, LiveStage,
 RUNS = Path("runs")
 FRESH_SECONDS = 10.0
 """A run that has written nothing for so long is not live, whatever its file says."""
-MOST_APPENDED = 8_000_000
-"""Bytes that are read at one look; the rest at the next."""
+BLOCK_BYTES = 8_000_000
+"""Read at once, and the longest line that is believed."""
 _ENDINGS = {"finished": "ended", "failed": "failed", "stopped": "stopped"}
 
 
@@ -83,27 +83,27 @@ class Watch:
         return True
 
     def _look_at_metrics(self, view: View) -> None:
-        lines = self._metrics.more()
-        if self._metrics.is_new:
-            view.metrics = {}
-        for row in _rows(lines):
-            if not view.metrics:
-                view.metrics = {column: [] for column in row}
-            elif len(row) == len(view.metrics):
-                for column, value in zip(view.metrics.values(), row, strict=True):
-                    column.append(_number(value))
+        for is_new, lines in self._metrics.more():
+            if is_new:
+                view.metrics = {}
+            for row in _rows(lines):
+                if not view.metrics:
+                    view.metrics = {column: [] for column in row}
+                elif len(row) == len(view.metrics):
+                    for column, value in zip(view.metrics.values(), row, strict=True):
+                        column.append(_number(value))
 
     def _look_at_events(self, view: View) -> None:
-        lines = self._events.more()
-        if self._events.is_new:
-            view.events = []
-        for line in lines:
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict) and isinstance(found.get("event"), str):
-                view.events.append({**found, "number": len(view.events)})
+        for is_new, lines in self._events.more():
+            if is_new:
+                view.events = []
+            for line in lines:
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("event"), str):
+                    view.events.append({**found, "number": len(view.events)})
 
     def _ending(self, view: View) -> Any:
         """How it ended, by its last events; a process that is gone without a word failed."""
@@ -138,26 +138,26 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_new = False
-        """The file is another, or shorter, than at the last look: what was read before is void."""
         self._place, self._rest, self._file = 0, b"", 0
 
-    def more(self) -> list[str]:
-        self.is_new = False
+    def more(self) -> Iterator[tuple[bool, list[str]]]:
+        """Block by block: whether the file is another, or shorter, than at the last look (what was read before is void
+        then), and lines."""
         try:
             with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
+                status, is_new = os.fstat(file.fileno()), False
                 if status.st_size < self._place or status.st_ino != self._file:
-                    self.is_new = self._file != 0
+                    is_new = self._file != 0
                     self._place, self._rest, self._file = 0, b"", status.st_ino
                 file.seek(self._place)
-                content = file.read(MOST_APPENDED)
+                while (content := file.read(BLOCK_BYTES)) or is_new:
+                    self._place += len(content)
+                    *lines, self._rest = (self._rest + content).split(b"\n")
+                    self._rest = self._rest[-BLOCK_BYTES:]
+                    yield is_new, [line.decode(errors="replace") for line in lines if line.strip()]
+                    is_new = False
         except OSError:
-            return []
-        self._place += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        self._rest = self._rest[-MOST_APPENDED:]
-        return [line.decode(errors="replace") for line in lines if line.strip()]
+            return
 
 
 def _stages(raw: object) -> tuple[LiveStage, ...]:

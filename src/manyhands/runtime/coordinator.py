@@ -22,7 +22,7 @@ from types import TracebackType
 from manyhands.data.silo import Kept
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
-from manyhands.engine.security import Security, is_loopback, new_token
+from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_token
 from manyhands.engine.transport import (
     ConnectedEndpoint,
     ControlChannel,
@@ -73,7 +73,6 @@ _MOST_GUESTS = 1200
 """Connected at once: each has a thread."""
 _PROBE_TICKET = -1
 """Of an answer that nobody looks at: that it came is enough."""
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Coordinator:
@@ -289,7 +288,7 @@ class Coordinator:
     def join_command(self) -> str:
         """For hints, which are kept in logs: the token is not in it."""
         host, port = self.address
-        shown = "HOST" if host in _EVERY_ADDRESS else f"[{host}]" if ":" in host else host
+        shown = "HOST" if host in EVERY_ADDRESS else f"[{host}]" if ":" in host else host
         return f"manyhands worker --join {shown}:{port} --token TOKEN"
 
     def _accept(self) -> None:
@@ -567,7 +566,7 @@ class Coordinator:
         if not with_coordinator:
             return found
         host, port = self.endpoint.address
-        if own is not None and host in _EVERY_ADDRESS:  # the one under which this worker has found us
+        if own is not None and host in EVERY_ADDRESS:  # the one under which this worker has found us
             host = own.channel.local_host
         found[COORDINATOR] = meeting_address(asking, (COORDINATOR, None), (host, port))
         return found

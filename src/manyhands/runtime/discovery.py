@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from manyhands.engine.security import is_loopback
+from manyhands.engine.security import EVERY_ADDRESS, is_loopback
 from manyhands.facts.errors import BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL
@@ -54,7 +54,6 @@ _ASK_MILLISECONDS = 300
 _MOST_ASKED = 3
 """In one look: those who announced themselves and do not answer must not take up the others' time."""
 _LONGEST_TITLE = 60
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 _NO_VERSION = re.compile(r"[^0-9A-Za-z.+-]")
 """It is named in a command that people are told to type."""
 
@@ -142,7 +141,7 @@ def hosts_of(host: str, interface: str) -> tuple[str, ...]:
         return ()
     if host.lower() == "localhost":
         return ("127.0.0.1",)
-    if host not in _EVERY_ADDRESS:
+    if host not in EVERY_ADDRESS:
         with contextlib.suppress(ValueError):
             return (str(ipaddress.ip_address(host)),)
         return ()
@@ -221,7 +220,7 @@ class Announcer:
                 "salt": self.salt, "mark": mark_of(self._token, self.salt),
             },
         )  # fmt: skip
-        opened = _open(interface or ("" if self._address[0] in _EVERY_ADDRESS else self._address[0]))
+        opened = _open(interface or ("" if self._address[0] in EVERY_ADDRESS else self._address[0]))
         try:
             opened.register_service(info, cooperating_responders=True)  # the salt makes its name its own
         except BaseException:

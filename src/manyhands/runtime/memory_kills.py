@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,3 +84,12 @@ def _count(path: Path, name: str) -> int:
             if key == name:
                 return int(number)
     return 0
+
+
+def free_bytes() -> int:
+    """What this process may still take: of its control group, where that has a limit, else of the machine."""
+    import psutil
+
+    limit = limit_bytes(group_of(os.getpid()))
+    free = int(psutil.virtual_memory().available)
+    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from manyhands.profiler.this_machine import copy_bytes_per_second
 from manyhands.profiler.whole import scaled_to_steps
 from manyhands.runtime.control import Measure, Measured
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.memory_kills import group_of, limit_bytes
+from manyhands.runtime.memory_kills import free_bytes
 
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
@@ -62,11 +61,5 @@ def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
 
 
 def _free_bytes(compute: str) -> int:
-    """What this process may still take: of its control group, where that has a limit, else of the machine."""
-    import psutil
-
-    if compute.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(torch.device(compute))[0])
-    limit = limit_bytes(group_of(os.getpid()))
-    free = int(psutil.virtual_memory().available)
-    return min(free, limit - int(psutil.Process().memory_info().rss)) if limit else free
+    """What this process may still take where it computes."""
+    return int(torch.cuda.mem_get_info(torch.device(compute))[0]) if compute.startswith("cuda") else free_bytes()
