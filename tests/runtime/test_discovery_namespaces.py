@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from test_namespaces import WORKERS, Hosts
+from test_namespaces import WORKERS, Hosts, standing
 
 pytestmark = [
     pytest.mark.root,
@@ -24,15 +24,8 @@ pytestmark = [
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     number = os.getpid() % 250
-    found = Hosts(f"{os.getpid() % 10**5}d", f"10.214.{number}", f"10.214.{number}.1")
-    try:
-        try:
-            found.up()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"namespaces cannot be made here: {error.stderr}")
+    with standing(Hosts(f"{os.getpid() % 10**5}d", f"10.214.{number}", f"10.214.{number}.1")) as found:
         yield found
-    finally:
-        found.down()
 
 
 def test_copies_of_one_sd_card_find_the_coordinator_and_are_told_apart(hosts: Hosts, tmp_path: Path) -> None:

@@ -71,10 +71,9 @@ class Hosts:
                     ip("netns", "delete", self.namespace(name))
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    number = os.getpid() % 250
-    found = Hosts(f"{os.getpid() % 10**6}", f"10.213.{number}", f"10.213.{number}.1")
+@contextlib.contextmanager
+def standing(found: Hosts) -> Iterator[Hosts]:
+    """For as long as they are needed."""
     try:
         try:
             found.up()
@@ -83,6 +82,13 @@ def hosts() -> Iterator[Hosts]:
         yield found
     finally:
         found.down()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    number = os.getpid() % 250
+    with standing(Hosts(f"{os.getpid() % 10**6}", f"10.213.{number}", f"10.213.{number}.1")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ that thread too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import socket
 import ssl
@@ -97,9 +98,12 @@ class Door(ThreadingHTTPServer):
         except OverflowError as error:
             raise BadValue(f"The port is {port}; it must be 0 to 65535.") from error
         except OSError as error:
+            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise AddressTaken(
                 f"{host}:{port} cannot be listened on: {error.strerror or error}.",
-                hint="Give another port; 0 takes one that is free.",
+                hint="Give another port; 0 takes one that is free."
+                if is_taken
+                else "Give an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for all it has.",
             ) from error
         self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_SECONDS,), name="http", daemon=True)
 
