@@ -3,10 +3,12 @@ what lies between each two, and what every layer weighs."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, pairwise
 
 import numpy
 
@@ -14,7 +16,7 @@ from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.network import Network
 from manyhands.facts.plan import WarmUp
 from manyhands.facts.profile import DeviceProfile, Profile, Timing
-from manyhands.planner.shares import Counts, Numbers
+from manyhands.planner.shares import Numbers
 
 Group = tuple[int, int]
 """An interval of the devices, in order of memory."""
@@ -74,12 +76,19 @@ class Ladders:
         self._least: list[Numbers] = []
         samples = numpy.arange(most + 1)
         for own in profiles:
-            tables = [_table(ladder, samples) for ladder in own.ladders]
-            ahead, back = (numpy.stack([table[way] for table in tables], axis=1) for way in (0, 1))
-            self._least.append(numpy.minimum.accumulate((ahead + back)[1:] / samples[1:, None]))
+            ahead, back = _tables(own.ladders, most)
+            self._least.append(_down((ahead + back)[1:] / samples[1:, None], numpy.minimum))
             self.forward.append(_running(ahead))
             self.backward.append(_running(back))
         self.total = [ahead + back for ahead, back in zip(self.forward, self.backward)]
+
+    def only(self, kinds: Sequence[int]) -> Ladders:
+        """The same for these kinds, in this order."""
+        part = copy(self)
+        part.forward, part.backward, part.total, part._least = (
+            [own[kind] for kind in kinds] for own in (self.forward, self.backward, self.total, self._least)
+        )
+        return part
 
     def best(self, kind: int, most: int) -> Numbers:
         """Running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
@@ -89,23 +98,47 @@ class Ladders:
 
 def _running(table: Numbers) -> Numbers:
     """Sums over the first n columns, n from 0 on."""
-    return numpy.concatenate([numpy.zeros((len(table), 1)), table.cumsum(1)], axis=1)
+    found = numpy.zeros((len(table), table.shape[1] + 1))
+    table.cumsum(1, out=found[:, 1:])
+    return found
 
 
-def _table(ladder: tuple[Timing, ...], samples: Counts) -> tuple[Numbers, Numbers]:
-    """A layer's seconds for each number of samples, read as profiles are; more samples never take less time."""
-    sizes = numpy.array([timing.samples for timing in ladder], float)
-    found = []
-    for own in ([t.forward_seconds for t in ladder], [t.backward_seconds for t in ladder]):
-        seconds = numpy.interp(samples, sizes, own)
-        seconds = numpy.where(samples < sizes[0], own[0] * samples / sizes[0], seconds)
-        if len(ladder) > 1:
-            slope = (own[-1] - own[-2]) / (sizes[-1] - sizes[-2])
-            beyond = numpy.maximum(own[-1], own[-1] + slope * (samples - sizes[-1]))
-        else:
-            beyond = own[0] * samples / sizes[0]
-        found.append(numpy.maximum.accumulate(numpy.where(samples > sizes[-1], beyond, seconds)))
-    return found[0], found[1]
+def _down(table: Numbers, least: numpy.ufunc) -> Numbers:
+    """The least, or most, of the rows so far, in place: row by row, as `accumulate` goes column by column."""
+    for above, row in pairwise(table):
+        least(above, row, out=row)
+    return table
+
+
+def _tables(ladders: Sequence[tuple[Timing, ...]], most: int) -> tuple[Numbers, Numbers]:
+    """[samples, layer] -> seconds forward and backward, read as profiles are; more samples never take less time."""
+    ahead, back = (numpy.zeros((most + 1, len(ladders))) for _ in range(2))
+    first = 0
+    for sizes, run in groupby(ladders, lambda ladder: [timing.samples for timing in ladder]):
+        own = list(run)
+        last = first + len(own)
+        _read(ahead[:, first:last], sizes, [[timing.forward_seconds for timing in ladder] for ladder in own])
+        _read(back[:, first:last], sizes, [[timing.backward_seconds for timing in ladder] for ladder in own])
+        first = last
+    return _down(ahead, numpy.maximum), _down(back, numpy.maximum)
+
+
+def _read(found: Numbers, sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
+    """Fill in [samples, layer] of layers that were measured with the same sizes."""
+    known, samples = numpy.array(seconds).T, numpy.arange(len(found), dtype=float)[:, None]
+    slopes = numpy.diff(known, axis=0) / numpy.diff(sizes)[:, None]
+    for low, (a, b) in enumerate(pairwise(sizes)):
+        found[a:b] = slopes[low] * (samples[a:b] - a) + known[low]
+    first, last = sizes[0], sizes[-1]
+    found[:first] = known[0] * samples[:first] / first
+    found[last : last + 1] = known[-1]
+    beyond, more = found[last + 1 :], samples[last + 1 :]
+    if len(sizes) > 1:
+        numpy.multiply(slopes[-1], more - last, out=beyond)
+        beyond += known[-1]
+        numpy.maximum(beyond, known[-1], out=beyond)
+    else:
+        beyond[:] = known[0] * more / first
 
 
 class LayerBytes:
@@ -137,11 +170,7 @@ class LayerBytes:
         self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
             one.cumsum() for one in (static, trained, saved, fixed, norms, sums)
         )
-        crossing = [[] if layer in (0, layers[-1]) else list(network.cut(layer)) for layer in layers]
-        self.crossing = numpy.array([sum(one.bytes_per_sample for one in tensors) for tensors in crossing], float)
-        self.returning = numpy.array(
-            [sum(one.bytes_per_sample for one in tensors if one.differentiable) for tensors in crossing], float
-        )
+        self.crossing, self.returning = carried(network)
 
     @cached_property
     def widest(self) -> Numbers:
@@ -152,6 +181,22 @@ class LayerBytes:
     def heaviest(self) -> Numbers:
         """[first, last]: the most that one operator of these layers has in trained weights."""
         return _most(self.weights)
+
+
+def carried(network: Network) -> tuple[Numbers, Numbers]:
+    """[layer] -> bytes that a cut before it carries for one sample, and those of their gradients; at the ends none."""
+    starts, whole = [layer.first for layer in network.layers], set(network.outputs)
+    changes = numpy.zeros((2, len(starts) + 1))
+    for name, made in network.producer.items():
+        read = len(network.ops) if name in whole else max(network.readers.get(name, (0,)))
+        first, last = bisect_right(starts, made), bisect_right(starts, read)
+        if first < last:
+            tensor = network.tensors[name]
+            for way in range(1 + tensor.differentiable):
+                changes[way, first] += tensor.bytes_per_sample
+                changes[way, last] -= tensor.bytes_per_sample
+    crossing, returning = changes.cumsum(1)
+    return crossing, returning
 
 
 def _most(each: Numbers) -> Numbers:
@@ -228,6 +273,15 @@ class Ground:
         self.budgets = [memory for _, memory in unique]
         self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
         self.bytes = LayerBytes(network, optimizer_slots)
+
+    def ordered(self, names: tuple[str, ...]) -> Ground:
+        """The same for the devices in another order, their kinds as they come."""
+        other = self.only(names)
+        unique = list(dict.fromkeys(other.kinds))
+        other.kinds = [unique.index(kind) for kind in other.kinds]
+        other.budgets = [self.budgets[kind] for kind in unique]
+        other.ladders = self.ladders.only(unique)
+        return other
 
     def only(self, names: tuple[str, ...]) -> Ground:
         """The same for some of the devices."""

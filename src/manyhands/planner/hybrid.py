@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import inf, isqrt
 
 import numpy
@@ -30,7 +30,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
-from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, by_memory, orders
+from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, carried, orders
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
 
@@ -147,10 +147,7 @@ class Search:
         the best of those with fewer stages."""
         layers = self.steps.layers
         positions = numpy.array(sorted({0, layers, *(range(layers) if cuts is None else cuts)}))
-        first, last = (positions[one] for one in numpy.triu_indices(len(positions), 1))
-        groups = numpy.arange(len(self.steps.groups))
-        lines = numpy.repeat(first, len(groups)), numpy.repeat(last, len(groups)), numpy.tile(groups, len(first))
-        free = self.steps.stages(*self._promising(*lines, bound))
+        free = self.steps.stages(*self._promising(positions, bound))
         tables: list[StageTable] = []
         fronts: list[_Front] = []
         found: list[Pipeline] = []
@@ -172,23 +169,27 @@ class Search:
                 bound = min(bound, keeping * seconds)
         return found
 
-    def _promising(self, first: Counts, last: Counts, group: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
-        """Stages that a plan within the bound may have: they, what comes before and what comes after, fit in."""
-        steps, layers = self.steps, self.steps.layers
-        starts, ends = steps.starts[group], steps.ends[group]
-        keep = ((first == 0) | (starts > 0)) & ((last == layers) | (ends < self.devices))
-        if not self.may_be_alone and self.devices > 1:
-            keep &= (first > 0) | (last < layers) | (ends - starts > 1)
+    def _promising(self, positions: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
+        """Stages between these cuts that a plan within the bound may have: they, what comes before and what comes
+        after, fit in."""
+        steps, layers, starts, ends = self.steps, self.steps.layers, self.steps.starts, self.steps.ends
+        limit = bound * _SLACK / self.count
+        begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
+        stops = (positions == layers)[:, None] | (ends < self.devices)
         if bound < inf:
-            limit = bound * _SLACK / self.count
             head, tail = self._least_around
-            keep &= (head[first, starts] <= limit) & (tail[last, ends] <= limit)
             arriving, leaving = steps.least_cut_seconds
-            keep &= (arriving[first, group] <= limit) & (leaving[last, group] <= limit)
-            left = numpy.flatnonzero(keep)
-            keep[left] = steps.least_seconds(first[left], last[left], group[left]) <= limit
-        which = numpy.flatnonzero(keep)
-        return first[which], last[which], group[which]
+            begins &= (head[positions][:, starts] <= limit) & (arriving[positions] <= limit)
+            stops &= (tail[positions][:, ends] <= limit) & (leaving[positions] <= limit)
+        low, high = numpy.triu_indices(len(positions), 1)
+        pair, group = numpy.nonzero(begins[low] & stops[high])
+        first, last = positions[low[pair]], positions[high[pair]]
+        keep = numpy.ones(len(group), bool)
+        if not self.may_be_alone and self.devices > 1:
+            keep &= (first > 0) | (last < layers) | (ends[group] - starts[group] > 1)
+        if bound < inf:
+            keep &= steps.least_seconds(first, last, group) <= limit
+        return first[keep], last[keep], group[keep]
 
     @cached_property
     def _least_around(self) -> tuple[Numbers, Numbers]:
@@ -308,16 +309,14 @@ def _blocks(sizes: Counts) -> Iterator[Counts]:
 
 def coarse_cuts(network: Network, count: int = COARSE_CUTS) -> list[int]:
     """Cuts with little to carry, spread over the network's work."""
-    layers = network.layers
-    work = numpy.cumsum([layer.macs + 1 for layer in layers])
-    carried = [network.cut_bytes(layer) for layer in range(1, len(layers))]
+    work = numpy.cumsum([layer.macs + 1 for layer in network.layers])
+    parts = (work[:-1] / work[-1] * count).astype(numpy.int64)
+    sizes, _ = carried(network)
     found = []
     for part in range(count):
-        inside = [
-            cut for cut in range(1, len(layers)) if part <= work[cut - 1] / work[-1] * count < part + 1
-        ]  # fmt: skip
-        if inside:
-            found.append(min(inside, key=lambda cut: (carried[cut - 1], cut)))
+        inside = 1 + numpy.flatnonzero(parts == part)
+        if len(inside):
+            found.append(int(inside[sizes[inside].argmin()]))
     return found
 
 
@@ -350,10 +349,10 @@ def pipelines(
     """
     ways = batches(network, batch_size, like, micro_batches)
     most = max(way.samples for way in ways)
-    grounds = [
-        Ground(network, cluster, profile, most, like.optimizer_slots, names)
-        for names in (orders(cluster) if len(cluster.devices) <= MOST_WITH_GAPS else [by_memory(cluster)])
-    ]
+    grounds = [Ground(network, cluster, profile, most, like.optimizer_slots)]
+    if len(cluster.devices) <= MOST_WITH_GAPS:
+        grounds += [grounds[0].ordered(names) for names in orders(cluster)[1:]]
+    good_cuts = cache(partial(coarse_cuts, network))
     found: list[Pipeline] = []
     rough: list[tuple[float, Search]] = []
     least = inf
@@ -361,10 +360,9 @@ def pipelines(
         for ground in grounds:
             search = Search(pricing(ground, way), may_be_alone=may_be_alone)
             if not found:  # a first plan, soon: what cannot be better is not looked at
-                found += search.by_stages(coarse_cuts(network, FIRST_CUTS))
+                found += search.by_stages(good_cuts(FIRST_CUTS))
                 least = min((one.seconds for one in found), default=inf)
-            cuts = coarse_cuts(network, search.coarse)
-            coarse = search.by_stages(cuts, WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
+            coarse = search.by_stages(good_cuts(search.coarse), WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
             if coarse:
                 found += coarse
                 rough.append((min(one.seconds for one in coarse), search))

@@ -106,14 +106,10 @@ def _brought_near(times: Times, problems: Counts, counts: Counts, caps: Counts, 
 
 def _below(times: Times, kind: int, problems: Counts, limit: Numbers, low: Counts, high: Counts) -> Counts:
     """The most samples, between two numbers, that take no longer than a limit; `low` do."""
-    low, high = low.copy(), high.copy()
-    active = numpy.flatnonzero(low < high)
-    while len(active):
-        middle = (low[active] + high[active] + 1) // 2
-        within = times(kind, problems[active], middle) <= limit[active]
-        low[active[within]] = middle[within]
-        high[active[~within]] = middle[~within] - 1
-        active = active[low[active] < high[active]]
+    while (low < high).any():
+        middle = (low + high + 1) >> 1
+        within = times(kind, problems, middle) <= limit
+        low, high = numpy.where(within, middle, low), numpy.where(within, high, middle - 1)
     return low
 
 
