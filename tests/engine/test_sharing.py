@@ -17,7 +17,18 @@ from endpoint_pairs import Guest, joined, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.engine.frames import ANSWER, CHUNK_BYTES, OFFER, PRELUDE, BadFrame, Header, control, decode, encode
+from manyhands.engine.frames import (
+    ANSWER,
+    CHUNK_BYTES,
+    OFFER,
+    PRELUDE,
+    SHARED_CHUNK_BYTES,
+    BadFrame,
+    Header,
+    control,
+    decode,
+    encode,
+)
 from manyhands.engine.frames import header_bytes as size_of_header
 from manyhands.engine.security import Security
 from manyhands.engine.shared_memory import FillingRing
@@ -35,7 +46,7 @@ from manyhands.engine.wire import Wire, read_exactly
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
 
-LARGE = 3 * CHUNK_BYTES + 17
+LARGE = 2 * SHARED_CHUNK_BYTES + 17
 SMALL = SMALLEST_SHARED_BYTES - 1
 
 
@@ -75,9 +86,9 @@ def test_large_messages_go_through_memory_small_ones_do_not(security: Security) 
         agree(a, b)
         before = shared_bytes(a, "b")
         pass_on(a, b, 0, "large", LARGE)
-        assert shared_bytes(a, "b") - before == 3 * CHUNK_BYTES, "the last 17 bytes are small"
+        assert shared_bytes(a, "b") - before == 2 * SHARED_CHUNK_BYTES, "the last 17 bytes are small"
         pass_on(a, b, 0, "small", SMALL)
-        assert shared_bytes(a, "b") - before == 3 * CHUNK_BYTES
+        assert shared_bytes(a, "b") - before == 2 * SHARED_CHUNK_BYTES
         assert a.sent_bytes["b"] == b.mailbox.received_bytes["a"] == 2 * LARGE + SMALL
         assert sharing(b, "a").filling is None, "nothing is made for a direction without large messages"
         agree(b, a)

@@ -145,7 +145,8 @@ def test_same_steps_as_pytorch() -> None:
     ours, theirs = weights(), weights()
     chained = [("LinearLR", {"total_iters": 4}), ("ExponentialLR", {"gamma": 0.9})]
     stepper = build(Optimizer("sgd", lr=0.1, momentum=0.9, schedule=chained), ours)
-    reference = torch.optim.SGD([one for one in theirs.values() if one.requires_grad], lr=0.1, momentum=0.9)
+    trained = [one for one in theirs.values() if one.requires_grad]
+    reference = torch.optim.SGD(trained, lr=0.1, momentum=0.9, fused=True)
     schedule = torch.optim.lr_scheduler.ChainedScheduler(
         [
             torch.optim.lr_scheduler.LinearLR(reference, total_iters=4),
@@ -160,6 +161,29 @@ def test_same_steps_as_pytorch() -> None:
         schedule.step()
         reference.zero_grad()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_steps_are_the_usual_ones_however_gradients_lie(name: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, 2, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
+    usual = weight.detach().clone().requires_grad_()
+    stepper = build(Optimizer(name, lr=0.1), {"w": weight})
+    reference = getattr(torch.optim, name)([usual], lr=0.1, foreach=False)
+    assert stepper._torch.defaults["fused"]
+    for _ in range(3):
+        gradient = torch.randn(4, 3, 2, 2, dtype=torch.float64)
+        weight.grad, usual.grad = gradient, gradient.clone()
+        stepper.step()
+        reference.step()
+    torch.testing.assert_close(weight, usual, rtol=1e-12, atol=1e-12)
+
+
+def test_whoever_asks_for_another_step_gets_it() -> None:
+    weight = torch.zeros(2, 2, requires_grad=True)
+    assert not build(Optimizer("Adam", foreach=False), {"w": weight})._torch.defaults["fused"]
+    half = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    assert not build(Optimizer("Adam"), {"w": half})._torch.defaults["fused"]
 
 
 def test_weights_without_gradients_have_no_state_yet() -> None:

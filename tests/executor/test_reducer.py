@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hand_made import chain
 from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.messages import expected_messages
-from manyhands.executor.reducer import Reducer, dense_gradient, flat, windows
+from manyhands.executor.reducer import Reducer, row_of
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.network import Network, WeightSpec
+from manyhands.graph.weights import dense_gradient
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import MOST_DIRECT
 
@@ -194,26 +195,12 @@ def test_a_span_is_told_for_every_bucket() -> None:
 # Memory as rows
 
 
-@given(SHAPES, st.data())
-def test_windows_are_cuts_of_the_rows_laid_end_to_end(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
-    rows = [torch.randn(*shape).view(-1) for shape in shapes]
-    whole = torch.cat(rows)
-    first = data.draw(st.integers(0, whole.numel()))
-    last = data.draw(st.integers(first, whole.numel()))
-    found = windows(rows, first, last)
-    assert torch.equal(torch.cat([*found, whole[:0]]), whole[first:last])
-    assert all(part.numel() for part in found)
-    for part in found:  # they are the rows' own memory
-        part.zero_()
-    assert float(torch.cat(rows)[first:last].abs().sum()) == 0.0
-
-
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_flat_is_the_memory_itself_in_its_order(shape: list[int], random: object) -> None:
+def test_a_row_is_the_memory_itself_in_its_order(shape: list[int], random: object) -> None:
     order = list(range(len(shape)))
     random.shuffle(order)  # type: ignore[attr-defined]
     tensor = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(order)
-    found = flat(tensor)
+    found = torch.frombuffer(row_of(tensor), dtype=tensor.dtype)
     assert torch.equal(found, torch.arange(float(tensor.numel())))
     assert found.data_ptr() == tensor.data_ptr()
 
@@ -240,4 +227,4 @@ def test_an_expanded_gradient_is_made_dense() -> None:
     """What sum() hands back has no memory of its own for each number."""
     weight = torch.randn(2, 3).requires_grad_()
     weight.grad = torch.ones(1).expand(2, 3)
-    assert flat(dense_gradient(weight)).numel() == 6
+    assert len(row_of(dense_gradient(weight))) == 6 * 4

@@ -323,7 +323,7 @@ class Rank:
         wrapped = DistributedDataParallel(
             self.module(way.channels_last), process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
         )
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -345,7 +345,7 @@ class Rank:
         )
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[way.kind]
         schedule = kind(stage, way.micro_batches, loss_fn=self.loss)
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
         given = (self.inputs(way),) if place == 0 else ()
         target = self.target if place == count - 1 else None
 
@@ -386,7 +386,7 @@ class Rank:
             entered = nn.Sequential(*units[:first])(self.batch[:samples])
         own, is_last = nn.Sequential(*units[first:last]), last == len(units)
         entered = entered.detach().requires_grad_(first > 0)
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
         target = self.target[:samples]
         handed_back = torch.ones_like(own(entered)) if not is_last else None
         forward: list[float] = []

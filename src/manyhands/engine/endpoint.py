@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.mailbox import Mailbox, Memory
 from manyhands.engine.security import Security
 
 
@@ -47,10 +47,10 @@ class Endpoint(Protocol):
     sent_bytes: Counter[str]
     """Payload bytes handed to the link, by peer."""
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         """Hand a message to the link and go on.
 
-        `parts` are contiguous tensors on the CPU, sent one after another; they must not change until the receiver has
+        `parts` are sent one after another; they must not change until the receiver has
         them, or until `release`. An urgent message overtakes others between two chunks. A lost peer is an error of the
         next wait for it, not of this call.
         """

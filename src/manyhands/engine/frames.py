@@ -25,6 +25,8 @@ LARGEST_CHUNK_BYTES = 4 * 2**20
 LONGEST_TOPIC = LARGEST_HEADER_BYTES // 4
 """In letters, of four bytes at most."""
 CHUNK_BYTES = 512 * 1024
+SHARED_CHUNK_BYTES = 2 * CHUNK_BYTES
+"""Where payloads go through memory in common: copying takes less time than a frame's way otherwise."""
 LARGEST_MESSAGE_BYTES = 2**36
 
 

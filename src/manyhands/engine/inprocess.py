@@ -25,7 +25,7 @@ import torch
 from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
-from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes, byte_count
+from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, Memory, as_bytes, byte_count
 from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, difference, preamble
 from manyhands.engine.tcp import SILENCE_SECONDS
 from manyhands.engine.transport import ControlListener
@@ -72,7 +72,7 @@ class InProcessEndpoint:
         self.sent_bytes: Counter[str] = Counter()
         self._messages = 0
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         size = byte_count(parts)
         content = b"".join(as_bytes(part) for part in parts)
         with self.board.lock:
@@ -393,7 +393,7 @@ class MeetingEndpoint:
     def is_connected(self, peer: str) -> bool:
         return peer in self._peers
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         if self.transport.before_send is not None:
             self.transport.before_send(self.name, to, step, topic)
         size = byte_count(parts)

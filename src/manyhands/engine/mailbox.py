@@ -28,26 +28,32 @@ STEPS_AHEAD = 8
 _MOST_REFUSALS = 100
 _NAP_SECONDS = 0.01
 """How long a thread sleeps while another does the engine's work: that one may have left just before."""
-_KNOWN_TO_NUMPY = frozenset(
+KNOWN_TO_NUMPY = frozenset(
     {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
     | {torch.int8, torch.int16, torch.int32, torch.int64}
 )
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+Memory = torch.Tensor | memoryview
+"""What is sent, or filled: a contiguous tensor on the CPU, or the bytes of one."""
+
+
+def as_bytes(tensor: Memory) -> memoryview:
     """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
+    if isinstance(tensor, memoryview):
+        return tensor
     assert tensor.is_cpu, "only memory of the CPU travels"
     assert tensor.is_contiguous(), "tensor must be contiguous"
     if tensor.requires_grad:
         tensor = tensor.detach()
-    array: Any = (tensor if tensor.dtype in _KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
+    array: Any = (tensor if tensor.dtype in KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
     if array.size and array.dtype.char in "fBlq?d":
         return memoryview(array).cast("B")
     return memoryview(array.reshape(-1).view(numpy.uint8))
 
 
-def byte_count(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def byte_count(parts: Sequence[Memory]) -> int:
+    return sum(part.nbytes for part in parts)
 
 
 class Helper(Protocol):
@@ -265,7 +271,7 @@ class Mailbox:
 
     # The receiver's side
 
-    def post(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
+    def post(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
         """Say where a message will go, before it comes if possible: then its bytes are written there directly."""
         self._post((source, step, topic), [as_bytes(tensor) for tensor in into])
 
@@ -284,8 +290,8 @@ class Mailbox:
                 message.views = [view for view in views if len(view)]
             return message
 
-    def receive(self, source: str, step: int, topic: str, into: Sequence[torch.Tensor]) -> None:
-        """Wait for a message and have it in `into` (contiguous tensors on the CPU, filled one after another)."""
+    def receive(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
+        """Wait for a message and have it in `into`, which is filled one after another."""
         views = [as_bytes(tensor) for tensor in into]
         key = (source, step, topic)
         message = self._post(key, views)
@@ -426,13 +432,16 @@ def window(views: list[memoryview], offset: int, length: int) -> list[memoryview
     """Bytes [offset, offset + length) of some views laid end to end."""
     found = []
     for view in views:
-        if length and offset < len(view):
-            part = view[offset : offset + length]
-            found.append(part)
-            length -= len(part)
-            offset = 0
-        else:
-            offset -= len(view)
+        size = len(view)
+        if offset >= size:
+            offset -= size
+            continue
+        if not length:
+            break
+        part = view if not offset and size <= length else view[offset : offset + length]
+        found.append(part)
+        length -= len(part)
+        offset = 0
     return found
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.engine.frames import BEAT, CHUNK_BYTES, Header, encode, is_control
+from manyhands.engine.frames import BEAT, Header, encode, is_control
 from manyhands.engine.mailbox import window
 from manyhands.engine.shaping import Shaper
 from manyhands.engine.shared_memory import FillingRing
@@ -30,7 +30,8 @@ _MESSAGES_TAKING_TURNS = 4
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """A message on its way: `start` is the header of its first frame, `views` are the senders' own memory."""
+    """A message on its way: `start` is the header of its first frame, which no other is longer than; `views` are the
+    senders' own memory."""
 
     start: Header
     views: list[memoryview]
@@ -45,7 +46,7 @@ class Outgoing:
         start = self.start
         if start.length == start.bytes:
             return start, self.views
-        length = min(CHUNK_BYTES, start.bytes - self.offset)
+        length = min(start.length, start.bytes - self.offset)
         header = Header(start.origin, start.generation, start.step, start.topic, start.bytes, self.offset, length)
         views = window(self.views, self.offset - self.copied_at, length)
         self.offset += length
@@ -244,7 +245,7 @@ class Outbox:
         """The message that goes on, of those handed over until then."""
         if self._urgent and self._urgent[0].handed_at <= latest:
             message = self._urgent[0]
-            if message.offset + CHUNK_BYTES >= message.start.bytes:
+            if message.offset + message.start.length >= message.start.bytes:
                 self._urgent.popleft()
                 if not self._urgent:
                     self._precedence.end(self)
@@ -256,7 +257,7 @@ class Outbox:
         if not self._turns:
             return None
         message = self._turns.popleft()
-        if message.offset + CHUNK_BYTES < message.start.bytes:
+        if message.offset + message.start.length < message.start.bytes:
             self._turns.append(message)
         return message
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.engine.frames import CHUNK_BYTES, BadFrame
+from manyhands.engine.frames import SHARED_CHUNK_BYTES, BadFrame
 from manyhands.engine.security import is_loopback
 from manyhands.engine.shared_memory import EmptyingRing, FillingRing, Unshared, find
 from manyhands.engine.wire import Wire
@@ -34,7 +34,7 @@ SHARING_VARIABLE = "MANYHANDS_SHARED_MEMORY"
 RING_BYTES = 4 * 2**20
 SMALLEST_SHARED_BYTES = 128 * 1024
 LARGEST_RING_BYTES = 2**30
-_SMALLEST_RING_BYTES = 2 * CHUNK_BYTES
+_SMALLEST_RING_BYTES = SHARED_CHUNK_BYTES
 
 
 @dataclass(frozen=True)

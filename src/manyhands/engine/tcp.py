@@ -26,9 +26,18 @@ import torch
 
 from manyhands.engine.door import Door
 from manyhands.engine.endpoint import Peers
-from manyhands.engine.frames import ANSWER, CHUNK_BYTES, LONGEST_TOPIC, OFFER, BadFrame, Header, control
+from manyhands.engine.frames import (
+    ANSWER,
+    CHUNK_BYTES,
+    LONGEST_TOPIC,
+    OFFER,
+    SHARED_CHUNK_BYTES,
+    BadFrame,
+    Header,
+    control,
+)
 from manyhands.engine.inbox import Inbox
-from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, as_bytes
+from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, Memory, as_bytes
 from manyhands.engine.meeting import Meeting
 from manyhands.engine.outbox import Outbox, Outgoing, Precedence
 from manyhands.engine.poller import READ, WRITE, Poller
@@ -46,7 +55,7 @@ interpreter's lock: which lasts a second or two at most."""
 _BEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
 """How much one connection is read or written before others get their turn."""
-_SHARED_AT_ONCE_BYTES = 4 * CHUNK_BYTES
+_SHARED_AT_ONCE_BYTES = 2 * SHARED_CHUNK_BYTES
 """How much a sender's own thread puts into memory in common: to wake the engine's thread takes longer than that."""
 _FLUSH_POLL_SECONDS = 0.001
 _SEGMENTS_AT_ONCE = 16
@@ -167,7 +176,7 @@ class TcpEndpoint:
     def is_connected(self, peer: str) -> bool:
         return peer in self._connections
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[torch.Tensor], *, urgent: bool = False) -> None:
+    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the engine's."""
         connection = self._connections.get(to)
         if connection is None:
@@ -182,10 +191,11 @@ class TcpEndpoint:
         size = sum(map(len, views))
         if len(topic) > LONGEST_TOPIC:  # found here, before anything is queued
             raise BadValue(f"'{topic:.80}...' is a name of {len(topic)} letters; at most {LONGEST_TOPIC} travel.")
-        start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, CHUNK_BYTES))
         with self._lock:
             self.sent_bytes[to] += size
         outbox = connection.outbox
+        longest = CHUNK_BYTES if outbox.ring is None else SHARED_CHUNK_BYTES
+        start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, longest))
         if size >= self.sharing.smallest_bytes and connection.sharing.may_offer and not outbox.is_shaped:
             connection.offer_sharing()
         try:

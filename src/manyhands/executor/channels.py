@@ -140,7 +140,7 @@ class ChannelRunner(ForwardOnly):
             if alias in flight.values:
                 continue
             here = [(self._held(name), flight.values[name]), *flight.arrived.pop(name, ())]
-            parts = flight.values[name].new_empty(joined_shape(boxes))
+            parts = _empty_like(flight.values[name], joined_shape(boxes))
             start = 0
             for box in boxes:
                 size = box.shape[CHANNELS]
@@ -326,6 +326,13 @@ class LocalGraph:
             target, arguments = "aten.reshape.default", (arguments[0], sizes)
         options = {} if op.channels == "shaped" else node.options
         return msgspec.structs.replace(node, target=target, arguments=arguments, options=options, outputs=(spec,))
+
+
+def _empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Room of another shape in the same memory format: what reads it next is not to convert it."""
+    is_last = data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last) and not data.is_contiguous()
+    wanted = torch.channels_last if is_last else torch.contiguous_format
+    return torch.empty(shape, dtype=data.dtype, device=data.device, memory_format=wanted)
 
 
 def joined_shape(boxes: Boxes) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.mail import FedSoFar, Mail
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
-from manyhands.executor.reducer import Reducer, dense_gradient
+from manyhands.executor.reducer import Reducer
 from manyhands.executor.runner import Runner, SegmentRunner
 from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
@@ -35,7 +35,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import (
     Action,
     Backward,

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, did_you_mean, unknown
 from manyhands.facts.optimizer import Optimizer, Option
 from manyhands.graph.graph import Graph
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.profiler.steps import now
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ _REFUSED_SCHEDULES = {
     "SequentialLR": "it needs schedule objects; give a list of schedules, all of which are applied each step",
     "ChainedScheduler": "it needs schedule objects; give a list of schedules, all of which are applied each step",
 }
+_ABOUT_FUSING = {"fused", "foreach", "differentiable", "capturable"}
 _NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}
 """Given by us, deprecated, or code."""
 
@@ -62,6 +63,9 @@ class Stepper:
 
     def step(self) -> None:
         """Step the optimiser, then its schedules. Weights without a gradient stay as they are."""
+        for weight in self.weights.values():
+            if weight.grad is not None and weight.grad.stride() != weight.stride():
+                dense_gradient(weight)  # a fused step takes both for rows of numbers
         self._torch.step()
         self._step_schedules()
 
@@ -243,7 +247,8 @@ def _construct(
     kind = _resolve("optimizer", optimizer.name, known, _REFUSED_OPTIMIZERS)
     _check_options(kind, optimizer.options)
     over = weights or [torch.zeros(1, 1, requires_grad=True)]  # PyTorch takes no empty list, but schedules must run
-    built = _wrapped(kind.__name__, optimizer.options, lambda: kind(over, **optimizer.options))
+    options = optimizer.options | ({"fused": True} if _may_fuse(kind, optimizer.options, over) else {})
+    built = _wrapped(kind.__name__, optimizer.options, lambda: kind(over, **options))
     schedules = []
     for name, options in optimizer.schedule:
         known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
@@ -251,6 +256,14 @@ def _construct(
         _check_options(scheduler, options)
         schedules.append(_wrapped(scheduler.__name__, options, lambda: scheduler(built, **options)))  # noqa: B023
     return built, schedules
+
+
+def _may_fuse(kind: Any, given: Mapping[str, Option], weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a step may pass over weights, gradients and state once, in place of once for every operation: on a CPU
+    that takes a third of the time. Whoever gives one of the options about it has the last word."""
+    if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(given):
+        return False
+    return all(weight.is_cpu and weight.dtype in (torch.float32, torch.float64) for weight in weights)
 
 
 def _classes(module: Any, base: type) -> dict[str, Any]:

@@ -10,46 +10,28 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 
 from manyhands.engine.endpoint import Endpoint
+from manyhands.engine.mailbox import KNOWN_TO_NUMPY, as_bytes, window
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import chunk_points, gradient_rounds, topic
+from manyhands.schedule.reduction import chunk_points, element_bytes, gradient_rounds, topic
 
 OnSpan = Callable[[Reduce, float, float], None]
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def row_of(tensor: torch.Tensor) -> memoryview:
     """A dense tensor's memory as one row, in the order it lies in."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    order = sorted(range(tensor.dim()), key=lambda axis: tensor.stride(axis), reverse=True)
-    return tensor.permute(order).view(-1)
-
-
-def windows(rows: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
-    """Numbers [first, last) of some rows laid end to end."""
-    found = []
-    for row in rows:
-        a, b = max(0, first), min(row.numel(), last)
-        if a < b:
-            found.append(row[a:b])
-        first, last = first - row.numel(), last - row.numel()
-    return found
-
-
-def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    elif weight.grad.stride() != weight.stride():
-        weight.grad = torch.empty_like(weight).copy_(weight.grad)
-    return weight.grad
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return as_bytes(tensor)
 
 
 class Reducer:
@@ -105,10 +87,10 @@ class Reducer:
                 self._change.notify_all()
 
     def _reduce(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> None:
-        rows = [flat(gradient) for gradient in gradients]
-        staged = [row.cpu() for row in rows]  # the same memory, unless the gradients lie on another device
-        points = chunk_points(reduce, self.network)
-        chunks = [windows(staged, points[i], points[i + 1]) for i in range(len(reduce.devices))]
+        staged = [gradient.cpu() for gradient in gradients]  # the same, unless they lie on another device
+        rows = [row_of(tensor) for tensor in staged]
+        points, size = chunk_points(reduce, self.network), element_bytes(reduce, self.network)
+        chunks = [window(rows, size * first, size * (last - first)) for first, last in pairwise(points)]
         rounds = [
             [(hop, topic(reduce, number, hop.chunk)) for hop in hops]
             for number, hops in enumerate(gradient_rounds(reduce.devices))
@@ -123,27 +105,27 @@ class Reducer:
                     self.endpoint.send(hop.target, step, name, chunks[hop.chunk])
             for hop, name in pairs:  # added in the order of the hops, whoever is first: the same bits in every run
                 if hop.target == own and hop.adds:
-                    _add(chunks[hop.chunk], box.take(hop.source, step, name))
+                    _add(chunks[hop.chunk], box.take(hop.source, step, name), staged[0].dtype)
                 elif hop.target == own:
                     box.receive(hop.source, step, name, chunks[hop.chunk])
-        for row, copy in zip(rows, staged):
-            if row.data_ptr() != copy.data_ptr():
-                row.copy_(copy)
+        for gradient, copy in zip(gradients, staged):
+            if gradient is not copy:
+                gradient.copy_(copy)
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory for numpy, which adds on one thread.
+def _numbers(memory: memoryview, dtype: torch.dtype) -> Any:
+    """Memory as numbers for numpy, which adds on one thread; as a tensor where it does not know them.
 
     torch would start a second set of threads for this one, and the two would fight for the cores that compute.
     """
-    return tensor if tensor.dtype == torch.bfloat16 else tensor.detach().numpy()
+    if dtype in KNOWN_TO_NUMPY:
+        return numpy.frombuffer(memory, str(dtype).removeprefix("torch."))
+    return torch.frombuffer(memory, dtype=dtype)
 
 
-def _add(parts: list[torch.Tensor], came: memoryview) -> None:
-    if not parts:
-        return
-    place, row = 0, _array(torch.frombuffer(came, dtype=parts[0].dtype))
+def _add(parts: list[memoryview], came: memoryview, dtype: torch.dtype) -> None:
+    place = 0
     for part in parts:
-        target = _array(part)
-        target += row[place : place + part.numel()]
-        place += part.numel()
+        target = _numbers(part, dtype)
+        target += _numbers(came[place : place + len(part)], dtype)
+        place += len(part)

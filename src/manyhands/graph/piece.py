@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from manyhands.facts.errors import BadValue
+from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.graph import (
     Argument,
@@ -245,14 +246,14 @@ def _operator(
         and name not in kept
         and maker.target in ops.CONVOLUTION | ops.NORMALISATION | ops.PRODUCT | {"aten.add.Tensor"}
         and not maker.several
-        and node.outputs[0] == type(node.outputs[0])(node.outputs[0].name, *_shape_of(piece, name))
+        and _memory_of(node.outputs[0]) == _memory_of(piece.specs[name])
     )
     written = ops.in_place(node.target) if safe else None
     return operator if written is None else ops.resolve(written)  # type: ignore[no-any-return]
 
 
-def _shape_of(piece: Piece, name: str) -> tuple[tuple[int, ...], str, int | None]:
-    spec = piece.specs[name]
+def _memory_of(spec: TensorSpec) -> tuple[tuple[int, ...], str, int | None]:
+    """What a tensor's memory looks like."""
     return spec.shape, spec.dtype, spec.batch_axis
 
 

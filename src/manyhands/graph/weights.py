@@ -50,3 +50,12 @@ class Weights:
         for alias, name in graph.aliases.items():
             if alias in own:
                 own[alias].copy_(self.tensors[name])
+
+
+def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    elif weight.grad.stride() != weight.stride():
+        weight.grad = torch.empty_like(weight).copy_(weight.grad)
+    return weight.grad
