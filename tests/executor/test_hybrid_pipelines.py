@@ -535,7 +535,7 @@ class Heavy(nn.Module):
 
 @pytest.mark.parametrize(("optimizer", "slots"), [(SGD, 1), (Optimizer("Adam", foreach=False), 2)], ids=["SGD", "Adam"])
 def test_a_heavy_weights_new_gradient_and_step_are_predicted(optimizer: Optimizer, slots: int) -> None:
-    """A gradient lies beside the sum it is added to; Adam's step, where it is not fused, makes two tensors as large as the weight."""
+    """A gradient lies beside the sum it is added to; Adam's step that is not fused makes two as large as the weight."""
     batches = pictures(12, 2, 0, 1, SIDE, SIDE)
     graph = captured(Heavy(), batches[0], "heavy")
     plan = staged(graph, ["b"], [[4], [4]], micro_batches=3, optimizer_slots=slots)

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-
 from manyhands.engine.mailbox import Mailbox, Memory
 from manyhands.engine.security import Security
 

@@ -20,8 +20,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import torch
-
 from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes

@@ -22,8 +22,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
-
 from manyhands.engine.door import Door
 from manyhands.engine.endpoint import Peers
 from manyhands.engine.frames import (
