@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from manyhands.facts.boxes import Box
+from manyhands.graph import random
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
@@ -36,15 +38,20 @@ def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], int | None, int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors(), SEEDS, st.integers(0, 2**40), st.text(max_size=8), st.integers(0, 3), st.integers(0, 2**33))
-def test_same_as_numpy_on_unsigned_numbers(
-    tensor: tuple[tuple[int, ...], int | None, int], seed: int, step: int, operator: str, stream: int, first: int
-) -> None:
+@given(
+    tensors(), SEEDS, st.integers(0, 2**40), st.text(max_size=8), st.integers(0, 3), st.integers(0, 2**33),
+    st.booleans(),
+)  # fmt: skip
+def test_many_and_few_numbers_are_those_of_the_definition(
+    tensor: tuple[tuple[int, ...], int | None, int], seed: int, step: int, operator: str, stream: int, first: int,
+    are_many: bool,
+) -> None:  # fmt: skip
     shape, axis, samples = tensor
     intervals = [(0, e) for e in shape]
     if axis is not None:
         intervals[axis] = (first * shape[axis], (first + samples) * shape[axis])
-    found = bits(Draw(seed, step, operator, stream), Box(tuple(intervals)), shape, axis, CPU)
+    with mock.patch.object(random, "_SMALL", 0 if are_many else 2**16):
+        found = bits(Draw(seed, step, operator, stream), Box(tuple(intervals)), shape, axis, CPU)
     assert found.dtype == torch.int32
     wanted = numpy_bits(seed, step, operator, stream, shape, axis, first, samples)
     assert np.array_equal(found.numpy().view(np.uint32), wanted)

@@ -40,6 +40,11 @@ class Inbox:
         self._came = 0
         """Bytes of this connection so far: from when which of them came, its rate is known."""
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a payload has come in part."""
+        return self._left > 0
+
     def read(self, most_bytes: int) -> int:
         """Take in what has come, up to about `most_bytes`; how much it was. Broken and BadFrame end the connection."""
         total = 0

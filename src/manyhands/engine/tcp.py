@@ -53,6 +53,8 @@ interpreter's lock: which lasts a second or two at most."""
 _BEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
 """How much one connection is read or written before others get their turn."""
+_LITTLE_BYTES = 64 * 1024
+"""Less than this in one look came over a slow link, or was all there is."""
 _SHARED_AT_ONCE_BYTES = 2 * SHARED_CHUNK_BYTES
 """How much a sender's own thread puts into memory in common: to wake the engine's thread takes longer than that."""
 _FLUSH_POLL_SECONDS = 0.001
@@ -312,8 +314,9 @@ class TcpEndpoint:
     def _has_work(self) -> bool:
         return bool(self._asked or self._writers or self._buffered or self._held)
 
-    def _turn(self, limit_seconds: float) -> None:
-        """Look at the sockets once and serve those that are ready."""
+    def _turn(self, limit_seconds: float) -> bool:
+        """Look at the sockets once and serve those that are ready. Whether all that came were small parts of larger
+        messages."""
         if self._buffered or self._asked:
             limit_seconds = 0.0
         if self._held:
@@ -325,13 +328,14 @@ class TcpEndpoint:
         if now - self._looked_at > self.silence_seconds / 2:
             self._pardon(now)
         self._looked_at = now
+        came = 0
         for connection, mask in ready:
             if connection is None:
                 self._alarm.recv(4096)
             else:
-                self._serve(connection, mask, now)
+                came += self._serve(connection, mask, now)
         for connection in list(self._buffered) if self._buffered else ():
-            self._serve(connection, READ, now)
+            came += self._serve(connection, READ, now)
         while self._asked:
             self._asked.popleft()()
         if self._held:
@@ -339,16 +343,21 @@ class TcpEndpoint:
         if now - self._beaten_at >= self.beat_seconds:
             self._beaten_at = now
             self._beat(now)
+        are_parts = all(connection is None or connection.inbox.is_inside for connection, _ in ready)
+        return are_parts and 0 < came < _LITTLE_BYTES
 
     def _pardon(self, now: float) -> None:
         """This process itself did not run for a while (a suspended laptop): nobody else was silent."""
         for connection in self._connections.values():
             connection.heard_at = now
 
-    def _serve(self, connection: Connection, mask: int, now: float) -> None:
+    def _serve(self, connection: Connection, mask: int, now: float) -> int:
+        """How many bytes were read."""
+        came = 0
         try:
             if mask & READ:
-                if connection.inbox.read(_AT_ONCE_BYTES):
+                came = connection.inbox.read(_AT_ONCE_BYTES)
+                if came:
                     connection.heard_at = now
                 if connection.wire.has_unread:
                     self._buffered.add(connection)
@@ -361,6 +370,7 @@ class TcpEndpoint:
             self._lose(connection, str(error))
         except BadFrame as error:
             self._lose(connection, f"what it sent is no frame: {error}")
+        return came
 
     def _write_soon(self, connection: Connection) -> None:
         """Said inside a turn of the wheel, which ends with what was asked."""

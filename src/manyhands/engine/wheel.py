@@ -3,6 +3,9 @@
 A message that is read by the thread that waits for it is there one change of threads earlier, which is much of the
 time a small message takes. So a waiting thread takes the wheel. The engine's own thread stands back while somebody
 waits or did so just now, and comes back by itself: nobody has to wake it.
+
+While nobody waits there is no hurry to read parts of a message: over a slow link they trickle in, and to read each as
+it comes would take a slow device a good part of its processor. The engine's thread lets them gather.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ _LEND_SECONDS = 0.002
 """How long after a wait the engine's thread stays away: the next wait is often near."""
 _LONGEST_AWAY_SECONDS = 0.016
 _MAKE_WAY_LIMIT_SECONDS = 0.05
+_GATHER_SECONDS = 0.008
+"""How long parts of messages gather that nobody waits for."""
 
 
 class Wheel:
-    """Only who holds it looks at the sockets. `turn(limit_seconds)` looks once; `ring` ends a look from outside."""
+    """Only who holds it looks at the sockets. `turn(limit_seconds)` looks once, and says whether it found parts only;
+    `ring` ends a look from outside."""
 
     def __init__(
         self,
         name: str,
-        turn: Callable[[float], None],
+        turn: Callable[[float], bool],
         ring: Callable[[], None],
         has_work: Callable[[], bool],
         end: Callable[[], None],
@@ -92,10 +98,13 @@ class Wheel:
                 away_seconds = _LEND_SECONDS
                 self._is_held_by_thread = True
                 try:
-                    self._turn(_LEND_SECONDS if self._waiting else self._longest_look_seconds)
+                    are_parts = self._turn(_LEND_SECONDS if self._waiting else self._longest_look_seconds)
                 finally:
                     self._is_held_by_thread = False
                     self._held.release()
+                if are_parts and not self._waiting and not self._has_work():
+                    self._come_back.wait(_GATHER_SECONDS)
+                    self._come_back.clear()
         finally:
             self._is_closing = True
             with self._held:
