@@ -39,7 +39,7 @@ from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, Memory, as_byt
 from manyhands.engine.meeting import Meeting
 from manyhands.engine.outbox import Outbox, Outgoing, Precedence
 from manyhands.engine.poller import READ, WRITE, Poller
-from manyhands.engine.security import Security
+from manyhands.engine.security import Security, is_loopback
 from manyhands.engine.shaping import Port, Shaper
 from manyhands.engine.sharing import Sharing, SharingSetting
 from manyhands.engine.wheel import Wheel
@@ -77,11 +77,17 @@ class Connection:
         self.peer, self.wire, self._on_answer = peer, wire, on_answer
         self.outbox, self.inbox = Outbox(wire, precedence), Inbox(peer, wire, mailbox, self._hear)
         self.sharing = Sharing(wire, setting)
+        self._is_far = not is_loopback(str(wire.socket.getpeername()[0]))
         self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
         self.frames_at_last_beat = 0
         self.events = READ
         self.is_registered = False
+
+    @property
+    def trickles(self) -> bool:
+        """Whether a message comes in parts, and not from this machine."""
+        return self.inbox.is_inside and self._is_far
 
     def offer_sharing(self) -> None:
         """From any thread, before the first large message."""
@@ -316,7 +322,7 @@ class TcpEndpoint:
 
     def _turn(self, limit_seconds: float) -> bool:
         """Look at the sockets once and serve those that are ready. Whether all that came were small parts of larger
-        messages."""
+        messages from other machines."""
         if self._buffered or self._asked:
             limit_seconds = 0.0
         if self._held:
@@ -343,8 +349,7 @@ class TcpEndpoint:
         if now - self._beaten_at >= self.beat_seconds:
             self._beaten_at = now
             self._beat(now)
-        are_parts = all(connection is None or connection.inbox.is_inside for connection, _ in ready)
-        return are_parts and 0 < came < _LITTLE_BYTES
+        return 0 < came < _LITTLE_BYTES and all(one is None or one.trickles for one, _ in ready)
 
     def _pardon(self, now: float) -> None:
         """This process itself did not run for a while (a suspended laptop): nobody else was silent."""

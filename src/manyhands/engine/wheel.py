@@ -4,8 +4,8 @@ A message that is read by the thread that waits for it is there one change of th
 time a small message takes. So a waiting thread takes the wheel. The engine's own thread stands back while somebody
 waits or did so just now, and comes back by itself: nobody has to wake it.
 
-While nobody waits there is no hurry to read parts of a message: over a slow link they trickle in, and to read each as
-it comes would take a slow device a good part of its processor. The engine's thread lets them gather.
+Over a slow link a message trickles in, and to read each part as it comes would take a slow device a good part of its
+processor: parts are let gather, for a moment where somebody waits for them, longer where nobody does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LEND_SECONDS = 0.002
 """How long after a wait the engine's thread stays away: the next wait is often near."""
 _LONGEST_AWAY_SECONDS = 0.016
 _MAKE_WAY_LIMIT_SECONDS = 0.05
-_GATHER_SECONDS = 0.008
-"""How long parts of messages gather that nobody waits for."""
+_GATHER_SECONDS, _GATHER_SHORTLY_SECONDS = 0.008, 0.0005
+"""How long parts of messages gather that nobody waits for, and those that somebody does."""
 
 
 class Wheel:
@@ -69,7 +69,9 @@ class Wheel:
                 return not self._is_closing
         try:
             if not self._is_closing and not is_over():
-                self._turn(min(limit_seconds, self._longest_look_seconds))
+                are_parts = self._turn(min(limit_seconds, self._longest_look_seconds))
+                if are_parts and not is_over() and not self._has_work():
+                    time.sleep(_GATHER_SHORTLY_SECONDS)
         finally:
             self._held.release()
         return True
