@@ -194,6 +194,13 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def format_of(tensor: Tensor) -> torch.memory_format | None:
+    """In which order a map's memory lies, also of a part of one; None where both orders are the same."""
+    if tensor.dim() != 4 or tensor.shape[1] == 1 or tensor.shape[2] * tensor.shape[3] == 1:
+        return None
+    return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
+
+
 def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
     """A tensor of `box` as one of `wide`, which need not contain it: cut, and filled up with `value`."""
     if box == wide:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
+from manyhands.executor.tile_base import format_of
 from manyhands.executor.tile_operators import Held, Notes, State, SumsOperator, TileOperator, tile_operator
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.network import Op
@@ -452,7 +453,7 @@ class TileRunner:
             return
         inputs = [self._value(flight, r.tensor) if r.tensor in op.derives_from else None for r in op.reads]
         output = self._value(flight, op.outputs[0]) if op.outputs[0] in op.derives_from else None
-        given = gradient.view(out)
+        given = _formatted_like(gradient.view(out), [one for one in (*inputs, output) if one is not None])
         options["notes"] = flight.notes.get(index)
         found = operator.input_gradients(inputs, output, given, out, wanted, context, **options)
         memory = [one.tensor.untyped_storage().data_ptr() for one in found if one is not None]
@@ -593,3 +594,12 @@ class TileRunner:
             if held is not None and held.tensor.is_floating_point() and not bool(torch.isfinite(held.tensor).all()):
                 return name
         return None
+
+
+def _formatted_like(gradient: torch.Tensor, others: list[Held]) -> torch.Tensor:
+    """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
+    long. Kernels of neighbours may differ in it."""
+    wanted = next((found for one in others if (found := format_of(one.tensor)) is not None), None)
+    if wanted is None or format_of(gradient) in (None, wanted):
+        return gradient
+    return gradient.contiguous(memory_format=wanted)
