@@ -14,6 +14,7 @@ from manyhands.engine.security import Security
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.timing import SMALLEST_TIMED_BYTES, TOLD_EARLY_SECONDS, Timed
+from manyhands.engine.wheel import Wheel
 from manyhands.facts.cluster import Link
 from manyhands.facts.trace import Trace
 
@@ -155,3 +156,37 @@ def test_nothing_passes_a_stopped_link_and_it_is_not_dead(security: Security) ->
         assert b.mailbox.received_bytes["a"] == 0
         a.shape({"b": Link(1e6, 0.0)})
         b.mailbox.receive("a", 0, "x", [torch.zeros(20_000, dtype=torch.uint8)])
+
+
+def looks_of(*, are_parts: bool) -> int:
+    """How often an engine's thread that always finds something looks in a tenth of a second, with nobody waiting."""
+    looks: list[float] = []
+
+    def turn(limit_seconds: float) -> bool:
+        looks.append(limit_seconds)
+        time.sleep(0.0005)
+        return are_parts
+
+    wheel = Wheel("engine", turn, lambda: None, lambda: False, lambda: None, 0.5)
+    time.sleep(0.1)
+    wheel.close()
+    return len(looks)
+
+
+def test_parts_of_messages_gather_while_nobody_waits() -> None:
+    assert looks_of(are_parts=True) < looks_of(are_parts=False) / 3
+
+
+def test_only_parts_from_other_machines_gather(security: Security) -> None:
+    with joined(security, {"x": 10_000}) as (a, b):
+        connection = b._connections["a"]
+        assert not connection._is_far
+        a.shape({"b": Link(STOPPED_BYTES_PER_SECOND, 0.0)})
+        a.send("b", 0, "x", [torch.zeros(10_000, dtype=torch.uint8)])
+        a.shape({"b": Link(0.5 * MBIT, 0.0)})
+        wait_until(lambda: connection.inbox.is_inside)
+        assert not connection.trickles
+        connection._is_far = True
+        assert connection.trickles
+        b.mailbox.receive("a", 0, "x", [torch.zeros(10_000, dtype=torch.uint8)])
+        assert not connection.trickles

@@ -13,11 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from manyhands.executor.channels import LocalGraph, empty_like
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
+from manyhands.graph.piece import Piece
 from manyhands.graph.tape import outputs_of
+from manyhands.graph.weights import Weights
+from manyhands.schedule.channels import ChannelGeometry
+from manyhands.schedule.work import geometry_of
 
 SAMPLES = 3
 BATCHES = 2
@@ -179,3 +184,20 @@ def test_by_kernels_of_ones_choice(kernel: Kernel) -> None:
     for (given_, _), outputs in zip(inputs(), ran.outputs):
         with torch.no_grad():
             assert relative(outputs_of(graph, outputs), model(given_)) <= 1e-12
+
+
+def test_activations_are_made_in_place_and_formats_are_kept() -> None:
+    """As on one device: a device's own part of the network is no slower for being a part."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(inplace=True)]
+    graph = graph_of(settled(nn.Sequential(*layers, nn.Conv2d(8, 8, 1, groups=4))))
+    plan = by_channels(graph, (2, 2))
+    geometry = geometry_of(plan, 0, graph.network)
+    assert isinstance(geometry, ChannelGeometry)
+    local = LocalGraph(graph, geometry, "d0")
+    piece = Piece(local.graph, Weights.copied(graph), *local.range(geometry.first, geometry.last))
+    calls = [str(step.call) for step in piece.steps(training=False) if step.node.in_place]
+    assert calls == ["aten.relu_.default"] * 2
+    held = torch.empty(1, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    assert empty_like(held, (1, 6, 3, 3)).is_contiguous(memory_format=torch.channels_last)
+    assert empty_like(held.contiguous(), (1, 6, 3, 3)).is_contiguous()
+    assert empty_like(held[:, :, 0, 0], (1, 6)).shape == (1, 6)

@@ -35,6 +35,8 @@ from torch.nn import functional
 from drawn_plans import drawn_tiles, plans
 from groups import by_name, slow_if
 from manyhands.executor.messages import plan_bytes
+from manyhands.executor.tile_base import Held
+from manyhands.executor.tiles import formatted_like
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move
@@ -660,3 +662,16 @@ def test_an_early_output_streams_from_the_tiles() -> None:
     late = case.count - 2
     stages = (case.tiled(ByTiles((1, 1)), 0, late), Stage((late, case.count), ("t0",)))
     assert_streams(case, case.plan(*stages, order="stream"))
+
+
+def test_a_gradient_is_formatted_like_what_it_is_read_beside() -> None:
+    last, box = torch.channels_last, Box.whole((1, 4, 3, 3))
+    gradient = torch.randn(1, 4, 3, 3)
+    beside = Held(box, torch.randn(1, 4, 3, 3).contiguous(memory_format=last))
+    found = formatted_like(gradient, [beside])
+    assert found.is_contiguous(memory_format=last)
+    assert torch.equal(found, gradient)
+    assert formatted_like(found, [beside]) is found
+    assert formatted_like(gradient, []) is gradient
+    flat = torch.randn(1, 4, 1, 1)
+    assert formatted_like(flat, [beside]) is flat, "both formats are the same"

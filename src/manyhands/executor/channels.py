@@ -140,7 +140,7 @@ class ChannelRunner(ForwardOnly):
             if alias in flight.values:
                 continue
             here = [(self._held(name), flight.values[name]), *flight.arrived.pop(name, ())]
-            parts = _empty_like(flight.values[name], joined_shape(boxes))
+            parts = empty_like(flight.values[name], joined_shape(boxes))
             start = 0
             for box in boxes:
                 size = box.shape[CHANNELS]
@@ -328,7 +328,7 @@ class LocalGraph:
         return msgspec.structs.replace(node, target=target, arguments=arguments, options=options, outputs=(spec,))
 
 
-def _empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Room of another shape in the same memory format: what reads it next is not to convert it."""
     is_last = data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last) and not data.is_contiguous()
     wanted = torch.channels_last if is_last else torch.contiguous_format

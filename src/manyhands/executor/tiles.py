@@ -453,7 +453,7 @@ class TileRunner:
             return
         inputs = [self._value(flight, r.tensor) if r.tensor in op.derives_from else None for r in op.reads]
         output = self._value(flight, op.outputs[0]) if op.outputs[0] in op.derives_from else None
-        given = _formatted_like(gradient.view(out), [one for one in (*inputs, output) if one is not None])
+        given = formatted_like(gradient.view(out), [one for one in (*inputs, output) if one is not None])
         options["notes"] = flight.notes.get(index)
         found = operator.input_gradients(inputs, output, given, out, wanted, context, **options)
         memory = [one.tensor.untyped_storage().data_ptr() for one in found if one is not None]
@@ -596,7 +596,7 @@ class TileRunner:
         return None
 
 
-def _formatted_like(gradient: torch.Tensor, others: list[Held]) -> torch.Tensor:
+def formatted_like(gradient: torch.Tensor, others: list[Held]) -> torch.Tensor:
     """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
     long. Kernels of neighbours may differ in it."""
     wanted = next((found for one in others if (found := format_of(one.tensor)) is not None), None)
