@@ -12,11 +12,13 @@ from hand_made import chain as chain_of
 from hand_made import changed
 from hand_made import cluster as cluster_of
 from manyhands.api.public import simulate
+from manyhands.facts.boxes import cut_points
 from manyhands.facts.cluster import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
+from manyhands.planner.tile_plans import tile_shares
 from manyhands.planner.tiles import TilePrices, with_groups
 from manyhands.schedule.tiles import TileGeometry
 
@@ -94,3 +96,15 @@ def test_fetched_activations_are_priced_and_the_interior_comes_first_on_slow_lin
     machines = cluster_of(plan.devices, Link(1e4, 1e-3))
     grouped = with_groups(plan, 0, found["one group each way"])
     assert simulate(grouped, network, machines).seconds > 0
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(0, 20))
+def test_no_device_is_left_without_a_row_however_slow(speeds: list[float], spare: int) -> None:
+    extent = len(speeds) + spare
+    points = cut_points(extent, tile_shares(speeds, extent))
+    assert all(a < b for a, b in pairwise(points))
+
+
+def test_sizes_of_tiles_are_in_proportion_to_speed() -> None:
+    assert tile_shares([1.0, 2.0], 100) == (0.5, 1)
+    assert cut_points(8, tile_shares([0.25, 0.81, 1.0], 8)) == (0, 1, 4, 8)

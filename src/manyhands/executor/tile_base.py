@@ -10,10 +10,10 @@ it runs again on the crops, under autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +24,8 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def unrecorded(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Nothing of a call is recorded by autograd; asking first costs less than saying so again."""
-
-    @wraps(call)
-    def inner(*arguments: _P.args, **options: _P.kwargs) -> _R:
-        if not torch.is_grad_enabled():
-            return call(*arguments, **options)
-        with torch.no_grad():
-            return call(*arguments, **options)
-
-    return inner
 
 
 @dataclass

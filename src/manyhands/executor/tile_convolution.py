@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, placed, unrecorded, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, placed, widened
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
 from manyhands.graph.kernels import Flags
 from manyhands.graph.piece import Context
+from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 

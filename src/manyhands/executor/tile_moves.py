@@ -8,10 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
 from manyhands.facts.boxes import Box
 from manyhands.graph.piece import Context
 from manyhands.graph.random_ops import RANDOM_CALLS, dropped
+from manyhands.graph.recording import unrecorded
 
 
 class Concatenation(TileOperator):

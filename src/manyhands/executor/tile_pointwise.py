@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, placed, unrecorded
+from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, placed
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Node, Value, Weight
 from manyhands.graph.piece import Context
+from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Adaptive, Window
 from manyhands.graph.piece import Context
+from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, unrecorded, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Blocks, Window
 from manyhands.graph.piece import Context
 from manyhands.graph.read_rules import resampling_factors, resampling_scales
+from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from manyhands.executor.statistics import Moments, merged, own_moments
-from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, blank, is_dense, placed, unrecorded
+from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, blank, is_dense, placed
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Weight
 from manyhands.graph.piece import Context
+from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 

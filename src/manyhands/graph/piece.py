@@ -29,6 +29,7 @@ from manyhands.graph.graph import (
     weights_of,
 )
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
+from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
 
 Call = Callable[..., Any]
@@ -204,7 +205,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
             call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
-            call, draw = torch.no_grad()(call), torch.no_grad()(draw) if draw is not None else None
+            call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
         freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
         unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
         yield Step(

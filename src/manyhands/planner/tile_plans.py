@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 
+from manyhands.facts.boxes import cut_points
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -59,7 +62,12 @@ def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
     """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
     found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
     least = max(found) / extent
-    return tuple(max(share, 2 * least) for share in found) if min(found) < 2 * least else found
+    if min(found) < 2 * least:
+        found = tuple(max(share, 2 * least) for share in found)
+    spare = extent - len(found)
+    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, found))):  # a row each, and the rest shared out
+        found = tuple(1 + spare * share / sum(found) for share in found)
+    return found
 
 
 def grids(count: int) -> list[Grid]:
