@@ -65,7 +65,7 @@ def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
     if min(found) < 2 * least:
         found = tuple(max(share, 2 * least) for share in found)
     spare = extent - len(found)
-    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, found))):  # a row each, and the rest shared out
+    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, found))):  # a row each, the rest shared out
         found = tuple(1 + spare * share / sum(found) for share in found)
     return found
 
