@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -12,9 +13,10 @@ from manyhands.engine.frames import CHUNK_BYTES, Header
 from manyhands.engine.mailbox import Mailbox
 from manyhands.engine.security import Security
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
-from manyhands.engine.tcp import TcpEndpoint
+from manyhands.engine.tcp import TcpEndpoint, is_far
 from manyhands.engine.timing import SMALLEST_TIMED_BYTES, TOLD_EARLY_SECONDS, Timed
 from manyhands.engine.wheel import Wheel
+from manyhands.engine.wire import Wire
 from manyhands.facts.cluster import Link
 from manyhands.facts.trace import Trace
 
@@ -190,3 +192,11 @@ def test_only_parts_from_other_machines_gather(security: Security) -> None:
         assert connection.trickles
         b.mailbox.receive("a", 0, "x", [torch.zeros(10_000, dtype=torch.uint8)])
         assert not connection.trickles
+
+
+def test_a_peer_that_left_at_once_is_no_error() -> None:
+    near, far = socket.socketpair()
+    wire = Wire(near)
+    far.close()
+    wire.close()
+    assert not is_far(wire)

@@ -35,8 +35,7 @@ from torch.nn import functional
 from drawn_plans import drawn_tiles, plans
 from groups import by_name, slow_if
 from manyhands.executor.messages import plan_bytes
-from manyhands.executor.tile_base import Held
-from manyhands.executor.tiles import formatted_like
+from manyhands.executor.tile_base import Held, formatted_like
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move

@@ -62,6 +62,14 @@ _SEGMENTS_AT_ONCE = 16
 """How much leaves over shaped links before the sockets are looked at again."""
 
 
+def is_far(wire: Wire) -> bool:
+    """Whether bytes come over a network; of a connection that is gone again, whoever reads next finds out."""
+    try:
+        return not is_loopback(str(wire.socket.getpeername()[0]))
+    except OSError:
+        return False
+
+
 class Connection:
     """To one peer."""
 
@@ -77,7 +85,7 @@ class Connection:
         self.peer, self.wire, self._on_answer = peer, wire, on_answer
         self.outbox, self.inbox = Outbox(wire, precedence), Inbox(peer, wire, mailbox, self._hear)
         self.sharing = Sharing(wire, setting)
-        self._is_far = not is_loopback(str(wire.socket.getpeername()[0]))
+        self._is_far = is_far(wire)
         self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
         self.frames_at_last_beat = 0
@@ -86,7 +94,7 @@ class Connection:
 
     @property
     def trickles(self) -> bool:
-        """Whether a message comes in parts, and not from this machine."""
+        """Whether a message comes in parts, over a network."""
         return self.inbox.is_inside and self._is_far
 
     def offer_sharing(self) -> None:

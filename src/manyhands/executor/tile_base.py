@@ -186,6 +186,15 @@ def format_of(tensor: Tensor) -> torch.memory_format | None:
     return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
 
 
+def formatted_like(gradient: Tensor, others: Sequence[Held]) -> Tensor:
+    """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
+    long. Kernels of neighbours may differ in it."""
+    wanted = next((found for one in others if (found := format_of(one.tensor)) is not None), None)
+    if wanted is None or format_of(gradient) in (None, wanted):
+        return gradient
+    return gradient.contiguous(memory_format=wanted)
+
+
 def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
     """A tensor of `box` as one of `wide`, which need not contain it: cut, and filled up with `value`."""
     if box == wide:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
-from manyhands.executor.tile_base import format_of
+from manyhands.executor.tile_base import formatted_like
 from manyhands.executor.tile_operators import Held, Notes, State, SumsOperator, TileOperator, tile_operator
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.network import Op
@@ -594,12 +594,3 @@ class TileRunner:
             if held is not None and held.tensor.is_floating_point() and not bool(torch.isfinite(held.tensor).all()):
                 return name
         return None
-
-
-def formatted_like(gradient: torch.Tensor, others: list[Held]) -> torch.Tensor:
-    """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
-    long. Kernels of neighbours may differ in it."""
-    wanted = next((found for one in others if (found := format_of(one.tensor)) is not None), None)
-    if wanted is None or format_of(gradient) in (None, wanted):
-        return gradient
-    return gradient.contiguous(memory_format=wanted)

@@ -103,10 +103,10 @@ def _running(table: Numbers) -> Numbers:
     return found
 
 
-def _down(table: Numbers, least: numpy.ufunc) -> Numbers:
+def _down(table: Numbers, choice: numpy.ufunc) -> Numbers:
     """The least, or most, of the rows so far, in place: row by row, as `accumulate` goes column by column."""
     for above, row in pairwise(table):
-        least(above, row, out=row)
+        choice(above, row, out=row)
     return table
 
 
