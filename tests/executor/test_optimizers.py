@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.executor.optimizers import (
+    FUSED_STEPS,
     _classes,
     build,
     optimizer_names,
@@ -161,6 +163,31 @@ def test_same_steps_as_pytorch() -> None:
         schedule.step()
         reference.zero_grad()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class _Used(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_fused_step_was_looked_up_before_threads_may_run_it() -> None:
+    used: set[Any] = set()
+    for name, kind in _classes(torch.optim, torch.optim.Optimizer).items():
+        if "fused" in inspect.signature(kind).parameters:
+            weight = torch.ones(3, 3, requires_grad=True)
+            weight.grad = torch.ones(3, 3)
+            with _Used() as watch:
+                build(Optimizer(name), {"w": weight}).step()
+            used |= {one for one in watch.operators if "fused" in str(one)}
+    assert torch.ops.aten._fused_sgd_.default in used
+    assert used <= FUSED_STEPS
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])

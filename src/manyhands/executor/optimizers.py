@@ -43,6 +43,16 @@ _NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_f
 """Given by us, deprecated, or code."""
 
 
+def _looked_up(*names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+FUSED_STEPS = _looked_up("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+"""Under a mode (`PeakBytes`) PyTorch looks up an operator at its first use, and where two threads do that at once goes
+on with the one that it has freed (2.13). This module is read by one thread: here they are looked up, and kept."""
+
+
 class Stepper:
     """One optimiser with its schedules over the trainable weights of a mapping, in the mapping's order."""
 
