@@ -23,6 +23,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
+from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
@@ -43,6 +44,7 @@ class Options:
     shuffle: bool
     batch_norm: str
     seed: int
+    feed: str = "step"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -62,6 +64,8 @@ class Options:
                 raise BadValue(f"{field_name} is {value!r}; it must be a whole number of at least {least}.")
         if self.batch_norm not in ("synchronised", "local"):
             raise BadValue(f"batch_norm is {self.batch_norm!r}; it must be 'synchronised' or 'local'.")
+        if self.feed not in WAYS_TO_FEED:
+            raise unknown("way to feed samples", self.feed, WAYS_TO_FEED)
         validate(self.optimizer)
         self.order = BatchOrder(length(self.data), self.batch_size, self.shuffle, self.seed)
 

@@ -23,7 +23,8 @@ from manyhands.api.evaluation import captured
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
 from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, Setting, TorchGroup, Way
-from manyhands.api.tuning import fastest_in_trial
+from manyhands.api.tuning import fastest_in_trial, same_batches
+from manyhands.data.laying import Laying
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadValue, LabError
 from manyhands.facts.lab import LabCluster
@@ -94,9 +95,13 @@ class Ours:
     graph: Graph = field(init=False)
     choice: Choice = field(default_factory=Choice)
 
+    laying: Laying = field(init=False)
+    """PyTorch's processes have the batch at hand, so do our workers."""
+
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.data = SameBatch(self.setting.model, self.setting.shape, self.setting.samples)
+        self.laying = Laying.of(self.data)
         module, loss = build(self.setting.model), loss_function(ZOO[self.setting.model].loss)
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 
@@ -131,7 +136,7 @@ class Ours:
         return fastest_in_trial(
             self.session.coordinator, self.graph, plans, OPTIMIZER,
             dict.fromkeys(self.session.cluster.names, self.choice.kernels),
-            (self.data.inputs, self.data.targets),
+            self.laying, is_laid=True,
         )[0][0]  # fmt: skip
 
     def two_stages(self, cut: int) -> Plan:
@@ -150,12 +155,11 @@ class Ours:
         """Of a round, as the coordinator sees it end."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps + WARM_UP_STEPS,
-            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels),
+            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), laying=self.laying,
         )  # fmt: skip
         run = Run(self.session.coordinator, order)
         run.prepare()
-        batches = ((step, self.data.inputs, self.data.targets) for step in range(steps + WARM_UP_STEPS))
-        return steady(run.run(batches).step_seconds)
+        return steady(run.run(same_batches(self.laying, steps + WARM_UP_STEPS, is_laid=True)).step_seconds)
 
 
 def steady(seconds: Sequence[float]) -> float:

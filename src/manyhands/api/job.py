@@ -23,17 +23,20 @@ from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
+from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
-from manyhands.executor.messages import plan_bytes, runs_here
+from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
+from manyhands.executor.shelf import HINT, shelf_bytes
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, WorkerLost
+from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, Profile
+from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
@@ -300,6 +303,9 @@ class Job:
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
         )  # fmt: skip
+        if options.feed == "start":
+            order.laying = self._laying(planned)
+        fed = options.data if order.laying is None else Numbered(options.data)
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
@@ -318,7 +324,7 @@ class Job:
         )
         with (
             stopping() as stop,
-            Rewindable(lambda step: Prefetcher(options.data, options.order, step, last), first) as batches,
+            Rewindable(lambda step: Prefetcher(fed, options.order, step, last), first) as batches,
         ):
             journey = Journey(
                 self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
@@ -340,6 +346,27 @@ class Job:
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
+
+    def _laying(self, planned: Planned) -> Laying:
+        """All samples, if there is room for them at every device beside what the plan needs."""
+        self._doing("reading all samples, to lay them out at the devices")
+        found = Laying.of(self.options.data)
+        lowering = Schedule(planned.plan, planned.network).lowering
+        sizes = {}
+        for name in planned.plan.devices:
+            sizes[name] = shelf_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
+            needed, memory = planned.prediction.devices[name].peak_bytes, planned.cluster.device(name).memory_bytes
+            if needed + sizes[name] > memory:
+                raise OutOfMemory(
+                    f"{name} would hold {format_bytes(sizes[name])} of samples beside the {format_bytes(needed)} that "
+                    f"the plan needs; it has {format_bytes(memory)}.",
+                    hint=HINT,
+                )
+        self.record.event("laid", samples=found.count, bytes=sizes)
+        if self.say is not None:
+            listed = ", ".join(f"{format_bytes(size)} at {name}" for name, size in sizes.items() if size)
+            self.say(f"{found.count:,} samples are laid out before the first step: {listed}")
+        return found
 
     # What other kinds of jobs do otherwise
 
@@ -423,7 +450,7 @@ class Job:
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
-        traffic = planned_traffic(schedule, self.graph)
+        traffic = planned_traffic(schedule, self.graph, is_laid=self.options.feed == "start")
         for text in traffic.differences(outcome.logs, planned.plan):
             self.record.event("note", text=text)
         self.record.devices(outcome.logs, travels, traffic.to_dict())

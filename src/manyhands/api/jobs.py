@@ -30,6 +30,7 @@ from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
 from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +52,7 @@ MAY_CHANGE = (
     "rows",
     "columns",
     "reduce",
+    "feed",
     "micro_batches",
     "tune",
     "devices",
@@ -91,6 +93,8 @@ class Wish:
     rows: str = ""
     columns: str = ""
     reduce: str = "allreduce"
+    feed: str = "step"
+    """When samples travel: before their step, or all at the start."""
     batch_norm: str = "synchronised"
     seed: int = 0
     shuffle: bool = True
@@ -130,6 +134,8 @@ class Wish:
             raise BadValue("--grid, --rows and --columns are for --share tiles.", hint="Add --share tiles.")
         if self.reduce not in ("allreduce", "gateway"):
             raise unknown("way to add up gradients", self.reduce, ("allreduce", "gateway"))
+        if self.feed not in WAYS_TO_FEED:
+            raise unknown("way to feed samples", self.feed, WAYS_TO_FEED)
         if self.replan not in WAYS_TO_REPLAN:
             raise unknown("way to re-plan", self.replan, WAYS_TO_REPLAN)
         if not self.silence > 0:
@@ -475,7 +481,8 @@ def train_job(
         model, data.train, loss=loss_of(wish.model, data), optimizer=optimizer, batch_size=wish.batch_size,
         epochs=wish.epochs, steps=wish.steps, shuffle=wish.shuffle, cluster=cluster, plan=wish.plan,
         batch_norm=wish.batch_norm, seed=wish.seed, folder=folder, resume=resume or False, test=data.test,
-        micro_batches=wish.micro_batches, tune=wish.tune, tiles=wish.tiles, reduce=wish.reduce, name=wish.model,
+        micro_batches=wish.micro_batches, tune=wish.tune, tiles=wish.tiles, reduce=wish.reduce, feed=wish.feed,
+        name=wish.model,
         config={"wish": _kept(wish)}, on_opened=on_opened, on_planned=on_planned,
         on_step=on_step, say=say, replan=wish.replan, backup_every=wish.backup_every,
         workers=(wish.least_devices, wish.most_devices), silence_seconds=wish.silence, tensorboard=tensorboard,

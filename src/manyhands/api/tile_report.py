@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.executor.log import DeviceLog
-from manyhands.executor.messages import COORDINATOR, feed_parts
+from manyhands.executor.messages import COORDINATOR, everything_fed, feed_parts
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.moves import Move, adjoint
 from manyhands.facts.network import DTYPE_BYTES, Network
@@ -91,8 +91,9 @@ def _by_use(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def planned_traffic(schedule: Schedule, graph: Graph | None = None) -> Traffic:
-    """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given."""
+def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: bool = False) -> Traffic:
+    """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given. `is_laid`: all
+    samples were laid out before, and their numbers travel."""
     found = Traffic()
     for device in schedule.lowering.work:
         own: Counter[str] = Counter()
@@ -103,21 +104,23 @@ def planned_traffic(schedule: Schedule, graph: Graph | None = None) -> Traffic:
                 sizes = pair_bytes(action, schedule.network)
                 own[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
         found.sent[device] = own
-    _count_the_coordinators(found, schedule, graph)
+    _count_the_coordinators(found, schedule, graph, is_laid)
     return found
 
 
-def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | None) -> None:
+def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
     """Inputs and targets go out with every micro-batch; of a stream, outputs come back."""
     plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
-    for device, parts in fed_inputs(lowering).items():
-        size = sum(part.box.volume * DTYPE_BYTES[network.tensors[part.tensor].dtype] for _, part in parts)
-        found.fed[device] = size * plan.micro_batches
-    for device in plan.devices if graph is not None and plan.is_training else ():
-        assert graph is not None
-        targets = sum(part.bytes for part in feed_parts(graph, lowering, device, targets=True) if part.is_target)
-        if targets:
-            found.fed[device] = found.fed.get(device, 0) + targets * plan.micro_batches
+    for device in plan.devices:
+        if graph is not None:
+            names = everything_fed(graph) if is_laid else ()
+            parts = feed_parts(graph, lowering, device, targets=plan.is_training, held=names)
+            size = sum(part.bytes for part in parts)
+        else:
+            inputs = fed_inputs(lowering).get(device, ())
+            size = sum(part.box.volume * DTYPE_BYTES[network.tensors[part.tensor].dtype] for _, part in inputs)
+        if size:
+            found.fed[device] = size * plan.micro_batches
     found.sent[COORDINATOR] = Counter({FEED: sum(found.fed.values())})
     for name in network.outputs if not plan.is_training else ():
         for device, box in lowering.geometries[-1].returning(name).pieces():

@@ -21,6 +21,7 @@ from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, measure, open_session
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.given import batch_size_of, given
+from manyhands.data.laying import Laying
 from manyhands.data.loader import Prefetcher
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
@@ -59,6 +60,7 @@ def train(
     tune: int = 0,
     tiles: TileWish | None = None,
     reduce: str = "allreduce",
+    feed: str = "step",
     granularity: str = "blocks",
     replan: str = "auto",
     backup_every: int | None = None,
@@ -88,6 +90,8 @@ def train(
     tune        try so many of the strategy's best plans for a few steps each, and take the fastest; 0: trust the
                 simulation
     reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)
+    feed        when samples travel: those of a "step" before it, or all at the "start", to whoever may need them: then
+                only their numbers do. "start" is for data that is the same in every epoch, and fits the devices
     batch_norm  "synchronised" (statistics over all devices; of each micro-batch where there are several) or "local"
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
@@ -109,7 +113,7 @@ def train(
     samples, held_out = given(data), given(test).data if test is not None else None
     options = Options(
         model, samples.data, loss, optimizer, batch_size_of(samples, batch_size), epochs, steps,
-        samples.shuffles(shuffle), batch_norm, seed,
+        samples.shuffles(shuffle), batch_norm, seed, feed,
     )  # fmt: skip
     by_name = "wish" in (config or {})
     with (
@@ -230,7 +234,13 @@ class TrainJob(Job):
             _, inputs, targets = next(iter(batches))
         kernels = {name: one.kernels for name, one in profile.devices.items()}
         trials = fastest_in_trial(
-            self.session.coordinator, self.graph, alike[:most], self.options.optimizer, kernels, (inputs, targets)
+            self.session.coordinator,
+            self.graph,
+            alike[:most],
+            self.options.optimizer,
+            kernels,
+            Laying(inputs, targets, self.options.batch_size),
+            is_laid=self.options.feed == "start",
         )
         for plan, seconds in trials:
             self.record.event("tried", seconds=seconds, plan=plan.to_dict())

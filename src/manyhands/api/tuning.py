@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from manyhands.data.laying import Laying
 from manyhands.facts.errors import OutOfMemory
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
@@ -28,17 +29,19 @@ def fastest_in_trial(
     plans: Sequence[Plan],
     optimizer: Optimizer,
     kernels: Mapping[str, Mapping[str, Kernel]],
-    batch: tuple[Any, Any],
+    batch: Laying,
+    *,
+    is_laid: bool,
 ) -> Trials:
     """Plans with the seconds of a step, the one to take first; `plans` come as simulations rank them.
 
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
-    weights, which do not change.
+    weights, which do not change; `is_laid`: it is laid out at the devices before.
     """
     taken: dict[int, list[float]] = {}
     for _ in range(ROUNDS):
         for number, plan in enumerate(plans):
-            taken.setdefault(number, []).extend(_steps(coordinator, graph, plan, optimizer, kernels, batch))
+            taken.setdefault(number, []).extend(_steps(coordinator, graph, plan, optimizer, kernels, batch, is_laid))
     found = [(plans[number], statistics.median(steps)) for number, steps in taken.items() if steps]
     best = 0
     for number, (_, seconds) in enumerate(found):
@@ -54,16 +57,24 @@ def _steps(
     plan: Plan,
     optimizer: Optimizer,
     kernels: Mapping[str, Mapping[str, Kernel]],
-    batch: tuple[Any, Any],
+    batch: Laying,
+    is_laid: bool,
 ) -> list[float]:
     """Seconds of each of a few steps; none where a worker has no room for it."""
     order = Order(
         graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS, optimizer=optimizer,
         kernels={name: kernels.get(name, {}) for name in plan.devices},
+        laying=batch if is_laid else None,
     )  # fmt: skip
     run = Run(coordinator, order)
     try:
         run.prepare()
     except OutOfMemory:
         return []
-    return run.run((step, *batch) for step in range(WARM_UP + STEPS)).step_seconds[WARM_UP:]
+    return run.run(same_batches(batch, WARM_UP + STEPS, is_laid=is_laid)).step_seconds[WARM_UP:]
+
+
+def same_batches(batch: Laying, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
+    """One batch over and over; its numbers, where it was laid out."""
+    fed = batch.numbers() if is_laid else (batch.inputs, batch.targets)
+    return ((step, *fed) for step in range(steps))

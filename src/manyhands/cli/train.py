@@ -75,6 +75,14 @@ def train(
         str | None,
         typer.Option("--reduce", help="How gradients are added up: allreduce (default), or gateway (by one device)."),
     ] = None,
+    feed: Annotated[
+        str | None,
+        typer.Option(
+            "--feed",
+            help="When samples travel: each step's before it (step, the default), or all of them at the start: then "
+            "only their numbers do.",
+        ),
+    ] = None,
     plan: Annotated[
         str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --out), in place of --share.")
     ] = None,
@@ -132,7 +140,7 @@ def train(
         "optimizer": optimizer, "micro_batches": micro_batches, "tune": tune, "batch_norm": batch_norm, "seed": seed,
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
         "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
-        "replan": replan, "backup_every": backup_every, "silence": silence,
+        "feed": feed, "replan": replan, "backup_every": backup_every, "silence": silence,
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (listen or resume or share)

@@ -76,10 +76,15 @@ class Silo:
         """Some rows of an array."""
         if name not in self.arrays:
             raise BadData(f"{self.where} has no {name}; it has {', '.join(self.arrays)}.")
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            strange = int(rows.max()) if int(rows.max()) >= len(self) else int(rows.min())
-            raise BadData(f"{self.where} was asked for sample {strange}; it has {len(self)}, from 0.")
+        check_rows(self.where, rows, len(self))
         return self.arrays[name][rows]
+
+
+def check_rows(where: str, rows: torch.Tensor, count: int) -> None:
+    """Numbers that came from elsewhere: of samples that there are."""
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < count:
+        strange = int(rows.max()) if int(rows.max()) >= count else int(rows.min())
+        raise BadData(f"{where} was asked for sample {strange}; it has {count}, from 0.")
 
 
 def digests_of(ids: Sequence[Any]) -> bytes:

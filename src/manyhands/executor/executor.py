@@ -24,10 +24,11 @@ from manyhands.executor.held import HeldBytes
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.mail import FedSoFar, Mail
-from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
+from manyhands.executor.messages import COORDINATOR, FeedPart, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.reducer import Reducer
 from manyhands.executor.runner import Runner, SegmentRunner
+from manyhands.executor.shelf import Shelf
 from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, NotFinite
@@ -100,7 +101,9 @@ class Setting:
     """Computing takes so many times as long as it must: this device stands for a slower one."""
     silo: Silo | None = None
     held: frozenset[str] = frozenset()
-    """What is taken from it: the coordinator sends rows' numbers."""
+    """What the device has itself: the coordinator sends rows' numbers."""
+    shelf: Shelf | None = None
+    """Where that lies, if it was laid out here; None: it is in the silo."""
 
 
 class Executor:
@@ -343,8 +346,8 @@ class Executor:
             return
         tensors = [part.room() for part in self.feed]
         self.endpoint.mailbox.receive(COORDINATOR, self.step, feed_topic(micro_batch), tensors)
-        for part, sent in zip(self.feed, tensors):
-            tensor = part.cut_from(self._silo.take(part.name, sent)) if part.is_held else sent
+        for number, (part, sent) in enumerate(zip(self.feed, tensors)):
+            tensor = self._own_rows(number, part, sent) if part.is_held else sent
             here = tensor.to(self.torch_device, non_blocking=True)
             if part.is_target:
                 fed.targets[part.name] = here
@@ -357,11 +360,13 @@ class Executor:
                     for box in layout.boxes(self.device) if layout is not None else ():
                         runner.put_value(micro_batch, part.name, box, here[box.slices()])
 
-    @property
-    def _silo(self) -> Silo:
+    def _own_rows(self, number: int, part: FeedPart, rows: torch.Tensor) -> torch.Tensor:
+        """What the device has of a part, by the samples' numbers."""
+        if self.setting.shelf is not None:
+            return self.setting.shelf.take(number, rows)
         if self.setting.silo is None:
             raise BadData(f"{self.device} was to have {', '.join(sorted(self.setting.held))}; it has no silo.")
-        return self.setting.silo
+        return part.cut_from(self.setting.silo.take(part.name, rows))
 
     def _context(self, stage: int, micro_batch: int) -> Context:
         step = self._step_of(micro_batch)

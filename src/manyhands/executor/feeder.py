@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from manyhands.data.laying import Laying
 from manyhands.data.silo import Kept
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, place_of
 from manyhands.executor.loss import target_names
-from manyhands.executor.messages import FeedPart, feed_parts
+from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
+from manyhands.executor.shelf import SAMPLES, shelf_key
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
@@ -27,7 +29,8 @@ class Feeder:
     """Cuts batches into the boxes that devices are fed with.
 
     What a device has in its silo (`held`) is not here: in its place a batch has the samples' numbers, in the order that
-    was agreed, and the device is sent the numbers of its rows.
+    was agreed, and the device is sent the numbers of its rows. With `laying` that is so for everything, once each
+    device was given its boxes of all samples (`lay`).
     """
 
     def __init__(
@@ -38,9 +41,13 @@ class Feeder:
         *,
         with_targets: bool = True,
         held: Mapping[str, Kept] | None = None,
+        laying: Laying | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
-        self.plan, self.held = schedule.plan, dict(held or {})
+        self.plan, self.held, self.laying = schedule.plan, dict(held or {}), laying
+        if laying is not None:
+            names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
+            self.held = {device: Kept(names, rows) for device in self.plan.devices}
         self._away = frozenset(name for one in self.held.values() for name in one.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts
@@ -50,6 +57,7 @@ class Feeder:
         self._specs = {spec.name: spec for spec in graph.inputs}
         self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
         self._check_silos()
+        self._laid = self._bound_laying()
 
     def held_by(self, device: str) -> frozenset[str]:
         """What a device takes from its silo."""
@@ -69,7 +77,27 @@ class Feeder:
                     )
                 spec = (self._target_specs if part.is_target else self._specs)[part.name]
                 if spec.batch_axis != 0 or spec.rows_per_sample != 1:
-                    raise BadPlan(f"'{part.name}' is in a silo; its first axis must be the samples'.")
+                    raise BadPlan(f"'{part.name}' stays at its device; its first axis must be the samples'.")
+
+    def _bound_laying(self) -> dict[str, torch.Tensor]:
+        """All samples by name."""
+        if self.laying is None:
+            return {}
+        found = _typed(bound_inputs(self.graph, self.laying.inputs), self._specs, self.laying.count)
+        if self.with_targets:
+            found |= _typed(self._named_targets(self.laying.targets), self._target_specs, self.laying.count)
+        return found
+
+    def shelf(self, device: str) -> str:
+        """What was to be laid out at a device, in a word; empty: nothing."""
+        if self.laying is None or device not in self.parts:
+            return ""
+        return shelf_key(self.laying.key, self.parts[device])
+
+    def lay(self, device: str, step: int) -> None:
+        """Give a device its boxes of all samples; does not wait."""
+        rows = [self._laid[part.name][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]]
+        self.endpoint.send(device, step, SAMPLES, [one.contiguous() for one in rows])
 
     def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:
         """One batch, to everybody who needs some of it; does not wait.
@@ -79,8 +107,7 @@ class Feeder:
         values = bound_inputs(self.graph, inputs)
         wanted = {}
         if self.with_targets:
-            named = bound("A batch's targets are", lambda: self._bind_targets(targets), targets)
-            wanted = self._checked(named, self._target_specs)
+            wanted = self._checked(self._named_targets(targets), self._target_specs)
         self._send(step, values, wanted, place)
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
@@ -101,26 +128,21 @@ class Feeder:
         """Micro-batches of one step."""
         return self.plan.micro_batches // self.plan.steps_per_round
 
+    def _named_targets(self, targets: Any) -> dict[str, torch.Tensor]:
+        return bound("A batch's targets are", lambda: self._bind_targets(targets), targets)
+
     def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
         assert self.graph.loss is not None
         found = bind_tree(self.graph.loss.input_tree[0][1], targets)
         return {name: found[name] for name in target_names(self.graph)}
 
     def _checked(self, found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """Tensors of the type and shape that the network was captured with."""
-        result = {}
-        for name, tensor in found.items():
-            spec = specs[name]
-            shape = (self.plan.step_size,) if name in self._away else spec.shape_for(self.plan.step_size)
-            if not isinstance(tensor, torch.Tensor):
-                raise BadData(f"A batch's '{name}' is a {type(tensor).__name__}; it must be a tensor of {shape}.")
-            if tuple(tensor.shape) != shape:
-                raise BadData(
-                    f"A batch's '{name}' has shape {tuple(tensor.shape)}; the network was captured with {shape}.",
-                    hint="Every sample of a data set must have the same shape.",
-                )
-            result[name] = tensor if name in self._away else tensor.to(dtype_of(spec.dtype))
-        return result
+        """A batch; of what is away the numbers."""
+        size = self.plan.step_size
+        away = {name: tensor for name, tensor in found.items() if name in self._away}
+        _check_shapes(away, dict.fromkeys(away, (size,)))
+        here = {name: tensor for name, tensor in found.items() if name not in away}
+        return away | _typed(here, specs, size)
 
     def _cut(
         self,
@@ -185,3 +207,21 @@ class Feeder:
             name: torch.cat(parts, axis) if (axis := network.tensors[name].batch_axis) is not None else parts[0]
             for name, parts in rows.items()
         }
+
+
+def _typed(found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], samples: int) -> dict[str, torch.Tensor]:
+    """Tensors of so many samples, of the type and shape that the network was captured with."""
+    _check_shapes(found, {name: specs[name].shape_for(samples) for name in found})
+    return {name: tensor.to(dtype_of(specs[name].dtype)) for name, tensor in found.items()}
+
+
+def _check_shapes(found: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, tensor in found.items():
+        shape = shapes[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise BadData(f"A batch's '{name}' is a {type(tensor).__name__}; it must be a tensor of {shape}.")
+        if tuple(tensor.shape) != shape:
+            raise BadData(
+                f"A batch's '{name}' has shape {tuple(tensor.shape)}; the network was captured with {shape}.",
+                hint="Every sample of a data set must have the same shape.",
+            )

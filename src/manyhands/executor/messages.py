@@ -37,7 +37,7 @@ class FeedPart:
     """The stage that reads it."""
     is_target: bool = False
     is_held: bool = False
-    """The device has it in its silo: the rows' numbers travel."""
+    """The device has it, in its silo or because it was laid out there: the rows' numbers travel."""
 
     @property
     def bytes(self) -> int:
@@ -67,7 +67,7 @@ class FeedPart:
 def feed_parts(
     graph: Graph, lowering: Lowering, device: str, *, targets: bool, held: Collection[str] = ()
 ) -> tuple[FeedPart, ...]:
-    """What a device is fed, in the order it travels; `held`: what it has in its silo."""
+    """What a device is fed, in the order it travels; `held`: what it has, so that numbers will do."""
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
     found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
@@ -77,6 +77,11 @@ def feed_parts(
         rows = samples_of(last, device)
         found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
     return tuple(replace(part, is_held=True) if part.name in held else part for part in found)
+
+
+def everything_fed(graph: Graph, *, targets: bool = True) -> frozenset[str]:
+    """The names of all inputs, and of the targets."""
+    return frozenset([*(spec.name for spec in graph.inputs), *(target_names(graph) if targets else ())])
 
 
 def _target(spec: TensorSpec, rows: tuple[int, int], samples: int) -> FeedPart:

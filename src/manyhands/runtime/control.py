@@ -99,7 +99,12 @@ class Job(msgspec.Struct, frozen=True):
     watch_every: int = 0
     """One round in so many is looked at while the run goes on; 0: none."""
     held: tuple[str, ...] = ()
-    """Inputs and targets that the device takes from its silo: it is sent the numbers of its rows."""
+    """Inputs and targets that the device has, in its silo or laid out there: it is sent the numbers of its rows."""
+    laid: int = 0
+    """Samples that are laid out at the device before the first step; 0: what it has is in its silo."""
+    shelf: str = ""
+    """What that is, in a word; it comes with the weights, unless the device has it from before."""
+    is_laid: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -38,6 +38,8 @@ class Member:
     """It was asked to go, and waits until others have what it has."""
     graph_digest: str = ""
     """Of the graph that it was given last."""
+    shelf: str = ""
+    """What was laid out at it last: see `Feeder.shelf`."""
     invitation: Invitation | None = None
     """Of one that was dialled; None: it came by itself."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manyhands.data.laying import Laying
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -51,6 +52,8 @@ class Order:
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
     located: Located | None = None
     """Where the state lies that it starts from; None: all of `start` is here."""
+    laying: Laying | None = None
+    """All samples, to be laid out at the devices before the first step; then batches are of their numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: none are."""
 

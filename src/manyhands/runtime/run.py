@@ -134,7 +134,7 @@ class Run:
         is_training = order.plan.is_training
         self.feeder = Feeder(
             order.graph, self.schedule, coordinator.endpoint, with_targets=is_training,
-            held=coordinator.silos if is_training else None,
+            held=coordinator.silos if is_training else None, laying=order.laying,
         )  # fmt: skip
         self.outcome = Outcome()
         self.first = located.steps_done
@@ -273,7 +273,13 @@ class Run:
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
             wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.held_by(name))),
+            laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.shelf(name),
+            is_laid=not self._is_to_be_laid(name),
         )  # fmt: skip
+
+    def _is_to_be_laid(self, name: str) -> bool:
+        """Whether a device is still to be given its part of all samples."""
+        return self.feeder.shelf(name) not in ("", self.members[name].shelf)
 
     # Running
 
@@ -306,6 +312,10 @@ class Run:
         for name, tensors in self.gives.get(COORDINATOR, {}).items():
             own = [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
             self.coordinator.endpoint.send(name, self.first, STATE, own)
+        if order.laying is not None:
+            self._check_targets("The targets", order.laying.targets)
+        for name in filter(self._is_to_be_laid, self.names):
+            self.feeder.lay(name, self.first)
         for name in self.everybody:
             snapshots = order.snapshots if name in keepers else ()
             start = Start(self.generation, self.first, order.last_step, snapshots, order.backup_every)
@@ -362,15 +372,19 @@ class Run:
     def _feed(self, fed: int, batches: Batches) -> None:
         step, inputs, targets = next(batches)
         assert step == fed, "batches come in order"
-        if self._looks_for_ignored and has_ignored(self.order.graph, targets):
-            raise BadData(
-                f"The targets of step {step} hold the class {ignored_class(self.order.graph)}, which the loss leaves "
-                f"out: its mean is over the others, and the parts of a batch differ in how many they have.",
-                hint='Train with plan="single" and one micro-batch.',
-            )
+        if self.order.laying is None:
+            self._check_targets(f"The targets of step {step}", targets)
         self._fed[step] = inputs
         first = self.round_of(step)
         self.feeder.send(first, inputs, targets, step - first)
+
+    def _check_targets(self, which: str, targets: Any) -> None:
+        if self._looks_for_ignored and has_ignored(self.order.graph, targets):
+            raise BadData(
+                f"{which} hold the class {ignored_class(self.order.graph)}, which the loss leaves "
+                f"out: its mean is over the others, and the parts of a batch differ in how many they have.",
+                hint='Train with plan="single" and one micro-batch.',
+            )
 
     def _finish(self) -> None:
         def ended() -> bool:
@@ -416,6 +430,7 @@ class Run:
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
+            self.members[name].shelf = self.feeder.shelf(name)
         self._done_step[name] = self._updated[name] = message.step
         self.on_arrivals(name, message.arrivals)
         self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})

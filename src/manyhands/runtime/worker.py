@@ -28,8 +28,9 @@ from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import Reached, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.log import DeviceLog
-from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
+from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
 from manyhands.facts.optimizer import Optimizer
@@ -139,6 +140,8 @@ class Worker:
         """Else other workers are in it too: it is never ended."""
         self.transport = transport or TcpTransport()
         self.silo = Silo.read(joining.silo) if joining.silo else None
+        self.shelf: Shelf | None = None
+        """What was laid out here last."""
         sys.setswitchinterval(SWITCH_SECONDS)
         keep_memory()
         if joining.threads:
@@ -404,6 +407,7 @@ class Worker:
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
             watch_every=job.watch_every,
             with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo, held=frozenset(job.held),
+            shelf=self._shelf_for(graph, schedule, job),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
@@ -414,7 +418,23 @@ class Worker:
         for source, names in job.sources.items():
             if source != self.endpoint.name:
                 self.endpoint.mailbox.expect(source, STATE, state.byte_count(_listed(job, names)))
+        if setting.shelf is not None and not job.is_laid:
+            self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, setting.shelf.bytes)
         self.prepared = _Prepared(command, executor)
+
+    def _shelf_for(self, graph: Graph, schedule: Schedule, job: Job) -> Shelf | None:
+        """Where the samples are that are laid out here: one that was filled before, or one to be filled."""
+        kept, self.shelf = self.shelf, None
+        if not job.shelf:
+            return None
+        if job.is_laid:
+            if kept is None or kept.key != job.shelf or not kept.is_full:
+                raise WorkerLost(f"{self.endpoint.name} was to have the samples; it has not.")
+            self.shelf = kept
+        else:
+            own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, held=job.held)
+            self.shelf = Shelf(self.endpoint.name, own, job.laid, job.shelf)
+        return self.shelf
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
@@ -493,6 +513,10 @@ class Worker:
             if executor.loss is not None:
                 for name, tensor in state.of(state.LOSS, tensors).items():
                     executor.loss.piece.weights.tensors[name].copy_(tensor)
+        shelf = executor.setting.shelf
+        if shelf is not None and not job.is_laid:
+            self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, shelf.arrays)
+            shelf.is_full = True
         if executor.stepper is not None and job.steps_done:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
         executor.settled_step = step

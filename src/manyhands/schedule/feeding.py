@@ -12,6 +12,8 @@ from manyhands.schedule.actions import Part
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.work import Lowering, entering_input
 
+WAYS = ("step", "start")
+"""When samples travel: those of a step before it, or all of them before the first; then their numbers do."""
 AT_HOME = -1
 """In place of a stage: an input that a device has for all of them."""
 

@@ -1,0 +1,66 @@
+"""Samples that are laid out at the devices before the first step: from then on their numbers travel, not they.
+
+Right where every pass over the data set gives the same samples: what is drawn anew each time (a random crop) would be
+drawn once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
+
+from manyhands.data.loader import example, length
+from manyhands.facts.errors import BadData
+from manyhands.facts.units import format_bytes
+
+_MOST_OF_MEMORY = 0.5
+
+
+@dataclass(frozen=True)
+class Laying:
+    """Every sample of a data set, in one batch."""
+
+    inputs: Any
+    targets: Any
+    count: int
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Who has what was laid out under this name has the same samples."""
+
+    @classmethod
+    def of(cls, data: Dataset[Any]) -> Laying:
+        """Read a data set to its end."""
+        count = length(data)
+        one = sum(leaf.nbytes for leaf in tree_leaves(example(data, 1)) if isinstance(leaf, torch.Tensor))
+        room = _MOST_OF_MEMORY * psutil.virtual_memory().available
+        if count * one > room:
+            raise BadData(
+                f"All {count:,} samples take {format_bytes(count * one)}; {format_bytes(int(room))} may be used here.",
+                hint="Leave feed='start' out (--feed start): then each step's samples travel when they are needed.",
+            )
+        return cls(*example(data, count), count)
+
+    def numbers(self) -> tuple[Any, Any]:
+        """All samples, by their numbers."""
+        rows = torch.arange(self.count)
+        inputs, targets = tree_map(lambda _: rows, (self.inputs, self.targets))
+        return inputs, targets
+
+
+class Numbered(Dataset[Any]):
+    """In place of all that a sample is made of, its number."""
+
+    def __init__(self, data: Dataset[Any]) -> None:
+        self.count, self._like = length(data), data[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        number = torch.tensor(range(self.count)[index])
+        return tree_map(lambda _: number, self._like)

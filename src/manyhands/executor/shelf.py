@@ -1,0 +1,54 @@
+"""What a device was given of every sample before the first step: of each part that it is fed, all rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import psutil
+import torch
+
+from manyhands.data.silo import check_rows
+from manyhands.executor.boxes import dtype_of
+from manyhands.executor.messages import FeedPart
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.units import format_bytes
+
+SAMPLES = "samples"
+"""The message that fills a shelf."""
+HINT = "Leave feed='start' out (--feed start): then each step's samples travel when they are needed."
+
+
+def shelf_bytes(parts: Sequence[FeedPart], samples: int) -> int:
+    """What they take for so many samples."""
+    return sum(samples * prod(part.box.shape[1:]) * DTYPE_BYTES[part.dtype] for part in parts)
+
+
+def shelf_key(laying: str, parts: Sequence[FeedPart]) -> str:
+    """What is on a shelf of these parts: whoever had one of this key before has all of it."""
+    listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts]
+    return hashlib.sha256("\n".join([laying, *listed]).encode()).hexdigest()
+
+
+class Shelf:
+    """Memory for all samples' parts, filled once."""
+
+    def __init__(self, device: str, parts: Sequence[FeedPart], samples: int, key: str) -> None:
+        self.bytes, room = shelf_bytes(parts, samples), psutil.virtual_memory().available
+        if self.bytes > room:
+            raise OutOfMemory(
+                f"{device} was to be given {format_bytes(self.bytes)} of samples; it has room for "
+                f"{format_bytes(room)}.",
+                hint=HINT,
+            )
+        self.where, self.samples, self.key = f"What was laid out at {device}", samples, key
+        self.arrays = [torch.empty((samples, *part.box.shape[1:]), dtype=dtype_of(part.dtype)) for part in parts]
+        self.is_full = False
+
+    def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Some samples of a part."""
+        check_rows(self.where, rows, self.samples)
+        return self.arrays[number][rows]
