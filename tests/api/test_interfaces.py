@@ -23,8 +23,9 @@ from manyhands.cli.main import app
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadValue, NotInstalled
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import BATCH, SGD, Pictures, network, workers
+from real_runs import BATCH, LAYERS, SGD, Pictures, network, workers
 
 pytestmark = pytest.mark.xdist_group("interfaces")  # its workers are started once
 STEPS = 6
@@ -55,6 +56,30 @@ def test_a_loader_and_a_stream_train_as_the_data_set_does(cluster: Coordinator, 
     alike = pytest.approx(plain, rel=1e-12)  # shares follow measured speeds, and sums their order
     assert losses(cluster, tmp_path / "loader", loader) == alike
     assert losses(cluster, tmp_path / "stream", Streamed(), batch_size=BATCH) == alike
+
+
+def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordinator, tmp_path: Path) -> None:
+    """Numbers travel in every step, as the logs have it; the run's folder says what was laid out."""
+    plan = Plan("Sequential", BATCH, (Stage((0, LAYERS), cluster.cluster().names, BySamples((7, 5))),))
+    said: list[str] = []
+    results = [
+        mh.train(
+            network(), Pictures(), loss=functional.cross_entropy, optimizer=SGD, cluster=cluster, plan=plan, seed=4,
+            batch_size=BATCH, folder=tmp_path / feed, feed=feed, say=said.append,
+        )
+        for feed in ("step", "start")
+    ]  # fmt: skip
+    assert results[0].losses == results[1].losses
+    sizes = [[one.logs[name].received_bytes["coordinator"] for name in plan.devices] for one in results]
+    assert sizes[1] == [STEPS * samples * 2 * 8 for samples in (7, 5)]
+    assert sizes[0] == [STEPS * samples * (8 * 8 * 8 + 8) for samples in (7, 5)]
+    for result, came in zip(results, sizes):
+        assert result.bytes_by_use["input_output"] * STEPS == sum(came)
+    (laid,) = (line for line in said if "laid out" in line)
+    assert laid.startswith("72 samples are laid out before the first step: 37 kB at ")
+    events = [json.loads(line) for line in (tmp_path / "start" / "events.jsonl").read_text().splitlines()]
+    (event,) = (one for one in events if one["event"] == "laid")
+    assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2
 
 
 # Lightning's way

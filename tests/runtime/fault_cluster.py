@@ -21,10 +21,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from hand_made import cluster as made_cluster
 from hand_made import even_profile
 from manyhands.api.public import simulate
+from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
 from manyhands.data.rewinding import Rewindable
@@ -307,11 +309,12 @@ class FaultCluster:
         pilot: Pilot | None = None,
         should_stop: Callable[[], bool] | None = None,
         start: RunState | None = None,
+        is_laid: bool = False,
     ) -> Trip:
         """Train to the end, whatever happens.
 
         `at_step`, `at_event`: done once, when that step or event is told; `on_event`: each time. `rewrite`: plans for
-        others, in place of the planner's light ones.
+        others, in place of the planner's light ones. `is_laid`: all samples are laid out before the first step.
         """
         graph = captured()
         trip = self.trip = Trip(self, graph, steps)
@@ -346,8 +349,10 @@ class FaultCluster:
             graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
+            laying=Laying.of(Pictures()) if is_laid else None,
         )  # fmt: skip
-        data, shuffled = Pictures(), BatchOrder(6 * BATCH, BATCH, True, 5)
+        data: Dataset[Any] = Numbered(Pictures()) if is_laid else Pictures()
+        shuffled = BatchOrder(6 * BATCH, BATCH, True, 5)
         with Rewindable(lambda step: Prefetcher(data, shuffled, step, steps), order.start.steps_done) as batches:
             journey = Journey(
                 self.coordinator, order, batches, change, endurance or Endurance("light"), on_step=stepped, tell=told,

@@ -15,6 +15,7 @@ import torch
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
+from manyhands.graph.activations import overwriting
 from manyhands.graph.graph import (
     Argument,
     Enum,
@@ -202,7 +203,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
         elif node.target in RANDOM_CALLS and not training:
             call, arguments = RANDOM_CALLS[node.target].at_rest(node)
         else:
-            call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by)
+            call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by, training)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
@@ -233,8 +234,9 @@ def _never(*_: Any) -> Any:
 
 
 def _operator(
-    piece: Piece, node: Node, last_reader: dict[str, int], index: int, kept: set[str], made_by: dict[str, Node]
-) -> Call:
+    piece: Piece, node: Node, last_reader: dict[str, int], index: int, kept: set[str], made_by: dict[str, Node],
+    training: bool,
+) -> Call:  # fmt: skip
     """The torch operator; in its in-place form where the user wrote that and nobody can tell the difference."""
     operator = ops.resolve(node.target)
     if not node.in_place:
@@ -250,7 +252,9 @@ def _operator(
         and _memory_of(node.outputs[0]) == _memory_of(piece.specs[name])
     )
     written = ops.in_place(node.target) if safe else None
-    return operator if written is None else ops.resolve(written)  # type: ignore[no-any-return]
+    if written is None:
+        return operator  # type: ignore[no-any-return]
+    return (overwriting(node.target) if training else None) or ops.resolve(written)
 
 
 def _memory_of(spec: TensorSpec) -> tuple[tuple[int, ...], str, int | None]:

@@ -1,0 +1,89 @@
+"""Activations over the memory of their input: the same numbers, forward and backward, and no copy that nobody needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.graph import activations
+from manyhands.graph.activations import overwriting
+from manyhands.graph.capture import capture
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.weights import Weights
+
+BOUNDED = "aten.hardtanh.default"
+
+
+@given(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=40), st.floats(-2, 0), st.floats(0.5, 6))
+def test_a_bounded_line_over_its_input_is_the_plain_one_to_the_bit(
+    numbers: list[float], low: float, high: float
+) -> None:
+    call = overwriting(BOUNDED)
+    assert call is not None
+    seeds = torch.arange(1.0, 3 + len(numbers))
+    found = []
+    for least in (0, 10**9):
+        data = torch.tensor([*numbers, low, high], requires_grad=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activations, "_LEAST_ELEMENTS", least)
+            made = call(data * 1.0, low, high)
+            (slope,) = torch.autograd.grad(made, data, seeds)
+        found.append((made.detach(), slope))
+    plain = torch.tensor([*numbers, low, high], requires_grad=True)
+    wanted = torch.nn.functional.hardtanh(plain, low, high)
+    (slope,) = torch.autograd.grad(wanted, plain, seeds)
+    for one, other in found:
+        assert torch.equal(one, wanted.detach())
+        assert torch.equal(other, slope)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts elements that are copied."""
+
+    copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(("aten.clone", "aten.copy_", "aten._to_copy")):
+            self.copied += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU6, nn.Hardswish, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Hardsigmoid, nn.Mish]
+)
+@pytest.mark.parametrize("least", [0, 10**9])
+def test_in_training_nothing_is_copied_and_gradients_are_the_modules(
+    activation: Any, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "_LEAST_ELEMENTS", least)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), activation(inplace=True), nn.Conv2d(4, 2, 1)).double()
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    graph = capture(module, x)
+    piece = Piece(graph, Weights.copied(graph))
+    with _Copies() as watch:
+        (made,) = piece({piece.inputs[0]: x}, Context(samples=2)).values()
+    assert watch.copied == 0
+    made.sum().backward()
+    wanted = module(x)
+    wanted.sum().backward()
+    assert torch.equal(made, wanted)
+    for name, parameter in module.named_parameters():
+        slope = piece.weights.tensors[name].grad
+        assert slope is not None
+        assert parameter.grad is not None
+        assert torch.equal(slope, parameter.grad)
+
+
+def test_pytorchs_own_form_would_copy() -> None:
+    """Else there would be nothing to save."""
+    data = torch.ones(8, requires_grad=True) * 1.0
+    with _Copies() as watch:
+        torch.nn.functional.relu6(data, inplace=True)
+    assert watch.copied == 8

@@ -1,0 +1,99 @@
+"""Samples laid out before the first step: the same weights to the bit, numbers in place of samples, and whoever has
+them is not given them again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, reference
+
+from manyhands.data.laying import Laying
+from manyhands.executor import shelf as shelves
+from manyhands.executor.messages import COORDINATOR, ROW_BYTES, FeedPart
+from manyhands.executor.shelf import SAMPLES, Shelf, shelf_bytes, shelf_key
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadData, OutOfMemory
+from real_runs import BATCH
+
+pytestmark = pytest.mark.xdist_group("faults")  # the same reference
+FED = {"samples": ("a", "b", "c"), "pipeline": ("a", "c"), "tiles": ("a", "b", "c"), "tiles+single": ("a", "b", "c")}
+"""Who is given samples, or targets."""
+
+
+def travelled(plan: str, *faults: Fault) -> tuple[Trip, Counter[str]]:
+    given: Counter[str] = Counter()
+    with FaultCluster(("a", "b", "c"), *faults) as cluster:
+        before = cluster.transport.before_send
+
+        def sending(source: str, target: str, step: int, topic: str) -> None:
+            if topic == SAMPLES:
+                assert source == COORDINATOR
+                given[target] += 1
+            if before is not None:
+                before(source, target, step, topic)
+
+        cluster.transport.before_send = sending
+        trip = cluster.travel(PLANS[plan], is_laid=True)
+    trip.check(reference(PLANS[plan].micro_batches), generations=1 + len(faults))
+    return trip, given
+
+
+@pytest.mark.parametrize("plan", FED)
+def test_numbers_travel_and_the_weights_are_the_same(plan: str) -> None:
+    trip, given = travelled(plan)
+    assert given == Counter(FED[plan])
+    rows = {"pipeline": {"a": BATCH, "c": BATCH}, "samples": {"a": 5, "b": 4, "c": 3}}.get(plan)
+    logs = trip.outcome.logs
+    for name in logs:
+        came = logs[name].received_bytes.get(COORDINATOR, 0)
+        if name not in FED[plan]:
+            assert not came
+        elif rows is not None:
+            parts = 2 if plan == "samples" else 1  # the input, and the target of the same rows
+            assert came == STEPS * rows[name] * ROW_BYTES * parts
+
+
+def test_after_a_loss_only_what_is_new_is_laid_out() -> None:
+    """Shares of samples change, the samples do not; other tiles are other parts of them."""
+    trip, given = travelled("samples", Fault("b", "backward", step=5))
+    assert given == Counter(a=1, b=1, c=1)
+    assert trip.outcome.recoveries
+    _, given = travelled("tiles", Fault("b", "backward", step=5))
+    assert given == Counter(a=2, b=1, c=2)
+
+
+def test_a_shelf_has_its_box_of_every_sample() -> None:
+    part = FeedPart("x", Box.of((2, 4), (0, 3), (1, 5)), "float64")
+    shelf = Shelf("a", [part], 6, "key")
+    assert shelf.bytes == shelf_bytes([part], 6) == 6 * 3 * 4 * 8
+    assert [tuple(one.shape) for one in shelf.arrays] == [(6, 3, 4)]
+    shelf.arrays[0].copy_(torch.arange(6.0).reshape(6, 1, 1).expand(6, 3, 4))
+    assert shelf.take(0, torch.tensor([5, 0, 5]))[:, 0, 0].tolist() == [5.0, 0.0, 5.0]
+    for strange in (-1, 6):
+        with pytest.raises(BadData, match=f"asked for sample {strange}; it has 6"):
+            shelf.take(0, torch.tensor([0, strange]))
+
+
+def test_a_key_tells_what_lies_there_and_not_whose_samples_are_next() -> None:
+    part = FeedPart("x", Box.of((2, 4), (0, 3)), "float64")
+    assert shelf_key("k", [part]) == shelf_key("k", [FeedPart("x", Box.of((0, 1), (0, 3)), "float64")])
+    others = [FeedPart("y", part.box, "float64"), FeedPart("x", Box.of((2, 4), (1, 3)), "float64"),
+              FeedPart("x", part.box, "float32")]  # fmt: skip
+    assert len({shelf_key("k", [one]) for one in (part, *others)} | {shelf_key("l", [part])}) == 5
+
+
+def test_what_a_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelves, "psutil", type("Full", (), {"virtual_memory": staticmethod(lambda: _Little)}))
+    with pytest.raises(OutOfMemory, match=r"a was to be given 64 B of samples; it has room for 63 B") as raised:
+        Shelf("a", [FeedPart("x", Box.of((0, 1), (0, 2)), "float64")], 4, "key")
+    assert "--feed start" in raised.value.hint
+
+
+class _Little:
+    available = 63
+
+
+def test_a_laying_has_a_name_of_its_own() -> None:
+    assert Laying(None, None, 1).key != Laying(None, None, 1).key
