@@ -76,7 +76,7 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     for result, came in zip(results, sizes):
         assert result.bytes_by_use["input_output"] * STEPS == sum(came)
     (laid,) = (line for line in said if "laid out" in line)
-    assert laid.startswith("72 samples are laid out before the first step: 37 kB at ")
+    assert laid.startswith("72 samples are laid out before the first step: 37.4 kB at ")
     events = [json.loads(line) for line in (tmp_path / "start" / "events.jsonl").read_text().splitlines()]
     (event,) = (one for one in events if one["event"] == "laid")
     assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2

@@ -53,6 +53,6 @@ def test_numbered_samples_end() -> None:
 
 def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laying.psutil, "virtual_memory", lambda: SimpleNamespace(available=300))
-    with pytest.raises(BadData, match="All 10 samples take .*150 B may be used") as raised:
+    with pytest.raises(BadData, match=r"All 10 samples take .*150 B may be used") as raised:
         Laying.of(Drawn())
     assert "--feed start" in raised.value.hint

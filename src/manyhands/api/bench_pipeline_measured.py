@@ -29,7 +29,7 @@ from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadValue, LabError
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.facts.plan import BUCKET_BYTES, BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
@@ -174,7 +174,8 @@ def plan_text(plan: Plan) -> str:
         names = "+".join(stage.devices)
         shares = f" ({'+'.join(map(str, stage.share.samples))})" if isinstance(stage.share, BySamples) else ""
         stages.append(f"[{stage.layers[0]}, {stage.layers[1]}) on {names}{shares}")
-    return f"{' | '.join(stages)}; {plan.micro_batches} micro-batches, {plan.order}"
+    buckets = f", buckets of {plan.bucket_bytes / 1e6:.3g} MB" if plan.bucket_bytes != BUCKET_BYTES else ""
+    return f"{' | '.join(stages)}; {plan.micro_batches} micro-batches, {plan.order}{buckets}"
 
 
 # PyTorch's hand-chosen settings

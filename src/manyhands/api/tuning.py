@@ -6,17 +6,21 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from manyhands.data.laying import Laying
 from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, Stage
+from manyhands.facts.plan_check import op_range
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 
-WARM_UP, STEPS, ROUNDS = 1, 4, 2
+WARM_UP, STEPS, ROUNDS, BUCKET_ROUNDS = 1, 4, 2, 4
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
 
@@ -36,13 +40,40 @@ def fastest_in_trial(
     """Plans with the seconds of a step, the one to take first; `plans` come as simulations rank them.
 
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
-    weights, which do not change; `is_laid`: it is laid out at the devices before.
+    weights, which do not change; `is_laid`: it is laid out at the devices before. Where the best adds up gradients in
+    buckets while backward goes on, it is tried in one bucket too: where links are fast and every core computes, what
+    runs beside computing slows it down by more than it takes.
     """
-    taken: dict[int, list[float]] = {}
-    for _ in range(ROUNDS):
-        for number, plan in enumerate(plans):
-            taken.setdefault(number, []).extend(_steps(coordinator, graph, plan, optimizer, kernels, batch, is_laid))
-    found = [(plans[number], statistics.median(steps)) for number, steps in taken.items() if steps]
+
+    def tried(some: Sequence[Plan], rounds: int) -> Trials:
+        taken: dict[int, list[float]] = {}
+        for _ in range(rounds):
+            for number, plan in enumerate(some):
+                steps = _steps(coordinator, graph, plan, optimizer, kernels, batch, is_laid)
+                taken.setdefault(number, []).extend(steps)
+        return [(some[number], statistics.median(steps)) for number, steps in taken.items() if steps]
+
+    ranked = _ranked(tried(plans, ROUNDS))
+    if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
+        both = tried([ranked[0][0], whole], BUCKET_ROUNDS)
+        return [*sorted(both, key=lambda one: one[1]), *ranked[1:]]
+    return ranked
+
+
+def in_one_bucket(plan: Plan, network: Network) -> Plan | None:
+    """The plan with all gradients of a stage added up at once; None where they are, or nobody adds up any."""
+    shared = [stage for stage in plan.stages if len(stage.devices) > 1 and stage.reduce == "allreduce"]
+    most = max((_gradient_bytes(stage, network) for stage in shared), default=0)
+    return msgspec.structs.replace(plan, bucket_bytes=most) if most > plan.bucket_bytes else None
+
+
+def _gradient_bytes(stage: Stage, network: Network) -> int:
+    weights = (network.weights[name] for name in network.weights_of(*op_range(stage, network)))
+    return sum(weight.bytes for weight in weights if weight.trainable)
+
+
+def _ranked(found: Trials) -> Trials:
+    """The one to take first, then the fastest."""
     best = 0
     for number, (_, seconds) in enumerate(found):
         if seconds < CLEARLY_FASTER * found[best][1]:
