@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -21,6 +24,7 @@ from manyhands.facts.profile import (
     estimate,
     estimate_cluster,
     is_increasing,
+    spread_of,
 )
 
 seconds = st.floats(0, 1e3)
@@ -140,3 +144,21 @@ def test_estimated_backward_knows_what_is_frozen() -> None:
     made = estimate(network, Cluster.local(1).devices[0])
     ratios = [layer.ladder[0].backward_seconds / layer.ladder[0].forward_seconds for layer in made.layers]
     assert ratios == pytest.approx([0, 1, 2])
+
+
+@given(st.lists(st.floats(0.5, 5.0), min_size=2, max_size=12))
+def test_two_together_take_as_long_as_the_slower_of_two_steps(seconds: list[float]) -> None:
+    spread = spread_of(seconds)
+    slower = statistics.mean(max(a, b) for a, b in itertools.combinations(seconds, 2))
+    usual = statistics.median(seconds)
+    two = msgspec.structs.replace(_profile((Timing(1, 1.0, 2.0),)), spread=spread).together(2)
+    assert two == pytest.approx(max(1.0, slower / usual))
+
+
+def test_more_wait_longer_and_steady_ones_do_not_wait() -> None:
+    assert spread_of([2.0] * 7) == spread_of([3.0]) == spread_of([]) == 0.0
+    uneven = msgspec.structs.replace(_profile((Timing(1, 1.0, 2.0),)), spread=0.1)
+    factors = [uneven.together(count) for count in (1, 2, 3, 4, 8, 64)]
+    assert factors == sorted(set(factors))
+    assert factors[0] == 1.0
+    assert [round((one - 1) / 0.1, 2) for one in factors[1:5]] == pytest.approx([0.56, 0.85, 1.03, 1.42], abs=0.04)

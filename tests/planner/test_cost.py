@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +91,16 @@ def test_a_share_of_the_samples() -> None:
     assert model().compute_seconds(stage, "a", Forward(0, 0, 0, 3)) == pytest.approx(1 * 0.01)
     assert model().compute_seconds(stage, "b", Forward(0, 0, 0, 3)) == pytest.approx(3 * 0.02)
     assert model().compute_seconds(stage, "b", Backward(0, 0, 0, 3)) == pytest.approx(3 * 0.04)
+
+
+def test_devices_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+    uneven = Profile({name: msgspec.structs.replace(one, spread=0.2) for name, one in PROFILE.devices.items()})
+    waiting, stage = CostModel(NETWORK, CLUSTER, uneven), geometry(BySamples((1, 3)))
+    assert waiting.compute_seconds(stage, "b", Forward(0, 0, 0, 3)) == pytest.approx(3 * 0.02 * 1.113, rel=0.01)
+    assert waiting.compute_seconds(stage, "b", Backward(0, 0, 0, 3)) == pytest.approx(3 * 0.04 * 1.113, rel=0.01)
+    plan = resolve(Plan("chain", 4, (Stage((0, 4), ("a",)),)), NETWORK)
+    alone = geometry_of(plan, 0, NETWORK)
+    assert waiting.compute_seconds(alone, "a", Forward(0, 0, 0, 3)) == pytest.approx(4 * 0.01)
 
 
 def test_a_tile_costs_its_part_of_every_operator() -> None:

@@ -80,8 +80,8 @@ class Extent:
     kernel_seconds: float = 0.0
 
 
-LOCAL = Extent(SETTING, 6, 8, measures=3, measure_seconds=6.0, splits=5, kernel_samples=8, kernel_seconds=12.0)
-LAB = Extent(SETTING, 4, 4, measures=2, measure_seconds=15.0, splits=3, kernel_samples=2, kernel_seconds=8.0)
+LOCAL = Extent(SETTING, 9, 6, measures=3, measure_seconds=6.0, splits=5, kernel_samples=8, kernel_seconds=12.0)
+LAB = Extent(SETTING, 6, 4, measures=2, measure_seconds=15.0, splits=3, kernel_samples=4, kernel_seconds=12.0)
 QUICK_EXTENT = Extent(QUICK, 1, 3, measures=1, measure_seconds=3.0, splits=2)
 
 

@@ -291,7 +291,8 @@ def _alike(session: Session, known: _Known) -> _Known:
     for names in _equal(session):
         profiles = [known[name][0] for name in names]
         rate = statistics.median(known[name][1] for name in names)
-        common = msgspec.structs.replace(profiles[0], layers=_median(profiles))
+        spread = statistics.median(one.spread for one in profiles)
+        common = msgspec.structs.replace(profiles[0], layers=_median(profiles), spread=spread)
         found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
     return {name: found[name] for name in session.cluster.names}
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import cache, cached_property
+from itertools import combinations, pairwise
+from statistics import NormalDist, mean, median
 from typing import Literal
 
 import msgspec
@@ -84,6 +86,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     """Batch size (as text) -> peak tensor bytes of a training step, where measured."""
     machine: str = ""
     repeats: int = 0
+    spread: float = 0.0
+    """How much whole steps differ from each other, as a part of the usual one (a standard deviation)."""
     corrected: Corrected | None = None
     """None: as it was measured or estimated."""
     version: int = 1
@@ -103,12 +107,31 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     def ladders(self) -> tuple[tuple[Timing, ...], ...]:
         return tuple(layer.ladder for layer in self.layers)
 
+    def together(self, devices: int) -> float:
+        """How many times as long as the usual step the slowest of so many takes, which wait for each other."""
+        return 1.0 + self.spread * _largest_of(devices)
+
     def layer_seconds(self, layer: int, samples: float) -> tuple[float, float]:
         """Forward and backward seconds of a layer for a (possibly fractional) number of samples."""
         ladder = self.ladders[layer]
         if samples <= 0:
             return (0.0, 0.0)
         return _interpolate(ladder, samples)
+
+
+@cache
+def _largest_of(count: int) -> float:
+    """The expected largest of some standard normal numbers (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """What `DeviceProfile.spread` should be for steps that took so long: so that two together take as long as the
+    slower one of two of these does on average."""
+    if len(seconds) < 2:
+        return 0.0
+    slower = mean(max(pair) for pair in combinations(seconds, 2))
+    return max(0.0, slower / median(seconds) - 1.0) / _largest_of(2)
 
 
 def _interpolate(ladder: tuple[Timing, ...], samples: float) -> tuple[float, float]:

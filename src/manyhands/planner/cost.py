@@ -29,11 +29,13 @@ class CostModel:
         self._delays: dict[tuple[object, ...], float] = {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
-        """Seconds of a forward or backward action on its device: the same for every micro-batch."""
+        """Seconds of a forward or backward action on its device: the same for every micro-batch. Devices that share a
+        stage wait for each other, so the slowest of them counts."""
         key = (geometry, device, isinstance(action, Forward), action.first, action.last, action.part)
         found = self._computed.get(key)
         if found is None:
-            found = self._computed[key] = self._compute_seconds(geometry, device, action)
+            together = self.profile.of(device).together(len(geometry.devices))
+            found = self._computed[key] = self._compute_seconds(geometry, device, action) * together
         return found
 
     def _compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:

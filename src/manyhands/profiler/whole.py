@@ -2,7 +2,8 @@
 
 Layers are timed one by one, with weights that an optimiser never touches in between. In training every step finds the
 weights written anew, and workers on one machine are all busy all the time. So whole steps are timed too, for a while,
-and every layer is scaled by what they took over what the layers promised.
+and every layer is scaled by what they took over what the layers promised. How much they differ is kept too: devices
+that wait for each other in every step take as long as the slowest of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing
+from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing, spread_of
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
@@ -25,6 +26,7 @@ SECONDS = 1.0
 LEAST_STEPS = 4
 _BOUNDS = (0.5, 3.0)
 """A factor beyond these is an accident, not a machine."""
+_MOST_SPREAD = 0.3
 
 Update = Callable[[], None]
 
@@ -58,7 +60,7 @@ def scaled_to_steps(
         update()
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
     factor = min(max(statistics.median(taken[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
-    return _scaled(profile, factor)
+    return msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(taken[1:]), _MOST_SPREAD))
 
 
 def _scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:
