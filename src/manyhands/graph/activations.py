@@ -8,6 +8,7 @@ lay between the bounds, its result tells too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,32 +25,37 @@ _LEAST_ELEMENTS = 2**18
 
 
 class _Bounded(torch.autograd.Function):
-    """aten.hardtanh over its input."""
+    """aten.hardtanh over its input; its slopes over its result's, where nobody else has those."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    def forward(ctx: Any, data: torch.Tensor, low: float, high: float, is_alone: bool) -> torch.Tensor:
         ctx.mark_dirty(data)
-        ctx.low, ctx.high = low, high
+        ctx.low, ctx.high, ctx.is_alone = low, high, is_alone
         result: torch.Tensor = _aten.hardtanh_.default(data, low, high)
         ctx.save_for_backward(result)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
-        return _aten.hardtanh_backward.default(gradient, result, ctx.low, ctx.high), None, None
+        into = gradient if ctx.is_alone else torch.empty_like(gradient)
+        _aten.hardtanh_backward.grad_input(gradient, result, ctx.low, ctx.high, grad_input=into)
+        return into, None, None, None
 
 
-def _bounded(data: torch.Tensor, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
+def _bounded(is_alone: bool, data: torch.Tensor, low: float = -1.0, high: float = 1.0) -> torch.Tensor:
     if data.numel() < _LEAST_ELEMENTS or not low < high:
         return cast(torch.Tensor, _aten.hardtanh.default(data, low, high))
-    return cast(torch.Tensor, _Bounded.apply(data, low, high))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Bounded.apply(data, low, high, is_alone))  # type: ignore[no-untyped-call]
 
 
-def overwriting(target: str) -> Callable[..., Any] | None:
-    """What to call for an activation that may overwrite its input where autograd records; None: its in-place form."""
+def overwriting(target: str, *, is_alone: bool = False) -> Callable[..., Any] | None:
+    """What to call for an activation that may overwrite its input where autograd records; None: its in-place form.
+
+    `is_alone`: a convolution alone reads what it makes, so that the gradient comes in memory that nobody else sees.
+    """
     if target == _HARDTANH:
-        return _bounded
+        return partial(_bounded, is_alone)
     name = target.split(".")[1]
     return cast("Callable[..., Any]", getattr(_aten, name).default) if target in _READS_INPUT else None

@@ -254,7 +254,13 @@ def _operator(
     written = ops.in_place(node.target) if safe else None
     if written is None:
         return operator  # type: ignore[no-any-return]
-    return (overwriting(node.target) if training else None) or ops.resolve(written)
+    if training:
+        (made,) = node.outputs
+        readers = [other for other in piece.nodes if made.name in values_of(other)]
+        is_alone = made.name not in kept and len(readers) == 1 and readers[0].target in ops.CONVOLUTION
+        if (call := overwriting(node.target, is_alone=is_alone)) is not None:
+            return call
+    return ops.resolve(written)  # type: ignore[no-any-return]
 
 
 def _memory_of(spec: TensorSpec) -> tuple[tuple[int, ...], str, int | None]:
