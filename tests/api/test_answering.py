@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -162,10 +163,19 @@ def test_a_body_without_an_end_is_cut_off() -> None:
 
 def test_bodies_share_their_room() -> None:
     with serving(StandIn(), held_bytes=30_000, body_bytes=20_000) as served:
-        held = socket.create_connection(("127.0.0.1", served.port))
-        held.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n" + bytes(100))
-        until(lambda: ask(served, bytes(15_000), NPY)[0] == 503)
-        held.close()
+        held: list[socket.socket] = []
+
+        def has_no_room() -> bool:
+            if not held or select.select(held, [], [], 0.1)[0]:  # it was refused itself: it came beside the other
+                while held:
+                    held.pop().close()
+                held.append(socket.create_connection(("127.0.0.1", served.port)))
+                started = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n" + bytes(100)
+                held[0].sendall(started)
+            return ask(served, bytes(15_000), NPY)[0] == 503
+
+        until(has_no_room)
+        held.pop().close()
         until(lambda: ask(served, bytes(15_000), NPY)[0] == 400)  # read, and no picture
 
 
