@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, reference
+from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, all_alike, reference
 
 from manyhands.data.laying import Laying
 from manyhands.executor import shelf as shelves
@@ -15,7 +15,8 @@ from manyhands.executor.messages import COORDINATOR, ROW_BYTES, FeedPart
 from manyhands.executor.shelf import SAMPLES, Shelf, shelf_bytes, shelf_key
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, OutOfMemory
-from real_runs import BATCH
+from manyhands.facts.plan import ByTiles, Plan, Single, Stage
+from real_runs import BATCH, LAYERS
 
 pytestmark = pytest.mark.xdist_group("faults")  # the same reference
 FED = {"samples": ("a", "b", "c"), "pipeline": ("a", "c"), "tiles": ("a", "b", "c"), "tiles+single": ("a", "b", "c")}
@@ -62,6 +63,23 @@ def test_after_a_loss_only_what_is_new_is_laid_out() -> None:
     assert trip.outcome.recoveries
     _, given = travelled("tiles", Fault("b", "backward", step=5))
     assert given == Counter(a=2, b=1, c=2)
+
+
+def by_tiles_or_alone(old: Plan, names: tuple[str, ...]) -> Plan:
+    if len(names) == 1:
+        return all_alike(old, names)
+    stages = (Stage((0, 2), names, ByTiles((4, 4))), Stage((2, LAYERS), names[-1:], Single()))
+    return Plan(old.network, old.batch_size, stages, order="sequential")
+
+
+def test_what_was_dropped_for_another_part_is_given_again() -> None:
+    """Whole samples, then a tile of them that never arrives, then whole samples once more."""
+    one = Fault("b", "backward", step=5)
+    with FaultCluster(("a", "b", "c"), one, Fault("c", "prepare", after=one)) as cluster:
+        trip = cluster.travel(PLANS["samples"], is_laid=True, rewrite=by_tiles_or_alone)
+    trip.check(reference(1), generations=3)
+    assert trip.plans[-1].devices == ("a",)
+    assert [lost["devices"] for lost in trip.facts("lost")] == [["b"], ["c"]]
 
 
 def test_a_shelf_has_its_box_of_every_sample() -> None:

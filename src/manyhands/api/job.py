@@ -23,13 +23,13 @@ from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
-from manyhands.data.laying import Laying, Numbered
+from manyhands.data.laying import HINT, Laying, Numbered
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
-from manyhands.executor.shelf import HINT, shelf_bytes
+from manyhands.executor.shelf import shelf_bytes
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network

@@ -20,6 +20,7 @@ from manyhands.facts.errors import BadData
 from manyhands.facts.units import format_bytes
 
 _MOST_OF_MEMORY = 0.5
+HINT = "Leave feed='start' out (--feed start): then each step's samples travel when they are needed."
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Laying:
         if count * one > room:
             raise BadData(
                 f"All {count:,} samples take {format_bytes(count * one)}; {format_bytes(int(room))} may be used here.",
-                hint="Leave feed='start' out (--feed start): then each step's samples travel when they are needed.",
+                hint=HINT,
             )
         return cls(*example(data, count), count)
 

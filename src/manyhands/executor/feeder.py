@@ -79,13 +79,16 @@ class Feeder:
                 if spec.batch_axis != 0 or spec.rows_per_sample != 1:
                     raise BadPlan(f"'{part.name}' stays at its device; its first axis must be the samples'.")
 
-    def _bound_laying(self) -> dict[str, torch.Tensor]:
-        """All samples by name."""
+    def _bound_laying(self) -> dict[tuple[str, bool], torch.Tensor]:
+        """All samples by name, and whether it is a target's."""
         if self.laying is None:
             return {}
-        found = _typed(bound_inputs(self.graph, self.laying.inputs), self._specs, self.laying.count)
+        count = self.laying.count
+        inputs = _typed(bound_inputs(self.graph, self.laying.inputs), self._specs, count)
+        found = {(name, False): tensor for name, tensor in inputs.items()}
         if self.with_targets:
-            found |= _typed(self._named_targets(self.laying.targets), self._target_specs, self.laying.count)
+            targets = _typed(self._named_targets(self.laying.targets), self._target_specs, count)
+            found |= {(name, True): tensor for name, tensor in targets.items()}
         return found
 
     def shelf(self, device: str) -> str:
@@ -96,7 +99,9 @@ class Feeder:
 
     def lay(self, device: str, step: int) -> None:
         """Give a device its boxes of all samples; does not wait."""
-        rows = [self._laid[part.name][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]]
+        rows = [
+            self._laid[part.name, part.is_target][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]
+        ]
         self.endpoint.send(device, step, SAMPLES, [one.contiguous() for one in rows])
 
     def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:

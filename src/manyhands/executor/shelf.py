@@ -9,6 +9,7 @@ from math import prod
 import psutil
 import torch
 
+from manyhands.data.laying import HINT
 from manyhands.data.silo import check_rows
 from manyhands.executor.boxes import dtype_of
 from manyhands.executor.messages import FeedPart
@@ -19,7 +20,6 @@ from manyhands.facts.units import format_bytes
 
 SAMPLES = "samples"
 """The message that fills a shelf."""
-HINT = "Leave feed='start' out (--feed start): then each step's samples travel when they are needed."
 
 
 def shelf_bytes(parts: Sequence[FeedPart], samples: int) -> int:

@@ -217,6 +217,8 @@ class Run:
         for name in self.everybody:
             peers = self.coordinator.addresses(self.everybody, name)
             job = self._job(name, document, digest) if name in self.names else None
+            if job is not None and not (job.shelf and job.is_laid):
+                self.members[name].shelf = ""  # it drops what it has; what it is given is there after its first round
             gives = self.gives.get(name, {})
             self.coordinator.say(name, Prepare(self.generation, job, peers, gives, self.since))
         patience = self.coordinator.security.patience
