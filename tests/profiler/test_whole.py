@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 import torch
@@ -22,12 +24,14 @@ def test_every_layer_is_scaled_alike_to_what_steps_take() -> None:
         def update() -> None:
             nonlocal updates
             updates += 1
+            time.sleep(0.002)
 
         return update
 
     torch.set_num_threads(1)
-    scaled = scaled_to_steps(graph, measured, 8, make_update, seconds=0.3)  # type: ignore[arg-type]
+    scaled, update_seconds = scaled_to_steps(graph, measured, 8, make_update, seconds=0.3)  # type: ignore[arg-type]
     assert updates >= 4
+    assert 0.002 <= update_seconds < 0.02
     factors = {
         round(a.ladder[rung].forward_seconds / b.ladder[rung].forward_seconds, 6)
         for a, b in zip(scaled.layers, measured.layers)
@@ -42,5 +46,5 @@ def test_an_absurd_factor_is_bounded() -> None:
     absurd = msgspec.structs.replace(
         measured, layers=tuple(LayerTiming(layer.layer, (Timing(4, 100.0, 100.0),)) for layer in measured.layers)
     )
-    scaled = scaled_to_steps(graph, absurd, 4, lambda weights: lambda: None, seconds=0.05)
+    scaled, _ = scaled_to_steps(graph, absurd, 4, lambda weights: lambda: None, seconds=0.05)
     assert scaled.layers[0].ladder[0].forward_seconds == pytest.approx(50.0)

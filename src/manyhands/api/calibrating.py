@@ -32,6 +32,7 @@ from manyhands.executor.boxes import dtype_of
 from manyhands.executor.loss import target_names
 from manyhands.executor.rehearsal import Batch, Rehearsal, Score
 from manyhands.facts.calibration import UNPACKED, VERSION, WIDTHS, Calibration, Measure, Tried
+from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
 from manyhands.facts.network import Network, TensorSpec
 from manyhands.facts.optimizer import Optimizer
@@ -362,7 +363,7 @@ def find_calibration(network: Network, data: str, batch_size: int, *, folder: Pa
     if version is not None and version != VERSION:
         raise BadFile(f"{path}: has version {version}; this program reads version {VERSION}.", hint=_REFRESH)
     try:
-        return msgspec.convert(raw, Calibration)
+        return converted(raw, Calibration)
     except msgspec.ValidationError as error:
         raise BadFile(f"{path}: is not a calibration: {error!s:.300}.", hint=_REFRESH) from error
     except ManyhandsError as error:

@@ -204,16 +204,14 @@ def slots(optimizer: Optimizer) -> int:
 
 
 def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_device: str = "cpu") -> float:
-    """How fast an optimiser's step passes over weights, gradients and its own state, (3 + 2 slots) times in all.
-
-    Measured on the graph's weights; 0 where there is nothing to measure.
-    """
+    """How fast an optimiser's step passes over what it reads and writes, one step after another: measured on a graph's
+    weights; 0 where there is nothing to measure."""
     if optimizer is None:
         return 0.0
     wanted = Optimizer.from_dict(optimizer)
     device = torch.device(torch_device)
     weights = Weights.copied(graph, device=device).trainable()
-    byte_count = sum(weight.nbytes for weight in weights.values())
+    byte_count = passed_bytes(graph, wanted)
     if not byte_count:
         return 0.0
     for weight in weights.values():
@@ -224,7 +222,13 @@ def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_
         start = now(device)
         stepper.step()
         seconds.append(now(device) - start)
-    return byte_count * (3 + 2 * slots(wanted)) / max(statistics.median(seconds[1:]), 1e-9)
+    return byte_count / max(statistics.median(seconds[1:]), 1e-9)
+
+
+def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:
+    """What a step passes over: weights, gradients and its own state, (3 + 2 slots) times in all."""
+    trained = sum(weight.bytes for weight in graph.network.weights.values() if weight.trainable)
+    return trained * (3 + 2 * slots(optimizer))
 
 
 def optimizer_names() -> list[str]:

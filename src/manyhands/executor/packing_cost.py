@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from manyhands.executor.codec import pack, unpack
+from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
@@ -113,7 +114,7 @@ def _load(path: Path) -> PackingCost:
     if version is not None and version != VERSION:
         raise BadFile(f"{path}: has version {version}; this program reads version {VERSION}.", hint=_REFRESH)
     try:
-        return msgspec.convert(raw, PackingCost)
+        return converted(raw, PackingCost)
     except msgspec.ValidationError as error:
         raise BadFile(f"{path}: is not what packing costs: {error!s:.300}.", hint=_REFRESH) from error
     except ManyhandsError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import threading
 from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -19,12 +20,26 @@ _PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _PART = re.compile(r"\.\.\.|[^.\[\]]+")  # `[...]` is some value of a mapping
+_worked_out: set[Any] = set()
+_working_out = threading.Lock()
+
+
+def converted(document: Any, kind: type[T], *, strict: bool = True) -> T:
+    """`document` as a `kind`, or msgspec's errors.
+
+    What msgspec works out of a type when it first meets it, one thread works out at a time: two at once crash it.
+    """
+    if kind not in _worked_out:
+        with _working_out:
+            msgspec.msgpack.Decoder(kind)
+            _worked_out.add(kind)
+    return msgspec.convert(document, kind, strict=strict)
 
 
 def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] = BadFile) -> T:
     """`document` as a `kind`, or an error such as "plan: order is 'pipe'; it must be one of gpipe, 1f1b."."""
     try:
-        return msgspec.convert(document, kind, strict=True)
+        return converted(document, kind)
     except msgspec.ValidationError as problem:
         match = _PLACE.match(str(problem))
         assert match is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import DTYPE_BYTES, LossCombination, TensorSpec, WeightSpec
 from manyhands.graph import ops
@@ -158,7 +159,7 @@ def read_document(document: object) -> Graph:
 
 def _graph(document: object, *, is_loss: bool) -> Graph:
     try:
-        raw = msgspec.convert(document, _Document)
+        raw = converted(document, _Document)
     except (msgspec.ValidationError, RecursionError, TypeError, ValueError, OverflowError) as error:
         refuse("document", f"{error}"[:400])
     if raw.version != VERSION:
@@ -333,7 +334,7 @@ def _record(raw: dict[Any, Any], target: str, place: str) -> Argument:
     if len(raw) != 2:
         refuse(place, f"a {tag} record has {len(raw)} fields, not 2")
     try:
-        record = msgspec.convert(raw, kind)
+        record = converted(raw, kind)
     except (msgspec.ValidationError, RecursionError, TypeError, ValueError, OverflowError) as error:
         refuse(place, f"a {tag} record: {error}"[:300])
     if isinstance(record, Samples):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile
@@ -49,7 +50,7 @@ def load_profile(path: str | Path, network: Network | None = None, machine: Mach
     if version is not None and version != VERSION:
         raise BadFile(f"{path}: has version {version}; this program reads version {VERSION}.", hint=_REFRESH)
     try:
-        profile = msgspec.convert(raw, DeviceProfile)
+        profile = converted(raw, DeviceProfile)
         if network is not None:
             profile.check_matches(network)
     except msgspec.ValidationError as error:

@@ -3,7 +3,8 @@
 Layers are timed one by one, with weights that an optimiser never touches in between. In training every step finds the
 weights written anew, and workers on one machine are all busy all the time. So whole steps are timed too, for a while,
 and every layer is scaled by what they took over what the layers promised. How much they differ is kept too: devices
-that wait for each other in every step take as long as the slowest of them.
+that wait for each other in every step take as long as the slowest of them. And updates are timed in between: by
+themselves they would find weights and gradients in the caches.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def scaled_to_steps(
     *,
     torch_device: str = "cpu",
     seconds: float = SECONDS,
-) -> DeviceProfile:
-    """The profile with every layer scaled to forward and backward passes of whole steps on `samples` samples.
+) -> tuple[DeviceProfile, float]:
+    """The profile with every layer scaled to forward and backward passes of whole steps on `samples` samples, and the
+    seconds of an update.
 
     `make_update` gives what happens to the weights between two steps.
     """
@@ -50,17 +52,21 @@ def scaled_to_steps(
     piece = Piece(graph, weights, kernels=kernel_calls(graph, profile.kernels))
     inputs, update = random_inputs(graph, samples, device), make_update(weights)
     taken: list[float] = []
+    updates: list[float] = []
     end = time.perf_counter() + seconds
     while len(taken) < LEAST_STEPS or time.perf_counter() < end:
         start = now(device)
         made = piece(inputs, Context(samples=samples))
         roots = [made[name] for name in graph.outputs if made[name].requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        taken.append(now(device) - start)
+        middle = now(device)
+        taken.append(middle - start)
         update()
+        updates.append(now(device) - middle)
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
     factor = min(max(statistics.median(taken[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
-    return msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(taken[1:]), _MOST_SPREAD))
+    scaled = msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(taken[1:]), _MOST_SPREAD))
+    return scaled, statistics.median(updates[1:])
 
 
 def _scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:

@@ -28,6 +28,7 @@ SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000
 REPEATS = 7
 ALONE_SECONDS = 0.3
+"""Of computing with nothing exchanged, in all: a part of it before each large exchange, as machines come and go."""
 _SETS = 6
 """Of memory, in turns: gradients are in no cache when they are added up."""
 PAIR_BYTES = 1_000_000
@@ -122,18 +123,18 @@ def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
         start = time.perf_counter()
         exchange.little(step, "small")
         small.append(time.perf_counter() - start)
-    large, done, spent = [], 0, 0.0
+    large, lost = [], 0.0
     with _Computing() as computing:
         time.sleep(0.02)
-        alone = computing.per_second(ALONE_SECONDS)
         for step in range(REPEATS + 1, 2 * REPEATS + 2):
             endpoint.mailbox.begin_step(step)
+            alone = computing.per_second(ALONE_SECONDS / (REPEATS + 1))
             exchange.little(step, "start")
             start, before = time.perf_counter(), computing.count
             exchange.large(step)
             large.append(time.perf_counter() - start)
-            done, spent = done + computing.count - before, spent + large[-1]
-    lost = max(0.0, spent - done / alone) / len(large) if alone else 0.0
+            lost += large[-1] - (computing.count - before) / alone if alone else 0.0
+    lost = max(0.0, lost) / len(large)
     links = exchange.links(2 * REPEATS + 2, devices)
     return Probe(statistics.median(small[1:]), statistics.median(large), lost, links)
 

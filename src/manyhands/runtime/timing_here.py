@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from manyhands.executor.optimizers import build, step_bytes_per_second
+from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.document import read_document
@@ -34,11 +34,15 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
         torch_device=joining.compute, training=command.training, free_bytes=free,
     )  # fmt: skip
     fits = needed_bytes(command.network, command.ladder[-1]) <= free
+    rate = 0.0
     if command.optimizer is not None and command.training and fits:
         optimizer = Optimizer.from_dict(command.optimizer)
-        profile = scaled_to_steps(graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
-                                  torch_device=joining.compute)  # fmt: skip
-    rate = step_bytes_per_second(graph, command.optimizer, joining.compute) or copy_bytes_per_second()
+        profile, update_seconds = scaled_to_steps(
+            graph, profile, command.ladder[-1], lambda weights: _update(optimizer, weights),
+            torch_device=joining.compute,
+        )  # fmt: skip
+        rate = passed_bytes(graph, optimizer) / max(update_seconds, 1e-9)
+    rate = rate or step_bytes_per_second(graph, command.optimizer, joining.compute) or copy_bytes_per_second()
     slowdown = joining.slowdown
     return Measured(command.generation, slowed(profile, slowdown), rate / slowdown)
 
