@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from hand_made import chain, cluster, even_profile, profile
-from manyhands.api.tuning import CLEARLY_FASTER
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import BySamples, Single
@@ -98,7 +97,6 @@ def test_the_best_plans_are_tried_and_the_fastest_is_taken(tmp_path: Path) -> No
         plan = results[0].plan
     events = [json.loads(line) for line in (tmp_path / "tune3" / "events.jsonl").read_text().splitlines()]
     tried = [event for event in events if event["event"] == "tried"]
-    assert 2 <= len(tried) <= 4  # one of them in one bucket too
-    assert tried[0]["seconds"] <= min(event["seconds"] for event in tried) / CLEARLY_FASTER
+    assert 2 <= len(tried) <= 3 + 4 + 1  # those nearest to the best too, and one of them in one bucket
     assert mh.Plan.from_dict(tried[0]["plan"]) == results[0].plan
     assert results[0].losses == results[1].losses

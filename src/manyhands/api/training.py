@@ -87,8 +87,8 @@ def train(
     cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
     plan        a Plan (mh.tile_plan and mh.pipeline_plan make one), a plan file, or a strategy: "auto", "single",
                 "samples", "pipeline", "tiles", "mixed"; "auto", "pipeline" and "mixed" may leave devices out
-    tune        try so many of the strategy's best plans for a few steps each, and take the fastest; 0: trust the
-                simulation
+    tune        try so many of the strategy's best plans for a few steps each, then those nearest to the best of
+                several, and take the fastest; 0: trust the simulation
     reduce      how the devices of a stage add up gradients: "allreduce", or by a "gateway" (the first of them)
     feed        when samples travel: those of a "step" before it, or all at the "start", to whoever may need them: then
                 only their numbers do. "start" is for data that is the same in every epoch, and fits the devices

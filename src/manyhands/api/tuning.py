@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from manyhands.api.job import cuts_statistics
 from manyhands.data.laying import Laying
-from manyhands.facts.errors import OutOfMemory
+from manyhands.executor.messages import runs_here
+from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan, Stage
-from manyhands.facts.plan_check import op_range
+from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.facts.plan_check import op_range, resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
+from manyhands.planner.refining import moved_cuts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
@@ -40,7 +44,8 @@ def fastest_in_trial(
     """Plans with the seconds of a step, the one to take first; `plans` come as simulations rank them.
 
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
-    weights, which do not change; `is_laid`: it is laid out at the devices before. Where the best adds up gradients in
+    weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
+    several take turns with it: a simulation may be wrong by more than a layer. Where the best adds up gradients in
     buckets while backward goes on, it is tried in one bucket too: where links are fast and every core computes, what
     runs beside computing slows it down by more than it takes.
     """
@@ -54,10 +59,30 @@ def fastest_in_trial(
         return [(some[number], statistics.median(steps)) for number, steps in taken.items() if steps]
 
     ranked = _ranked(tried(plans, ROUNDS))
+    if len(ranked) > 1 and (near := nearest(ranked[0][0], plans, graph.network)):
+        around = tried([ranked[0][0], *near], ROUNDS)
+        ranked = [*sorted(around, key=lambda one: one[1]), *ranked[1:]]
     if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
         both = tried([ranked[0][0], whole], BUCKET_ROUNDS)
         return [*sorted(both, key=lambda one: one[1]), *ranked[1:]]
     return ranked
+
+
+def nearest(plan: Plan, known: Sequence[Plan], network: Network) -> list[Plan]:
+    """Plans that differ in one cut by one layer, or have half or twice as many micro-batches where those known differ
+    in them too (else somebody has asked for so many); none of the known ones."""
+    found = list(moved_cuts(plan, (-1, 1)))
+    if len({one.micro_batches for one in known}) > 1 and all(isinstance(one.share, Single) for one in plan.stages):
+        counts = (plan.micro_batches // 2, 2 * plan.micro_batches)
+        found += [msgspec.structs.replace(plan, micro_batches=count) for count in counts if count]
+    near = []
+    for one in found:
+        with contextlib.suppress(BadPlan):
+            one = resolve(one, network)
+            runs_here(one, network)
+            if one not in known and cuts_statistics(one, network) == cuts_statistics(plan, network):
+                near.append(one)
+    return near
 
 
 def in_one_bucket(plan: Plan, network: Network) -> Plan | None:

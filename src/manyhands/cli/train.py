@@ -89,7 +89,9 @@ def train(
     micro_batches: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch.")] = None,
     tune: Annotated[
         int | None,
-        typer.Option("--tune", help="Try so many of the best plans for a few steps each, and take the fastest."),
+        typer.Option(
+            "--tune", help="Try so many of the best plans for a few steps each, and those nearest; take the fastest."
+        ),
     ] = None,
     batch_norm: Annotated[
         str | None, typer.Option("--batch-norm", help="synchronised (exact) or local (per worker, as DDP).")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -59,11 +59,11 @@ def refined(candidate: Candidate, task: Task, price: Price) -> Candidate:
     return best
 
 
-def moved_cuts(plan: Plan) -> Iterator[Plan]:
-    """The resolved plan with one of its cuts somewhere else."""
+def moved_cuts(plan: Plan, moves: Sequence[int] = MOVES) -> Iterator[Plan]:
+    """The resolved plan with one of its cuts some layers away."""
     ranges = [layer_range(stage) for stage in plan.stages]
     for place, ((first, cut), (_, last)) in enumerate(pairwise(ranges)):
-        for by in MOVES:
+        for by in moves:
             if first < cut + by < last:
                 one = msgspec.structs.replace(plan.stages[place], layers=(first, cut + by))
                 other = msgspec.structs.replace(plan.stages[place + 1], layers=(cut + by, last))
