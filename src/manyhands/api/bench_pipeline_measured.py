@@ -81,7 +81,7 @@ class Extent:
 
 
 LOCAL = Extent(SETTING, 9, 6, measures=3, measure_seconds=6.0, splits=5, kernel_samples=8, kernel_seconds=12.0)
-LAB = Extent(SETTING, 6, 4, measures=2, measure_seconds=15.0, splits=3, kernel_samples=4, kernel_seconds=12.0)
+LAB = Extent(SETTING, 6, 4, measures=3, measure_seconds=15.0, splits=3, kernel_samples=4, kernel_seconds=12.0)
 QUICK_EXTENT = Extent(QUICK, 1, 3, measures=1, measure_seconds=3.0, splits=2)
 
 
@@ -298,8 +298,8 @@ class Compared:
             f"pipelined_{place}_seconds": statistics.median(self.pipelined),
             f"pipelined_vs_torch_pipelines_{place}": _ratio(self.theirs[best_pipeline], self.pipelined),
             f"setting_{place}": setting,
-            f"ours_{place}_setting": f"the fastest of our planner's {TUNED_PLANS} best, and of those nearest to it, in a trial: "
-            f"{plan_text(self.plan)}; kernels {kernels_text(self.choice)}",
+            f"ours_{place}_setting": f"the fastest of our planner's {TUNED_PLANS} best, and of those nearest to it, in "
+            f"a trial: {plan_text(self.plan)}; kernels {kernels_text(self.choice)}",
             f"pipelined_{place}_setting": plan_text(self.pipeline),
             **{f"torch_{kind}_{place}_setting": self.tuned.text(kind) for kind in self.theirs},
         }
