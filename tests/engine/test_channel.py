@@ -13,8 +13,8 @@ import pytest
 from endpoint_pairs import wait_until
 
 from manyhands.engine.channel import Channel, Listener, connect
-from manyhands.engine.security import Security
-from manyhands.engine.wire import write_all
+from manyhands.engine.security import Purpose, Security
+from manyhands.engine.wire import Wire, write_all
 from manyhands.facts.errors import AddressTaken, BadValue, TimedOut, WorkerLost
 
 Pair = tuple[Channel, Channel]
@@ -163,3 +163,29 @@ def test_nothing_is_left_after_a_close(security: Security) -> None:
     silent.close()
     wait_until(lambda: threading.active_count() == threads)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_one_who_was_let_in_stays_when_the_listener_closes(security: Security) -> None:
+    """Also while the thread that let him in is not done: it was once taken for one that still asks him."""
+    listener = Listener("127.0.0.1", 0, security)
+    is_done, admit = threading.Event(), listener._admit
+
+    def slowly(wire: Wire) -> None:
+        admit(wire)
+        assert is_done.wait(5)
+
+    listener.door.receive(Purpose.CONTROL, slowly)
+    client = connect(*listener.address, security, 5)
+    server = listener.accept(5)
+    assert server is not None
+    closing = threading.Thread(target=listener.close)
+    closing.start()
+    wait_until(lambda: listener.door._is_closing)
+    time.sleep(0.05)
+    is_done.set()
+    closing.join(5)
+    assert not closing.is_alive()
+    client.send(b"still here")
+    assert server.receive(5) == b"still here"
+    client.close()
+    server.close()

@@ -115,7 +115,8 @@ class Door:
         try:
             deadline = time.monotonic() + self._security.handshake_seconds
             wire, purpose = admit(guest.connected, self._security, receivers, deadline)
-            guest.has_token = True
+            with self._lock:
+                guest.has_token = True  # from here on he is another's: `close` does not send him away
             receivers[purpose](wire)
         except TimeoutError:
             self._drop(guest, f"no handshake within {self._security.handshake_seconds:g} s")
@@ -133,16 +134,18 @@ class Door:
             self.reasons.append(f"{guest.origin}: {why}")
 
     def close(self) -> None:
-        """No thread and no descriptor is left."""
+        """No thread and no descriptor is left, but for those who were let in."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(1.0)
         with self._lock:
             guests = dict(self._guests)
-        for thread, guest in guests.items():
-            with contextlib.suppress(OSError):
-                guest.connected.shutdown(socket.SHUT_RDWR)
+            for guest in guests.values():
+                if not guest.has_token:
+                    with contextlib.suppress(OSError):
+                        guest.connected.shutdown(socket.SHUT_RDWR)
+        for thread in guests:
             if thread is not threading.current_thread():
                 thread.join(1.0)
         self._socket.close()
