@@ -25,7 +25,8 @@ SETTINGS = settings(
     max_examples=7, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
 )
 FEW = settings(SETTINGS, max_examples=4)
-KERNELS = (None, Kernel(), Kernel(channels_last=True), Kernel(onednn=False), Kernel(True, False, 1))
+KERNELS = (None, Kernel(), Kernel(channels_last=True), Kernel(onednn=False), Kernel(True, False, 1),
+           Kernel(True, product=True))  # fmt: skip
 sizes = st.integers(7, 23)
 
 
@@ -47,6 +48,14 @@ def test_convolution(
 ) -> None:
     module = nn.Conv2d(4, 8, **window, groups=groups, bias=bias)
     check_local(Case.of(module, (4, rows, columns)), data, kernel=kernel)
+
+
+@FEW
+@given(bias=st.booleans(), data=st.data())
+def test_convolution_of_single_pixels_as_a_product(bias: bool, data: st.DataObject) -> None:
+    case = Case.of(nn.Conv2d(4, 6, 1, bias=bias), (4, 7, 9))
+    assert case.operator(KERNELS[-1]).is_product  # type: ignore[attr-defined]
+    check_local(case, data, kernel=KERNELS[-1])
 
 
 @FEW

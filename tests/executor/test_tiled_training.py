@@ -43,7 +43,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Codec, Order, Plan, Single, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
-from manyhands.graph.kernels import takes_format
+from manyhands.graph.kernels import takes_format, takes_product
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
@@ -615,7 +615,12 @@ def test_replicas_agree_to_the_last_bit_and_a_run_repeats_itself() -> None:
 @pytest.mark.parametrize("back", [None, (0, 4)])
 def test_kernels_of_another_memory_format(back: tuple[int, ...] | None) -> None:
     case = zoo_case("resnet")
-    choice = {node.name: Kernel(channels_last=True) for node in case.graph.nodes if takes_format(case.graph, node)}
+    choice = {
+        node.name: Kernel(channels_last=True, product=takes_product(case.graph, node))
+        for node in case.graph.nodes
+        if takes_format(case.graph, node)
+    }
+    assert any(kernel.product for kernel in choice.values())
     plan = case.plan(case.tiled(ByTiles((1, 1), (1, 1), None, back)))
     case.check(plan, kernels=dict.fromkeys(plan.devices, choice), stored=choice)
 

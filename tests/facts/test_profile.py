@@ -128,6 +128,7 @@ def test_a_profile_belongs_to_one_network() -> None:
 def test_a_kernel_reads_well() -> None:
     assert str(Kernel()) == "contiguous+oneDNN"
     assert str(Kernel(channels_last=True, onednn=False, threads=1)) == "channels_last+native+1t"
+    assert str(Kernel(channels_last=True, product=True)) == "channels_last+product"
 
 
 def test_estimated_backward_knows_what_is_frozen() -> None:

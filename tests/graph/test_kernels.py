@@ -14,18 +14,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import Flags, kernel_calls, reformat, store_weights, takes_flags, takes_format
+from manyhands.graph.kernels import (
+    Flags,
+    kernel_calls,
+    reformat,
+    store_weights,
+    takes_flags,
+    takes_format,
+    takes_product,
+)
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 
 VARIANTS = [Kernel(channels_last, onednn, threads)
             for channels_last in (False, True) for onednn in (True, False) for threads in (0, 1)]  # fmt: skip
+PRODUCT = Kernel(channels_last=True, product=True)
+VARIANTS.append(PRODUCT)
 
 CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "plain": (nn.Conv2d(3, 8, 3, padding=1), (3, 9, 7)),
     "no bias": (nn.Conv2d(3, 8, 3, stride=2, bias=False), (3, 9, 7)),
     "pointwise": (nn.Conv2d(4, 6, 1), (4, 5, 5)),
+    "pointwise, no bias": (nn.Conv2d(4, 6, 1, bias=False), (4, 5, 5)),
+    "a pixel": (nn.Conv2d(4, 6, 1), (4, 1, 1)),
+    "pointwise, stride": (nn.Conv2d(4, 6, 1, stride=2), (4, 5, 5)),
+    "pointwise, padding": (nn.Conv2d(4, 6, 1, padding=1), (4, 5, 5)),
+    "pointwise, groups": (nn.Conv2d(4, 6, 1, groups=2), (4, 5, 5)),
     "grouped": (nn.Conv2d(4, 8, 3, groups=2, padding=(1, 0)), (4, 8, 8)),
     "depthwise": (nn.Conv2d(6, 6, 3, groups=6, padding=1), (6, 8, 8)),
     "dilated": (nn.Conv2d(3, 4, (3, 2), dilation=(2, 1)), (3, 9, 9)),
@@ -35,6 +50,7 @@ CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (4, 5, 6)),
     "transposed, grouped": (nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2, bias=False), (4, 5, 6)),
     "one axis": (nn.Conv1d(3, 5, 3, padding=1), (3, 11)),
+    "a volume's points": (nn.Conv3d(2, 4, 1), (2, 5, 6, 4)),
     "volume": (nn.Conv3d(2, 4, 3, padding=1), (2, 5, 6, 4)),
 }
 
@@ -88,6 +104,28 @@ def test_a_convolution_is_the_same_by_every_kernel(captured: dict[str, Any], nam
     chosen = {node.name: kernel for node in graph.nodes if takes_flags(graph, node)}
     assert chosen
     _assert_equal(graph, x, chosen)
+
+
+def test_products_are_convolutions_of_single_pixels(captured: dict[str, Any]) -> None:
+    takes = {name for name, (graph, _) in captured.items() if any(takes_product(graph, node) for node in graph.nodes)}
+    assert takes == {"pointwise", "pointwise, no bias", "a pixel", "a volume's points"}
+
+
+def test_a_product_calls_no_convolution_and_nobody_writes_over_it(captured: dict[str, Any]) -> None:
+    graph, x = captured["pointwise"]
+    names: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **kwargs or {})
+
+    choice = {node.name: PRODUCT for node in graph.nodes if takes_flags(graph, node)}
+    with Seen():
+        _run(graph, x, choice)
+    assert not [name for name in names if "convolution" in name]
+    assert "aten::relu" in names
+    assert "aten::relu_" not in names
 
 
 @pytest.mark.parametrize("kernel", VARIANTS, ids=str)

@@ -89,6 +89,13 @@ def test_a_candidate_that_fails_is_left_out(tiny: Graph) -> None:
     assert set(choice.kernels.values()) == {Kernel(onednn=False)}
 
 
+def test_products_are_tried_where_there_are_convolutions_of_single_pixels(chain: Graph) -> None:
+    seconds = {DEFAULT: 1.0, PER_OPERATOR: 0.9, "channels_last": 0.8, "products": 0.7, "native": 1.0}
+    choice = choose_kernels(chain, 2, seconds=1000.0, timer=lambda trial: seconds.get(trial.name, 1e-3))
+    assert choice.name == "products"
+    assert [kernel.product for kernel in choice.kernels.values()] == [False, False, True]
+
+
 def test_without_time_nothing_is_measured(tiny: Graph) -> None:
     rigged = Rigged({})
     assert choose_kernels(tiny, 2, seconds=0.0, timer=rigged).kernels == {}
@@ -145,7 +152,7 @@ def _cost(graph: Graph, formats: dict[str, bool], measured: OperatorSeconds) -> 
                 share = 1.0 if spec.differentiable else 0.5
                 total += share * measured.convert_seconds_per_byte * spec.bytes_for(2)
             at_hand = wanted
-            total += seconds[Kernel(wanted)]
+            total += min(one for kernel, one in seconds.items() if kernel.channels_last == wanted)
         elif seconds:
             total += seconds[Kernel(at_hand)]
     return total

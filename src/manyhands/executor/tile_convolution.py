@@ -20,7 +20,7 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
-from manyhands.graph.kernels import Flags
+from manyhands.graph.kernels import Flags, product, takes_product
 from manyhands.graph.piece import Context
 from manyhands.graph.recording import unrecorded
 
@@ -45,7 +45,8 @@ class _Convolution(TileOperator):
         self.dilation = [rule.dilation for rule in self.axes]
         kernel = self.kernel
         self.format = torch.channels_last if kernel is not None and kernel.channels_last else torch.contiguous_format
-        self.has_flags = kernel is not None and not (kernel.onednn and not kernel.threads)
+        self.has_flags = kernel is not None and not kernel.is_plain
+        self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
 
     def _flags(self) -> AbstractContextManager[None]:
         return Flags(self.kernel) if self.has_flags and self.kernel is not None else nullcontext()
@@ -55,6 +56,8 @@ class _Convolution(TileOperator):
         return tensor if self.kernel is None else tensor.contiguous(memory_format=self.format)
 
     def _convolved(self, data: Tensor, padding: list[int]) -> Tensor:
+        if self.is_product:
+            return product(self._formatted(data), self.weight, self.bias)
         with self._flags():
             made: Tensor = _aten.convolution.default(
                 self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding, self.dilation,
@@ -63,6 +66,8 @@ class _Convolution(TileOperator):
         return made
 
     def _derived(self, gradient: Tensor, data: Tensor, padding: list[int], mask: list[bool]) -> list[Tensor]:
+        if self.is_product:
+            return self._product_derived(self._formatted(gradient), data, mask)
         bias_shape = None if self.bias is None else list(self.bias.shape)
         with self._flags():
             found: list[Tensor] = _aten.convolution_backward.default(
@@ -70,6 +75,14 @@ class _Convolution(TileOperator):
                 self.dilation, self.transposed, [0, 0], self.groups, mask,
             )  # fmt: skip
         return found
+
+    def _product_derived(self, gradient: Tensor, data: Tensor, mask: list[bool]) -> list[Tensor]:
+        """As `convolution_backward` gives them; what was not asked for is empty."""
+        slopes, matrix, none = gradient.movedim(1, -1), self.weight.flatten(1), gradient.new_empty(0)
+        rows = slopes.reshape(-1, slopes.shape[-1])
+        of_data = (slopes @ matrix).movedim(-1, 1) if mask[0] else none
+        of_weight = rows.t() @ data.movedim(1, -1).reshape(-1, data.shape[1]) if mask[1] else none
+        return [of_data, of_weight.view(self.weight.shape) if mask[1] else none, rows.sum(0) if mask[2] else none]
 
     def _like_input(self, shape: tuple[int, ...], gradient: Tensor) -> Tensor:
         """Something with the input's shape and format: its values do not matter, its memory is not used."""

@@ -56,9 +56,17 @@ class Kernel(msgspec.Struct, frozen=True):
     channels_last: bool = False
     onednn: bool = True
     threads: int = 0
+    product: bool = False
+    """A convolution of single pixels as one product of matrices."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it sets none of PyTorch's flags."""
+        return self.onednn and not self.threads
 
     def __str__(self) -> str:
-        parts = ["channels_last" if self.channels_last else "contiguous", "oneDNN" if self.onednn else "native"]
+        way = "product" if self.product else "oneDNN" if self.onednn else "native"
+        parts = ["channels_last" if self.channels_last else "contiguous", way]
         return "+".join([*parts, f"{self.threads}t"] if self.threads else parts)
 
 

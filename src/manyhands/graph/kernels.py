@@ -5,12 +5,15 @@ reads again in backward. So a choice that sets flags needs a function of its own
 
     channels_last or contiguous, PyTorch's flags    convert the input where needed, then the plain operator
     native, or a number of threads                  the same, with both directions inside `Flags`
+    product                                         a convolution of single pixels: in channels_last it is one product
+                                                    of matrices, where PyTorch on one thread takes one per sample
 
 The flags belong to the process (threads: to the calling thread), so one process runs one piece at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -42,6 +45,17 @@ def takes_format(graph: Graph, node: Node) -> bool:
     return node.target in ops.CONVOLUTION and _rank(graph, node) in _CHANNELS_LAST
 
 
+def takes_product(graph: Graph, node: Node) -> bool:
+    """Whether an operator is a convolution of single pixels, each of which counts: a product of matrices."""
+    if not takes_format(graph, node) or "transpose" in node.target:
+        return False
+    shape = graph.network.weights[_weight_name(node)].shape
+    if math.prod(shape[2:]) > 1:
+        return False
+    found = _geometry(node, shape)
+    return found.groups == 1 and set(found.stride) == {1} and not any(found.padding)
+
+
 def takes_flags(graph: Graph, node: Node) -> bool:
     """Whether oneDNN and the number of threads can be chosen for an operator."""
     return (node.target in ops.CONVOLUTION and _rank(graph, node) > 0) or node.target in ops.RECURRENT | {_LINEAR}
@@ -57,13 +71,14 @@ def kernel_calls(graph: Graph, choice: Mapping[str, Kernel]) -> dict[str, Call]:
             if any_channels_last and node.target in _VIEWS:
                 calls[node.name] = _VIEWS[node.target]
             continue
-        is_default = kernel.onednn and not kernel.threads
         if node.target in ops.CONVOLUTION and _rank(graph, node):
-            if not is_default or any_channels_last:
+            if kernel.product and takes_product(graph, node):
+                calls[node.name] = product
+            elif not kernel.is_plain or any_channels_last:
                 calls[node.name] = _convolution(graph, node, kernel)
-        elif node.target == _LINEAR and not is_default:
+        elif node.target == _LINEAR and not kernel.is_plain:
             calls[node.name] = _linear(kernel)
-        elif node.target in ops.RECURRENT and not is_default:
+        elif node.target in ops.RECURRENT and not kernel.is_plain:
             calls[node.name] = _recurrent(node, kernel)
     return calls
 
@@ -222,14 +237,14 @@ class _Convolution(torch.autograd.Function):
 def _convolution(graph: Graph, node: Node, kernel: Kernel) -> Call:
     """A convolution that converts its input where needed and runs by a kernel."""
     channels_last = kernel.channels_last and takes_format(graph, node)
-    if kernel.onednn and not kernel.threads:
+    if kernel.is_plain:
         operator = ops.resolve(node.target)
 
         def plain(data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
             return operator(reformat(data, channels_last), reformat(weight, channels_last), *rest)
 
         return plain
-    geometry = _geometry(node, graph.network.weights[node.arguments[1].name].shape)
+    geometry = _geometry(node, graph.network.weights[_weight_name(node)].shape)
 
     def flagged(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
         data = reformat(data, channels_last)
@@ -238,6 +253,19 @@ def _convolution(graph: Graph, node: Node, kernel: Kernel) -> Call:
         return _apply(_Convolution, data, reformat(weight, channels_last), bias, geometry, kernel)
 
     return flagged
+
+
+def product(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """A convolution of single pixels: rows of channels times a matrix. The result is a view: do not write over it."""
+    rows = reformat(data, True).movedim(1, -1)
+    made: torch.Tensor = _aten.linear.default(rows, weight.flatten(1), bias)
+    return made.movedim(-1, 1)
+
+
+def _weight_name(node: Node) -> str:
+    weight = node.arguments[1]
+    assert isinstance(weight, Weight)
+    return weight.name
 
 
 def _geometry(node: Node, weight_shape: Sequence[int]) -> _Geometry:

@@ -29,6 +29,7 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
+from manyhands.graph.kernels import product
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
@@ -107,7 +108,7 @@ class Piece:
             self.outputs += tuple(name for name in passed if name not in self.outputs)
             self.inputs += tuple(name for name in passed if name not in self.inputs)
         self.weight_names = tuple(dict.fromkeys(name for node in self.nodes for name in weights_of(node)))
-        self._kernels = dict(kernels or {})
+        self.kernels = dict(kernels or {})
         self._slots = _Slots()
         for name in (*self.inputs, *map(_weight_slot, self.weight_names)):
             self._slots.of(name)
@@ -203,7 +204,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
         elif node.target in RANDOM_CALLS and not training:
             call, arguments = RANDOM_CALLS[node.target].at_rest(node)
         else:
-            call = piece._kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by, training)
+            call = piece.kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by, training)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
@@ -249,6 +250,7 @@ def _operator(
         and name not in kept
         and maker.target in ops.CONVOLUTION | ops.NORMALISATION | ops.PRODUCT | {"aten.add.Tensor"}
         and not maker.several
+        and piece.kernels.get(maker.name) is not product  # a view
         and _memory_of(node.outputs[0]) == _memory_of(piece.specs[name])
     )
     written = ops.in_place(node.target) if safe else None

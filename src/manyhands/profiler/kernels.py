@@ -2,7 +2,7 @@
 
 1. Every distinct operator is measured by every kernel (operators.py).
 2. The cheapest path along the network: a format per convolution, with the price of changing it in between.
-3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, native).
+3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, products, native).
 4. The winner meets the default once more. Unless it wins again, the default stays.
 
 For inference a step is a forward pass.
@@ -18,7 +18,7 @@ import torch
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph, Node, values_of
-from manyhands.graph.kernels import takes_flags, takes_format
+from manyhands.graph.kernels import takes_flags, takes_format, takes_product
 from manyhands.profiler.clock import Timer, Timings, Trial, interleave, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
@@ -84,6 +84,11 @@ def _candidates(graph: Graph, path: dict[str, Kernel]) -> dict[str, dict[str, Ke
         DEFAULT: {},
         PER_OPERATOR: path,
         "channels_last": {n.name: Kernel(channels_last=True) for n in graph.nodes if takes_format(graph, n)},
+        "products": {
+            n.name: Kernel(channels_last=True, product=takes_product(graph, n))
+            for n in graph.nodes
+            if takes_format(graph, n)
+        },
         "native": {n.name: Kernel(onednn=False) for n in graph.nodes if takes_flags(graph, n)},
     }
     found: dict[str, dict[str, Kernel]] = {}
@@ -166,7 +171,7 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, trai
         seconds = measured.by_kernel.get(node.name)
         if not seconds:
             continue
-        seconds = {kernel: one * (1.0 if _is_plain(kernel) else FLAGS_PRICE) for kernel, one in seconds.items()}
+        seconds = {kernel: one * (1.0 if kernel.is_plain else FLAGS_PRICE) for kernel, one in seconds.items()}
         if takes_format(graph, node) and not is_pixel(graph, node):
             each = measured.convert_seconds_per_byte
             paths = _through_convolution(graph, node, samples, paths, seconds, each, training)
@@ -180,10 +185,6 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, trai
             paths = {last: path.then(node.name, best, seconds[best]) for last, path in paths.items()}
     chosen = min(paths.values(), key=lambda path: path.seconds).choices()
     return chosen if any(kernel != Kernel() for kernel in chosen.values()) else {}
-
-
-def _is_plain(kernel: Kernel) -> bool:
-    return kernel.onednn and not kernel.threads
 
 
 def _through_convolution(

@@ -12,7 +12,7 @@ import torch
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Argument, Graph, Node, Value, Weight, values_of, weights_of
-from manyhands.graph.kernels import kernel_calls, reformat, store_weights, takes_flags, takes_format
+from manyhands.graph.kernels import kernel_calls, reformat, store_weights, takes_flags, takes_format, takes_product
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
@@ -70,7 +70,8 @@ def kernels_for(graph: Graph, node: Node) -> list[Kernel]:
     """The kernels worth measuring on the threads at hand; PyTorch's default first."""
     if takes_format(graph, node):
         formats = (False,) if is_pixel(graph, node) else (False, True)
-        return [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
+        found = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
+        return [*found, Kernel(channels_last=True, product=True)] if takes_product(graph, node) else found
     # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
     if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
         return []
