@@ -14,7 +14,7 @@ from torch import nn
 
 from manyhands.api import bench_pipeline_measured as bench
 from manyhands.api.bench_pipeline_measured import critical_path, plan_text, shared_out, splits, summary
-from manyhands.api.torch_pipeline import Setting, TorchGroup, Way, units_of
+from manyhands.api.torch_pipeline import BareRound, Setting, TorchGroup, Way, units_of
 from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.lab.lab import labs
@@ -34,21 +34,32 @@ def two_stages(micro_batches: int) -> Plan:
     return Plan("any", 8, (Stage((0, 1), ("a",)), Stage((1, 2), ("b",))), micro_batches=micro_batches)
 
 
+def alike(micro_batches: int, *stages: tuple[float, float, float]) -> list[BareRound]:
+    """Stages whose micro-batches take equally long."""
+    return [BareRound([one] * micro_batches, [back] * micro_batches, step) for one, back, step in stages]
+
+
 # Pure
 
 
 def test_the_critical_path_of_two_equal_stages() -> None:
     """M+1 forward passes and M+1 backward passes, as drawn in the papers; and the step."""
-    assert critical_path(two_stages(4), [(1.0, 1.0, 0.5), (1.0, 1.0, 0.25)]) == pytest.approx(10.5)
+    assert critical_path(two_stages(4), alike(4, (1.0, 1.0, 0.5), (1.0, 1.0, 0.25))) == pytest.approx(10.5)
 
 
 def test_the_critical_path_waits_for_the_slower_stage() -> None:
-    assert critical_path(two_stages(4), [(1.0, 2.0, 0.0), (0.0, 0.0, 0.0)]) == pytest.approx(12.0)
-    assert critical_path(two_stages(4), [(1.0, 2.0, 0.0), (10.0, 20.0, 0.0)]) == pytest.approx(1 + 4 * 30 + 2)
+    assert critical_path(two_stages(4), alike(4, (1.0, 2.0, 0.0), (0.0, 0.0, 0.0))) == pytest.approx(12.0)
+    assert critical_path(two_stages(4), alike(4, (1.0, 2.0, 0.0), (10.0, 20.0, 0.0))) == pytest.approx(1 + 4 * 30 + 2)
 
 
 def test_one_micro_batch_goes_there_and_back() -> None:
-    assert critical_path(two_stages(1), [(1.0, 2.0, 0.1), (3.0, 4.0, 0.2)]) == pytest.approx(10.1)
+    assert critical_path(two_stages(1), alike(1, (1.0, 2.0, 0.1), (3.0, 4.0, 0.2))) == pytest.approx(10.1)
+
+
+def test_what_holds_up_one_pass_holds_up_the_round() -> None:
+    stages = alike(4, (1.0, 1.0, 0.0), (1.0, 1.0, 0.0))
+    stages[1].backward[2] += 5.0
+    assert critical_path(two_stages(4), stages) == pytest.approx(15.0)
 
 
 def test_splits_follow_speeds() -> None:
@@ -123,7 +134,9 @@ def test_torch_runs_every_way_and_is_named_when_it_dies() -> None:
         assert all(taken > 0 and size > 0 for taken, size in units)
         bare = group.bare((0, 20, UNITS), 2, 0.01)
         assert len(bare) == 2
-        assert all(number > 0 for stage in bare for number in stage)
+        for one in (one for stage in bare for one in stage):
+            assert len(one.forward) == len(one.backward) == TINY.micro_batches
+            assert min(*one.forward, *one.backward, one.step) > 0
         processes = group.processes
         processes[1].send_signal(signal.SIGKILL)
         with pytest.raises(ManyhandsError, match=r"Torch rank [01] (ended|could not)"):

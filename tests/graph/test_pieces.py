@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +24,14 @@ from graph_checks import (
     numpy_keep,
     zoo,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from groups import by_name
+from manyhands.graph.capture import capture
 from manyhands.graph.describe import describe
 from manyhands.graph.graph import Graph
-from manyhands.graph.piece import Context
+from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, forward, outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.models.registry import ZOO
@@ -135,3 +138,43 @@ def test_wrong_offset_draws_other_masks() -> None:
     one = by_pieces(example.graph, [], batch, target, Context(first_sample=0))
     other = by_pieces(example.graph, [], batch, target, Context(first_sample=1))
     assert not torch.allclose(flat(one.outputs)[0], flat(other.outputs)[0])
+
+
+class Counting(nn.Module):
+    """Counters of batches: one alone, one that is read as a number too, one of a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.again, self.twice = (nn.BatchNorm1d(3) for _ in range(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        x = self.plain(x) / self.seen
+        return self.twice(torch.relu(self.twice(self.again(x))))  # type: ignore[no-any-return]
+
+
+def test_counters_that_nothing_reads_are_counted_up_at_once() -> None:
+    module, x = Counting().double(), torch.randn(4, 3, dtype=torch.float64)
+    graph = capture(module, x)
+    weights = Weights.copied(graph)
+    piece = Piece(graph, weights)
+    calls = Counter[str]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func.name()] += 1
+            return func(*args, **kwargs or {})
+
+    for _ in range(3):
+        with Seen():
+            found = piece(bind_inputs(graph, x))[graph.outputs[0]]
+        assert_close(found.detach(), module(x).detach(), "output")
+    assert calls["aten::_foreach_add_.Scalar"] == 3
+    assert calls["aten::add_.Tensor"] == 3 * 3  # the one that is read, and the one that is counted twice
+    for name, buffer in module.named_buffers():
+        assert_close(weights.tensors[name].double(), buffer.double(), name)
+    before = int(weights.tensors["plain.num_batches_tracked"])
+    piece(bind_inputs(graph, x), Context(moves_buffers=False))
+    piece(bind_inputs(graph, x), Context(training=False))
+    assert int(weights.tensors["plain.num_batches_tracked"]) == before == 3

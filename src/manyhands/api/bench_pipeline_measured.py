@@ -22,7 +22,7 @@ from manyhands.api.bench_tile_setup import kernels_text
 from manyhands.api.evaluation import captured
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
-from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, Setting, TorchGroup, Way
+from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, BareRound, Setting, TorchGroup, Way
 from manyhands.api.tuning import fastest_in_trial, same_batches
 from manyhands.data.laying import Laying
 from manyhands.facts.cluster import Cluster, Device, Link
@@ -452,9 +452,8 @@ def summary(figures: Figures) -> Figures:
 # What the executor adds to computing
 
 
-def critical_path(plan: Plan, stages: Sequence[tuple[float, float, float]]) -> float:
-    """Seconds of a round in the plan's order, of whose stages forward, backward and optimiser take these, if nothing
-    had to be sent."""
+def critical_path(plan: Plan, stages: Sequence[BareRound]) -> float:
+    """Seconds of a round in the plan's order, whose stages take these, if nothing had to be sent."""
     orders = [list(passes(plan, stage)) for stage in range(len(stages))]
     ended: dict[tuple[int, str, int], float] = {}
     clocks = [0.0] * len(stages)
@@ -468,15 +467,19 @@ def critical_path(plan: Plan, stages: Sequence[tuple[float, float, float]]) -> f
                 if given is None:
                     break
                 begin = max(clocks[stage], given)
-                clocks[stage] = ended[stage, what, micro_batch] = begin + stages[stage][what == "backward"]
+                seconds = stages[stage].forward if what == "forward" else stages[stage].backward
+                clocks[stage] = ended[stage, what, micro_batch] = begin + seconds[micro_batch]
                 order.pop(0)
         assert len(ended) > before, "an order in which every stage waits"
-    return max(clock + stage[2] for clock, stage in zip(clocks, stages, strict=True))
+    return max(clock + stage.step for clock, stage in zip(clocks, stages, strict=True))
 
 
 def executor_overhead(say: Progress, quick: bool) -> Figures:
-    """A round of two stages on two cores over the critical path of their bare computing, as found in the same run."""
-    setting, blocks, steps, seconds = (QUICK, 1, 3, 0.3) if quick else (SETTING, 9, 8, 3.0)
+    """A round of two stages on two cores over the critical path of their bare computing, as found in the same run.
+
+    Both are the usual of several rounds, each with whatever held it up.
+    """
+    setting, blocks, steps, seconds = (QUICK, 1, 3, 0.3) if quick else (SETTING, 12, 5, 1.6)
     micro_batch = setting.samples // setting.micro_batches
     with _two_cores(setting) as (ours, group):
         units = group.units(micro_batch)
@@ -484,16 +487,20 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
             raise BadValue(f"{setting}: PyTorch's units are not our layers, so their stages cannot be compared.")
         bounds = splits(units, (1.0, 1.0), float("inf"), 1)[0]
         plan = ours.two_stages(bounds[1])
-        rounds, paths, parts = [], [], []
+        rounds, paths = [], []
+        bare: list[list[BareRound]] = [[] for _ in plan.stages]
         for block in range(blocks):
             say(f"executor overhead, block {block + 1} of {blocks}")
             rounds.append(ours.seconds(plan, steps))
-            parts.append(group.bare(bounds, micro_batch, seconds))
-            paths.append(critical_path(plan, parts[-1]))
+            found = group.bare(bounds, micro_batch, seconds)
+            paths.append(statistics.median(critical_path(plan, both) for both in zip(*found)))
+            for own, new in zip(bare, found, strict=True):
+                own += new
     stages = "; ".join(
-        f"stage {stage}: forward {_usual(parts, stage, 0):.3g} ms, backward {_usual(parts, stage, 1):.3g} ms a "
-        f"micro-batch, optimiser {_usual(parts, stage, 2):.3g} ms"
-        for stage in range(2)
+        f"stage {number}: forward {_usual(one for own in stage for one in own.forward)}, backward "
+        f"{_usual(one for own in stage for one in own.backward)} a micro-batch, optimiser "
+        f"{_usual(own.step for own in stage)}"
+        for number, stage in enumerate(bare)
     )
     return {
         "executor_overhead": statistics.median(own / path for own, path in zip(rounds, paths, strict=True)),
@@ -504,6 +511,6 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
     }
 
 
-def _usual(parts: Sequence[Sequence[tuple[float, float, float]]], stage: int, which: int) -> float:
-    """Milliseconds, the median over blocks."""
-    return 1e3 * statistics.median(block[stage][which] for block in parts)
+def _usual(seconds: Iterable[float]) -> str:
+    """The median, in words."""
+    return f"{1e3 * statistics.median(seconds):.3g} ms"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -82,6 +82,15 @@ class Way:
 # The side that asks
 
 
+class BareRound(NamedTuple):
+    """Seconds of a stage's computing in a round: each micro-batch's forward pass (on the last stage with the loss), its
+    backward pass, and the optimiser's step."""
+
+    forward: list[float]
+    backward: list[float]
+    step: float
+
+
 class TorchGroup:
     """The processes, for as long as they are asked; whichever dies or is silent is named."""
 
@@ -127,12 +136,11 @@ class TorchGroup:
         found = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
         return [(seconds, size) for seconds, size in found]
 
-    def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[tuple[float, float, float]]:
-        """For every stage, one on each process at once: seconds of a forward and of a backward pass of a micro-batch
-        (with the loss, on the last), and of the optimiser's step; nothing is exchanged."""
+    def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[list[BareRound]]:
+        """For every stage, one on each process at once: round after round of computing; nothing is exchanged."""
         request = {"do": "bare", "bounds": list(bounds), "samples": samples, "seconds": seconds}
         found = self._ask(request, "compute their stages alone")
-        return [(forward, backward, step) for forward, backward, step in found.values()]
+        return [[BareRound(*one) for one in rounds] for rounds in found.values()]
 
     def _ask(self, request: dict[str, Any], what: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         asked = range(len(self.processes)) if ranks is None else ranks
@@ -376,7 +384,7 @@ class Rank:
             found.append((statistics.median(seconds[1:]), value.numel() * value.element_size()))
         return found
 
-    def bare(self, first: int, last: int, samples: int, seconds: float) -> tuple[float, float, float]:
+    def bare(self, first: int, last: int, samples: int, seconds: float) -> list[BareRound]:
         import torch
         import torch.distributed as dist
         from torch import nn
@@ -389,12 +397,12 @@ class Rank:
         optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
         target = self.target[:samples]
         handed_back = torch.ones_like(own(entered)) if not is_last else None
-        forward: list[float] = []
-        backward: list[float] = []
-        stepping: list[float] = []
+        rounds: list[BareRound] = []
         dist.barrier()
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(stepping) < 2:
+        while time.perf_counter() < end or len(rounds) < 2:
+            forward: list[float] = []
+            backward: list[float] = []
             for _ in range(self.setting.micro_batches):
                 start = time.perf_counter()
                 made = own(entered)
@@ -408,8 +416,8 @@ class Rank:
             start = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
-            stepping.append(time.perf_counter() - start)
-        return statistics.median(forward), statistics.median(backward), statistics.median(stepping)
+            rounds.append(BareRound(forward, backward, time.perf_counter() - start))
+        return rounds[1:]
 
 
 def _say(message: object) -> None:

@@ -6,6 +6,7 @@ one, and knows nothing of devices or messages. Autograd records inside a piece a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,7 @@ class Piece:
             self._slots.of(name)
         self._template: list[Any] | None = None
         self._steps: dict[tuple[bool, bool], tuple[Step, ...]] = {}
+        self._counted: dict[tuple[bool, bool], tuple[tuple[Step, ...], tuple[int, ...]]] = {}
 
     def steps(self, training: bool, moves_buffers: bool = True) -> tuple[Step, ...]:
         """The compiled calls for training or evaluation."""
@@ -121,6 +123,20 @@ class Piece:
         if found is None:
             found = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
             self._template = None
+        return found
+
+    def _without_counting(self, training: bool, moves_buffers: bool) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+        """The steps but for those that count batches in a buffer which nothing else reads, and where these buffers are:
+        all are counted up at once."""
+        found = self._counted.get((training, moves_buffers))
+        if found is None:
+            steps = self.steps(training, moves_buffers)
+            uses = Counter(name for node in self.nodes for name in weights_of(node))
+            read = {name for node in self.nodes for name in values_of(node)} | set(self.outputs)
+            counts = [s for s in steps if _counts(s.node) and uses[s.node.updates] == 1 and s.node.name not in read]
+            rest = tuple(step for step in steps if step not in counts)
+            places = tuple(self._slots.of(_weight_slot(step.node.updates)) for step in counts)
+            found = self._counted[training, moves_buffers] = rest, places
         return found
 
     def fresh_slots(self) -> list[Any]:
@@ -145,13 +161,15 @@ class Piece:
     def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
         """Run the piece on the tensors that enter it; returns the tensors that leave it."""
         context = context or Context()
-        steps = self.steps(context.training, context.moves_buffers)
+        steps, counters = self._without_counting(context.training, context.moves_buffers)
         slots = self.fresh_slots()
         for place, name in enumerate(self.inputs):
             slots[place] = values[name]
         samples = context.samples or self.samples_in(values)
         for step in steps:
             run_step(step, slots, samples, context)
+        if counters:
+            torch._foreach_add_([slots[place] for place in counters], 1)
         place_of = self._slots.places
         return {name: slots[place_of[name]] for name in self.outputs}
 
@@ -172,6 +190,11 @@ def run_step(step: Step, slots: list[Any], samples: int, context: Context) -> No
         slots[step.outputs[0]] = result
     for place in step.frees:
         slots[place] = None
+
+
+def _counts(node: Node) -> bool:
+    """Whether an operator adds one to a buffer."""
+    return node.target == "aten.add_.Tensor" and node.arguments == (Weight(node.updates), 1) and not node.options
 
 
 def _weight_slot(name: str) -> str:

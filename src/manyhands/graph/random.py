@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy
 import torch
@@ -25,6 +26,8 @@ _FACTOR_1, _FACTOR_2 = numpy.uint32(0x7FEB352D), numpy.uint32(0x846CA68B)
 _SHIFT_15, _SHIFT_16 = numpy.uint32(15), numpy.uint32(16)
 _SMALL = 2**16
 """So many numbers are drawn by numpy."""
+_KEPT = 2**13
+"""Of so many the places are kept: the next round draws for the same samples."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
+@lru_cache(maxsize=256)
 def _keys(draw: Draw) -> tuple[int, int]:
     key = 0x9E3779B9
     for part in (draw.seed, draw.seed >> 32, draw.step, zlib.crc32(draw.operator.encode()), draw.stream):
@@ -101,6 +105,18 @@ def bits(
 
 def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None) -> NDArray[numpy.int32]:
     """The same by numpy, whose calls take less time than torch's: of a few numbers they are all of it."""
+    place, sample = (_places if box.volume <= _KEPT else _places.__wrapped__)(box, sample_shape, batch_axis)
+    first, second = (_mix_array(sample ^ numpy.uint32(key)) for key in _keys(draw))
+    mixed = _mix_array(place ^ first)
+    mixed += second
+    return _mix_array(mixed).view(numpy.int32)
+
+
+@lru_cache(maxsize=64)
+def _places(
+    box: Box, sample_shape: tuple[int, ...], batch_axis: int | None
+) -> tuple[NDArray[numpy.uint32], NDArray[numpy.uint32]]:
+    """Of every element in a box: its place inside its sample, and which sample that is. Not to be written to."""
     rank = len(sample_shape)
     place = sample = numpy.zeros([1] * rank, numpy.uint32)
     stride = 1
@@ -111,10 +127,7 @@ def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis:
             sample = samples.astype(numpy.uint32)
         place = place + index.astype(numpy.uint32) * numpy.uint32(stride & _MASK)
         stride *= sample_shape[axis]
-    first, second = (_mix_array(sample ^ numpy.uint32(key)) for key in _keys(draw))
-    mixed = _mix_array(place ^ first)
-    mixed += second
-    return _mix_array(mixed).view(numpy.int32)
+    return place, sample
 
 
 def _mix_array(x: NDArray[numpy.uint32]) -> NDArray[numpy.uint32]:
