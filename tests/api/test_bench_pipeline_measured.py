@@ -19,6 +19,7 @@ from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.lab.lab import labs
 from manyhands.models.registry import build, example_batch
+from manyhands.profiler.kernels import Choice
 
 pytestmark = pytest.mark.xdist_group("bench_pipeline")
 
@@ -87,6 +88,14 @@ def test_summary_takes_the_worse() -> None:
     }  # fmt: skip
     assert summary(figures) == {"measured_vs_best_torch": 1.1, "sim_error": 0.1}
     assert summary({"measured_vs_best_torch_local": 1.2, "lab_skipped": "why"}) == {"measured_vs_best_torch": 1.2}
+
+
+def test_a_prediction_is_compared_with_the_blocks_that_follow_it() -> None:
+    plan = two_stages(4)
+    compared = bench.Compared(plan, plan, bench.Tuned({}, {}), Choice())
+    compared.ours = [1.0, 1.0, 1.0, 2.0, 2.2, 1.8, 1.0]
+    compared.predictions = {0: 1.1, 3: 2.2, 6: 5.0}
+    assert compared.prediction_error == pytest.approx(0.1)
 
 
 def test_plans_in_one_line() -> None:

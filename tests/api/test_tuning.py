@@ -61,5 +61,25 @@ def test_one_that_nobody_ranked_may_win(monkeypatch: pytest.MonkeyPatch) -> None
     found = fastest_in_trial(nobody, graph, [plan_of(4), plan_of(3)], nobody, {}, nobody, is_laid=False)
     assert [cuts_of(plan) for plan, _ in found] == [(2,), (3,), (4,)]
     assert asked == [(4,), (3,)] * tuning.ROUNDS + [(3,), (2,)] * tuning.ROUNDS, "all take turns; none twice at once"
+    assert tuning.CLOSE * 0.9 < 1.0, "nobody is close to the best"
     alone = fastest_in_trial(nobody, graph, [plan_of(3)], nobody, {}, nobody, is_laid=False)
     assert [plan for plan, _ in alone] == [plan_of(3)], "who asks for one plan gets it"
+
+
+def test_those_that_are_close_are_tried_longer_and_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    seconds = {2: 0.95, 3: 1.0, 4: 1.01, 5: 2.0}
+
+    def steps(coordinator: Any, graph: Any, plan: Plan, *_: Any) -> list[float]:
+        (cut,) = cuts_of(plan)
+        asked.append(cut)
+        is_lucky = asked.count(cut) <= tuning.ROUNDS
+        return [seconds[cut] if cut != 2 or is_lucky else 1.2] * 2
+
+    monkeypatch.setattr(tuning, "_steps", steps)
+    graph: Any = SimpleNamespace(network=NETWORK)
+    nobody: Any = None
+    plans = [plan_of(3), plan_of(2), plan_of(5)]
+    found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
+    assert asked[-3 * tuning.LAST_ROUNDS :] == [2, 3, 4] * tuning.LAST_ROUNDS
+    assert [(cuts_of(plan), taken) for plan, taken in found] == [((3,), 1.0), ((4,), 1.01), ((2,), 1.2), ((5,), 2.0)]

@@ -280,20 +280,29 @@ class Compared:
     ours: list[float] = field(default_factory=list)
     pipelined: list[float] = field(default_factory=list)
     theirs: dict[str, list[float]] = field(default_factory=dict)
-    predictions: list[float] = field(default_factory=list)
+    predictions: dict[int, float] = field(default_factory=dict)
+    """Block before which the profile was taken -> seconds of a step that it predicts."""
+
+    @property
+    def prediction_error(self) -> float:
+        """How far predictions are off, each from the blocks up to the next: a machine's speed drifts."""
+        ends = [*list(self.predictions)[1:], len(self.ours)]
+        measured = [statistics.median(self.ours[first:end]) for first, end in zip(self.predictions, ends, strict=True)]
+        pairs = zip(self.predictions.values(), measured, strict=True)
+        return statistics.median(abs(predicted - taken) / taken for predicted, taken in pairs)
 
     def best_of(self, kinds: Iterable[str]) -> str:
         return min(kinds, key=lambda kind: statistics.median(self.theirs[kind]))
 
     def figures(self, place: str, setting: str) -> Figures:
-        ours, predicted = statistics.median(self.ours), statistics.median(self.predictions)
+        ours, predicted = statistics.median(self.ours), statistics.median(self.predictions.values())
         best, best_pipeline = self.best_of(self.theirs), self.best_of(("1f1b", "gpipe"))
         found: Figures = {
             f"measured_vs_best_torch_{place}": _ratio(self.theirs[best], self.ours),
             f"ours_{place}_seconds": ours,
             **{f"torch_{kind}_{place}_seconds": statistics.median(one) for kind, one in self.theirs.items()},
             f"best_torch_{place}": best,
-            f"pipeline_sim_error_{place}": abs(predicted - ours) / ours,
+            f"pipeline_sim_error_{place}": self.prediction_error,
             f"predicted_{place}_seconds": predicted,
             f"pipelined_{place}_seconds": statistics.median(self.pipelined),
             f"pipelined_vs_torch_pipelines_{place}": _ratio(self.theirs[best_pipeline], self.pipelined),
@@ -303,7 +312,8 @@ class Compared:
             f"pipelined_{place}_setting": plan_text(self.pipeline),
             **{f"torch_{kind}_{place}_setting": self.tuned.text(kind) for kind in self.theirs},
         }
-        rows = {"ours": self.ours, "pipelined": self.pipelined, "predicted": self.predictions, **self.theirs}
+        predictions = list(self.predictions.values())
+        rows = {"ours": self.ours, "pipelined": self.pipelined, "predicted": predictions, **self.theirs}
         found[f"blocks_{place}"] = "; ".join(f"{name} {_listed(row)} s" for name, row in rows.items())
         return found
 
@@ -336,9 +346,7 @@ def compare(
     for block in range(extent.blocks):
         say(f"block {block + 1} of {extent.blocks}")
         if block % every == 0:
-            if block:
-                cluster, profile = ours.measure(extent.measure_seconds)
-            compared.predictions.append(ours.predicted(plan, cluster, profile))
+            compared.predictions[block] = ours.predicted(plan, *ours.measure(extent.measure_seconds))
         compared.ours.append(ours.seconds(plan, extent.steps))
         compared.pipelined.append(ours.seconds(pipeline, extent.steps) if pipeline != plan else compared.ours[-1])
         for kind, way in found.best.items():

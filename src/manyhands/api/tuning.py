@@ -24,9 +24,12 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 
-WARM_UP, STEPS, ROUNDS, BUCKET_ROUNDS = 1, 4, 2, 4
+WARM_UP, STEPS, ROUNDS, LAST_ROUNDS = 1, 4, 2, 4
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
+FINALISTS, CLOSE = 3, 1.1
+"""So many at most, that took so many times as long as the best at most, are tried once more: the fastest of many in a
+short trial was lucky too."""
 
 Trials = list[tuple[Plan, float]]
 
@@ -45,7 +48,8 @@ def fastest_in_trial(
 
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
     weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
-    several take turns with it: a simulation may be wrong by more than a layer. Where the best adds up gradients in
+    several take turns with it: a simulation may be wrong by more than a layer. Those that are close to the best then
+    have a longer trial, which decides. Where the best adds up gradients in
     buckets while backward goes on, it is tried in one bucket too: where links are fast and every core computes, what
     runs beside computing slows it down by more than it takes.
     """
@@ -61,11 +65,18 @@ def fastest_in_trial(
     ranked = _ranked(tried(plans, ROUNDS))
     if len(ranked) > 1 and (near := nearest(ranked[0][0], plans, graph.network)):
         around = tried([ranked[0][0], *near], ROUNDS)
-        ranked = [*sorted(around, key=lambda one: one[1]), *ranked[1:]]
+        ranked = [*_sorted(around), *ranked[1:]]
+    close = [plan for plan, seconds in _sorted(ranked) if seconds <= CLOSE * ranked[0][1]][:FINALISTS]
+    if len(close) > 1:
+        ranked = [*_sorted(tried(close, LAST_ROUNDS)), *(one for one in ranked if one[0] not in close)]
     if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
-        both = tried([ranked[0][0], whole], BUCKET_ROUNDS)
-        return [*sorted(both, key=lambda one: one[1]), *ranked[1:]]
+        both = tried([ranked[0][0], whole], LAST_ROUNDS)
+        return [*_sorted(both), *ranked[1:]]
     return ranked
+
+
+def _sorted(found: Trials) -> Trials:
+    return sorted(found, key=lambda one: one[1])
 
 
 def nearest(plan: Plan, known: Sequence[Plan], network: Network) -> list[Plan]:
@@ -103,8 +114,7 @@ def _ranked(found: Trials) -> Trials:
     for number, (_, seconds) in enumerate(found):
         if seconds < CLEARLY_FASTER * found[best][1]:
             best = number
-    rest = sorted(found[:best] + found[best + 1 :], key=lambda one: one[1])
-    return [*found[best : best + 1], *rest]
+    return [*found[best : best + 1], *_sorted(found[:best] + found[best + 1 :])]
 
 
 def _steps(
