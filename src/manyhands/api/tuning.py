@@ -24,7 +24,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 
-WARM_UP, STEPS, ROUNDS, LAST_ROUNDS = 1, 4, 2, 4
+WARM_UP, STEPS, ROUNDS, LAST_ROUNDS = 1, 4, 2, 3
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
 FINALISTS, CLOSE = 3, 1.1
