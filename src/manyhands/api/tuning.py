@@ -49,9 +49,9 @@ def fastest_in_trial(
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
     weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
     several take turns with it: a simulation may be wrong by more than a layer. Those that are close to the best then
-    have a longer trial, which decides. Where the best adds up gradients in
-    buckets while backward goes on, it is tried in one bucket too: where links are fast and every core computes, what
-    runs beside computing slows it down by more than it takes.
+    have a longer trial, which decides. Where the best adds up gradients in buckets while backward goes on, it is tried
+    in one bucket too: where links are fast and every core computes, what runs beside computing slows it down by more
+    than it takes.
     """
 
     def tried(some: Sequence[Plan], rounds: int) -> Trials:

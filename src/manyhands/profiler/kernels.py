@@ -80,15 +80,12 @@ def choose_kernels(
 
 def _candidates(graph: Graph, path: dict[str, Kernel]) -> dict[str, dict[str, Kernel]]:
     """Choices to compare by whole steps; the default first, equal ones once."""
+    formatted = [n for n in graph.nodes if takes_format(graph, n)]
     everything = {
         DEFAULT: {},
         PER_OPERATOR: path,
-        "channels_last": {n.name: Kernel(channels_last=True) for n in graph.nodes if takes_format(graph, n)},
-        "products": {
-            n.name: Kernel(channels_last=True, product=takes_product(graph, n))
-            for n in graph.nodes
-            if takes_format(graph, n)
-        },
+        "channels_last": {n.name: Kernel(channels_last=True) for n in formatted},
+        "products": {n.name: Kernel(channels_last=True, product=takes_product(graph, n)) for n in formatted},
         "native": {n.name: Kernel(onednn=False) for n in graph.nodes if takes_flags(graph, n)},
     }
     found: dict[str, dict[str, Kernel]] = {}
