@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
+from manyhands.runtime import streaming
 from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
@@ -15,10 +18,15 @@ from manyhands.schedule.policy import Schedule
 from real_runs import computed_elements
 
 
+def only_whole_batches(patch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, a sample waits for those that fill its batch."""
+    patch.setattr(streaming, "FILL_SECONDS", 60.0)
+
+
 def assert_as_planned(
     plan: Plan, network: Network, logs: Mapping[str, DeviceLog], between: Mapping[tuple[str, str], int], batches: int
 ) -> None:
-    """`batches`: how many were answered, in one generation."""
+    """`batches`: how many were answered, in one generation; all of them whole (`only_whole_batches`)."""
     schedule, devices = Schedule(plan, network), plan.devices
     passes = batches * plan.micro_batches // plan.steps_per_round
     planned = plan_bytes({name: tuple(schedule.every_action(name)) for name in devices}, network)

@@ -28,7 +28,7 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import LAYERS, Pictures, assert_same, kill, names, network, restart, shared, workers
-from stream_checks import assert_as_planned
+from stream_checks import assert_as_planned, only_whole_batches
 
 pytestmark = pytest.mark.xdist_group("inference")  # its workers are started once
 
@@ -97,7 +97,10 @@ def assert_near(one: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["single", "samples", "pipeline", "tiles", "channels", "interleaved"])
-def test_every_way_of_sharing_gives_what_the_module_gives(cluster: Coordinator, kind: str) -> None:
+def test_every_way_of_sharing_gives_what_the_module_gives(
+    cluster: Coordinator, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_whole_batches(monkeypatch)
     model, pictures = used(), Pictures(SAMPLES).pictures
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = plan_called(kind, names(cluster))

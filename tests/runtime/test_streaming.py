@@ -29,7 +29,7 @@ from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.stream_run import MOST_FED_AHEAD, fed_ahead
 from manyhands.runtime.streaming import MOST_WAITING, Streaming
 from real_runs import LAYERS, Pictures, network
-from stream_checks import assert_as_planned
+from stream_checks import assert_as_planned, only_whole_batches
 
 pytestmark = pytest.mark.xdist_group("faults")  # captured once
 
@@ -131,7 +131,8 @@ def streaming(plan: str | Plan, *faults: Fault, names: str = "abc", **options: A
 
 
 @pytest.mark.parametrize("name", list(PLANS))
-def test_answers_are_the_modules(name: str) -> None:
+def test_answers_are_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_whole_batches(monkeypatch)
     with streaming(name) as found:
         found.ask()
         found.own.close()
