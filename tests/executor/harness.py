@@ -194,6 +194,7 @@ def run(
             with_targets=training,
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, setting)
+        executors[device].rest()
         board.endpoints[device].mailbox.open(0, executors[device].expected())
         if watch is not None:
             watch(executors[device])

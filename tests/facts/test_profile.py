@@ -129,6 +129,7 @@ def test_a_kernel_reads_well() -> None:
     assert str(Kernel()) == "contiguous+oneDNN"
     assert str(Kernel(channels_last=True, onednn=False, threads=1)) == "channels_last+native+1t"
     assert str(Kernel(channels_last=True, product=True)) == "channels_last+product"
+    assert str(Kernel(channels_last=True, packed=True)) == "channels_last+packed"
 
 
 def test_estimated_backward_knows_what_is_frozen() -> None:

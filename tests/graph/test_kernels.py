@@ -17,6 +17,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import (
     Flags,
     kernel_calls,
+    packable,
     reformat,
     store_weights,
     takes_flags,
@@ -25,12 +26,13 @@ from manyhands.graph.kernels import (
 )
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, plain
 
 VARIANTS = [Kernel(channels_last, onednn, threads)
             for channels_last in (False, True) for onednn in (True, False) for threads in (0, 1)]  # fmt: skip
 PRODUCT = Kernel(channels_last=True, product=True)
-VARIANTS.append(PRODUCT)
+PACKED = Kernel(channels_last=True, packed=True)
+VARIANTS += [PRODUCT, PACKED]
 
 CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "plain": (nn.Conv2d(3, 8, 3, padding=1), (3, 9, 7)),
@@ -111,18 +113,69 @@ def test_products_are_convolutions_of_single_pixels(captured: dict[str, Any]) ->
     assert takes == {"pointwise", "pointwise, no bias", "a pixel", "a volume's points"}
 
 
+class Seen(TorchDispatchMode):
+    """The operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_packed_weight_gives_the_same_and_comes_back_unchanged(captured: dict[str, Any], name: str) -> None:
+    module, shape = CONVOLUTIONS[name]
+    x = captured[name][1].float()
+    graph = capture(Between(copy.deepcopy(module), shape[0]), x)
+    choice = {node.name: PACKED for node in graph.nodes if takes_flags(graph, node)}
+    weights = Weights.copied(graph)
+    store_weights(graph, weights, choice)
+    piece = Piece(graph, weights, kernels=kernel_calls(graph, choice))
+    context, values = Context(training=False), bind_inputs(graph, x)
+    with torch.no_grad():
+        expected = Piece(graph, Weights.copied(graph))(values, context)[graph.outputs[0]]
+        before = piece(values, context)[graph.outputs[0]]
+        piece.rest(2)
+        piece.rest(2)  # nothing more happens
+        with Seen() as seen:
+            found = piece(values, context)[graph.outputs[0]]
+    torch.testing.assert_close(before, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    is_packed = bool(packable(graph))
+    assert ("mkldnn::_convolution_pointwise" in seen.names) == is_packed
+    assert sum(tensor.is_mkldnn for tensor in weights.tensors.values()) == int(is_packed)
+    for one, tensor in weights.tensors.items():
+        assert torch.equal(plain(tensor), graph.state[one]), one
+
+
+def test_what_is_packed(captured: dict[str, Any]) -> None:
+    """Pictures, in float32, not transposed, no padding of its own; a weight that two read stays as it is."""
+    may = {name for name, (module, shape) in CONVOLUTIONS.items()
+           if packable(capture(Between(copy.deepcopy(module), shape[0]), captured[name][1].float()))}  # fmt: skip
+    assert may == {name for name, (module, _) in CONVOLUTIONS.items()
+                   if isinstance(module, nn.Conv2d)} - {"same, even kernel"}  # fmt: skip
+    assert not any(packable(graph) for graph, _ in captured.values())  # float64
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(3, 3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.inner(x))  # type: ignore[no-any-return]
+
+    assert not packable(capture(Twice(), torch.zeros(2, 3, 9, 9)))
+
+
 def test_a_product_calls_no_convolution_and_nobody_writes_over_it(captured: dict[str, Any]) -> None:
     graph, x = captured["pointwise"]
-    names: list[str] = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(func.name())
-            return func(*args, **kwargs or {})
-
     choice = {node.name: PRODUCT for node in graph.nodes if takes_flags(graph, node)}
-    with Seen():
+    with Seen() as seen:
         _run(graph, x, choice)
+    names = seen.names
     assert not [name for name in names if "convolution" in name]
     assert "aten::relu" in names
     assert "aten::relu_" not in names

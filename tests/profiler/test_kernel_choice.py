@@ -15,7 +15,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import takes_format
-from manyhands.profiler.clock import Trial
+from manyhands.profiler.clock import Trial, stopwatch
 from manyhands.profiler.kernels import DEFAULT, LEAST_GAIN, PER_OPERATOR, cheapest_path, choose_kernels
 from manyhands.profiler.operators import OperatorSeconds, kernels_for, measure_operators, signature
 
@@ -94,6 +94,32 @@ def test_products_are_tried_where_there_are_convolutions_of_single_pixels(chain:
     choice = choose_kernels(chain, 2, seconds=1000.0, timer=lambda trial: seconds.get(trial.name, 1e-3))
     assert choice.name == "products"
     assert [kernel.product for kernel in choice.kernels.values()] == [False, False, True]
+
+
+def test_packed_weights_are_tried_at_rest_only(chain: Graph) -> None:
+    seconds = {DEFAULT: 1.0, PER_OPERATOR: 0.9, "packed": 0.6}
+
+    def timer(trial: Trial) -> float:
+        stopwatch(trial)  # it runs, too
+        return seconds.get(trial.name, 0.8)
+
+    choice = choose_kernels(chain, 2, seconds=1000.0, timer=timer, training=False)
+    assert choice.name == "packed"
+    assert {kernel.packed for kernel in choice.kernels.values()} == {True}
+    in_training = choose_kernels(chain, 2, seconds=1000.0, timer=timer)
+    assert not any(kernel.packed for kernel in in_training.kernels.values())
+    assert "packed" not in in_training.step_seconds
+
+
+def test_packed_is_one_of_an_operators_kernels_at_rest(chain: Graph) -> None:
+    def timer(trial: Trial) -> float:
+        return 1e-4 if "packed" in trial.name else 1e-3
+
+    measured = measure_operators(chain, 2, seconds=1000.0, training=False, timer=timer)
+    path = cheapest_path(chain, 2, measured, training=False)
+    assert set(path.values()) == {Kernel(channels_last=True, packed=True)}
+    assert not any(one.packed for found in measure_operators(chain, 2, seconds=1000.0, timer=timer).by_kernel.values()
+                   for one in found)  # fmt: skip
 
 
 def test_without_time_nothing_is_measured(tiny: Graph) -> None:

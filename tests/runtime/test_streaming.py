@@ -22,7 +22,12 @@ from manyhands.executor.executor import Executor
 from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import joined, named_sample
+from manyhands.graph.capture import capture
+from manyhands.graph.document import read_document, to_document
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import packable
 from manyhands.graph.weights import Weights
 from manyhands.runtime.crew import Endurance
 from manyhands.runtime.order import Order, RunState
@@ -76,9 +81,10 @@ class Stream:
 
     def __init__(
         self, cluster: FaultCluster, plan: Plan, replan: Callable[..., Plan] = in_turn, limit_seconds: float = 30.0,
-        endurance: Endurance | None = None, at_event: dict[str, Callable[[], None]] | None = None, **options: Any,
+        endurance: Endurance | None = None, at_event: dict[str, Callable[[], None]] | None = None,
+        graph: Graph | None = None, kernels: dict[str, Kernel] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.cluster, self.graph = cluster, captured()
+        self.cluster, self.graph = cluster, graph or captured()
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.plans: list[Plan] = []
         self.order: list[int] = []
@@ -91,10 +97,11 @@ class Stream:
 
         def change(old: Plan, names: tuple[str, ...]) -> tuple[Plan, dict[str, Any]]:
             self.plans.append(resolve(replan(old, names), self.graph.network, made_cluster(names)))
-            return self.plans[-1], {}
+            return self.plans[-1], dict.fromkeys(names, kernels or {})
 
         first = resolve(plan, self.graph.network, made_cluster(plan.devices))
         order = Order(self.graph, first, RunState(Weights.copied(self.graph).tensors), 0)
+        order.kernels = dict.fromkeys(plan.devices, kernels or {})
         order.wait_limit_seconds = limit_seconds
         self.own = Streaming(cluster.coordinator, order, change, endurance, tell=tell, **options)
 
@@ -141,6 +148,36 @@ def test_answers_are_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert own.error is None
         assert (own.answered_samples, own.reruns, own.generations) == (SAMPLES, 0, 1)
         assert found.told == []
+
+
+def test_weights_are_laid_out_for_kernels_when_they_have_come() -> None:
+    """Before that they are empty; after a loss they come, and are laid out, anew."""
+    module = network(dtype=torch.float32).eval()
+    graph = capture(module, PICTURES[:2].float(), granularity="blocks")
+    read_document(to_document(graph))
+    kernels = {name: Kernel(channels_last=True, packed=True) for name in packable(graph)}
+    assert len(kernels) == 2
+    with streaming("pipeline", graph=graph, kernels=kernels) as found:
+
+        def assert_answers(first: int, last: int) -> None:
+            some = PICTURES[first:last].float()
+            futures = [found.own.submit(named_sample(graph, one)) for one in some]
+            answered = joined(graph, [future.result(LIMIT_SECONDS) for future in futures])
+            with torch.no_grad():
+                assert torch.allclose(answered, module(some), rtol=0, atol=1e-5)
+
+        def packed_by(name: str) -> int:
+            prepared = found.cluster.workers[name].prepared
+            assert prepared is not None
+            assert prepared.executor is not None
+            return sum(tensor.is_mkldnn for tensor in prepared.executor.weights.tensors.values())
+
+        assert_answers(0, 8)
+        assert [packed_by(name) for name in "abc"] == [1, 1, 0]
+        found.cluster.transport.cut("b")
+        found.cluster.until(lambda: "recovered" in found.events)
+        assert_answers(8, 16)
+        assert [packed_by(name) for name in "ac"] == [1, 1]
 
 
 FAULTS = [

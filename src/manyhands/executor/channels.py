@@ -85,6 +85,10 @@ class ChannelRunner(ForwardOnly):
         }
         """First operator of a group -> what it reads from before it: tensor, its local name, its boxes."""
 
+    def rest(self, samples: int) -> None:
+        for piece in self.pieces.values():
+            piece.rest(samples)
+
     def _last_uses(self) -> dict[int, list[str]]:
         """Piece -> names that nothing here reads or sends after it."""
         last: dict[str, int] = {}

@@ -176,6 +176,12 @@ class Executor:
         calls = kernel_calls(self.graph, kernels)
         return SegmentRunner(self.graph, self.weights, geometry, self.device, self.actions, calls)
 
+    def rest(self) -> None:
+        """The weights are all here; in inference they stay as they are."""
+        if not self.plan.is_training:
+            for stage, runner in self.runners.items():
+                runner.rest(max(1, self._samples_in(stage)))
+
     def expected(self) -> dict[tuple[str, str], int]:
         """(source, topic) -> bytes of every message of a round that comes here."""
         found = expected_messages(self.actions, self.device, self.network)

@@ -10,7 +10,7 @@ import torch
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.runner import Runner
 from manyhands.graph.weights import Weights
-from manyhands.profiler.memory import PeakBytes
+from manyhands.profiler.memory import PeakBytes, storage_of
 
 
 class HeldBytes:
@@ -54,8 +54,8 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     """Of storages not seen before, each once."""
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        address, size = storage_of(tensor)
+        if address not in seen:
+            seen.add(address)
+            total += size
     return total

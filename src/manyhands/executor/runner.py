@@ -34,6 +34,9 @@ class Runner(Protocol):
     def elements(self) -> int:
         """Elements of maps that were computed as tiles."""
 
+    def rest(self, samples: int) -> None:
+        """The weights are all here and will not change any more; passes are of so many samples."""
+
     def drop(self, micro_batch: int) -> None:
         """Forget a micro-batch."""
 
@@ -120,6 +123,10 @@ class SegmentRunner:
         self.segments = Segments(graph, weights, bounds_of(own, norms), kernels=kernels, shared_norms=norms)
         self.flights: dict[int, Flight] = {}
         self._boxes: dict[str, Box] = {}
+
+    def rest(self, samples: int) -> None:
+        for piece in self.segments.pieces.values():
+            piece.rest(samples)
 
     def flight(self, micro_batch: int) -> Flight:
         return self.flights.setdefault(micro_batch, Flight())

@@ -15,7 +15,7 @@ from manyhands.executor.flight import Flight, Record
 from manyhands.executor.statistics import SharedBatchNorm
 from manyhands.graph.graph import Graph, Node, Value, records_of, values_of
 from manyhands.graph.piece import Call, Context, Piece
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, plain
 from manyhands.schedule.actions import Action, Backward, Forward
 
 
@@ -99,7 +99,9 @@ class Segments:
         """Run the flight again, operator by operator: the first tensor with a number that is none, by name."""
         values = {name: flight.values[name] for name in self.inputs if name in flight.values}
         for piece in self.pieces.values():
-            weights = Weights({name: piece.weights.tensors[name].detach().clone() for name in piece.weight_names})
+            weights = Weights(
+                {name: plain(piece.weights.tensors[name]).detach().clone() for name in piece.weight_names}
+            )
             for op in range(piece.first, piece.last):
                 node = self.graph.nodes[op]
                 if node.updates:

@@ -20,7 +20,7 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
-from manyhands.graph.kernels import Flags, product, takes_product
+from manyhands.graph.kernels import Flags, Packed, kernel_calls, product, takes_product
 from manyhands.graph.piece import Context
 from manyhands.graph.recording import unrecorded
 
@@ -47,6 +47,13 @@ class _Convolution(TileOperator):
         self.format = torch.channels_last if kernel is not None and kernel.channels_last else torch.contiguous_format
         self.has_flags = kernel is not None and not kernel.is_plain
         self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
+        self.packed: Packed | None = None
+
+    def rest(self, samples: int) -> None:
+        if self.kernel is not None and self.kernel.packed:
+            call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
+            if isinstance(call, Packed):
+                self.packed, self.weight = call, call.pack(self.weights, samples)
 
     def _flags(self) -> AbstractContextManager[None]:
         return Flags(self.kernel) if self.has_flags and self.kernel is not None else nullcontext()
@@ -58,6 +65,8 @@ class _Convolution(TileOperator):
     def _convolved(self, data: Tensor, padding: list[int]) -> Tensor:
         if self.is_product:
             return product(self._formatted(data), self.weight, self.bias)
+        if self.packed is not None:
+            return self.packed(data, self.weight, self.bias, padding=padding)
         with self._flags():
             made: Tensor = _aten.convolution.default(
                 self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding, self.dilation,

@@ -102,6 +102,10 @@ class TileRunner:
             self._kept, self._done_backward = set(), {}
         self._done_forward = self._needed_forward()
 
+    def rest(self, samples: int) -> None:
+        for operator in self.operators.values():
+            operator.rest(samples)
+
     # What is kept, where, and for how long
 
     def _channels_last(self, kernels: Mapping[str, Kernel]) -> set[str]:

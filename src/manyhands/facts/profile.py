@@ -58,6 +58,8 @@ class Kernel(msgspec.Struct, frozen=True):
     threads: int = 0
     product: bool = False
     """A convolution of single pixels as one product of matrices."""
+    packed: bool = False
+    """A convolution at rest: its weight is laid out once as oneDNN reads it, which PyTorch does in every call."""
 
     @property
     def is_plain(self) -> bool:
@@ -65,7 +67,7 @@ class Kernel(msgspec.Struct, frozen=True):
         return self.onednn and not self.threads
 
     def __str__(self) -> str:
-        way = "product" if self.product else "oneDNN" if self.onednn else "native"
+        way = "product" if self.product else "packed" if self.packed else "oneDNN" if self.onednn else "native"
         parts = ["channels_last" if self.channels_last else "contiguous", way]
         return "+".join([*parts, f"{self.threads}t"] if self.threads else parts)
 

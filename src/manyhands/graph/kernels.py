@@ -7,6 +7,8 @@ reads again in backward. So a choice that sets flags needs a function of its own
     native, or a number of threads                  the same, with both directions inside `Flags`
     product                                         a convolution of single pixels: in channels_last it is one product
                                                     of matrices, where PyTorch on one thread takes one per sample
+    packed                                          at rest: the weight stays as oneDNN lays it out, in place of being
+                                                    laid out anew in every call
 
 The flags belong to the process (threads: to the calling thread), so one process runs one piece at a time.
 """
@@ -14,8 +16,10 @@ The flags belong to the process (threads: to the calling thread), so one process
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, cast
 
@@ -24,11 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
-from manyhands.graph.graph import Graph, Node, Value, Weight
+from manyhands.graph.graph import Graph, Node, Value, Weight, weights_of
 from manyhands.graph.weights import Weights
 
 Call = Callable[..., Any]
-_aten = torch.ops.aten
+_aten, _onednn = torch.ops.aten, torch.ops.mkldnn
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank
 _LINEAR = "aten.linear.default"
@@ -56,6 +60,34 @@ def takes_product(graph: Graph, node: Node) -> bool:
     return found.groups == 1 and set(found.stride) == {1} and not any(found.padding)
 
 
+def packable(graph: Graph) -> frozenset[str]:
+    """Convolutions whose weights can stay as oneDNN lays them out: over pictures, in float32, a weight for each."""
+    if not _can_pack():
+        return frozenset()
+    uses = Counter(name for node in graph.nodes for name in weights_of(node))
+
+    def may(node: Node) -> bool:
+        if not takes_format(graph, node) or _rank(graph, node) != 4 or "transpose" in node.target:
+            return False
+        spec = graph.network.weights[_weight_name(node)]
+        return spec.dtype == "float32" and uses[spec.name] == 1 and not _geometry(node, spec.shape).extra_padding
+
+    return frozenset(node.name for node in graph.nodes if may(node))
+
+
+@cache
+@torch.no_grad()
+def _can_pack() -> bool:
+    """Whether this build of PyTorch lays out weights by oneDNN and convolves with them; it need not have them all."""
+    data, weight, ones = torch.ones(1, 4, 3, 3), torch.ones(4, 2, 2, 2), [1, 1]
+    try:
+        packed = _onednn._reorder_convolution_weight(weight, [0, 0], ones, ones, 2, [1, 4, 3, 3])
+        found = _onednn._convolution_pointwise.default(data, packed, None, [0, 0], ones, ones, 2, "none", [], "")
+        return bool((found == 8).all()) and torch.equal(packed.to_dense(), weight)
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def takes_flags(graph: Graph, node: Node) -> bool:
     """Whether oneDNN and the number of threads can be chosen for an operator."""
     return (node.target in ops.CONVOLUTION and _rank(graph, node) > 0) or node.target in ops.RECURRENT | {_LINEAR}
@@ -64,6 +96,7 @@ def takes_flags(graph: Graph, node: Node) -> bool:
 def kernel_calls(graph: Graph, choice: Mapping[str, Kernel]) -> dict[str, Call]:
     """Callables for `Piece(graph, weights, kernels=...)`. Operators at PyTorch's default are absent: no wrapper."""
     any_channels_last = any(kernel.channels_last for kernel in choice.values())
+    may_be_packed = packable(graph) if any(kernel.packed for kernel in choice.values()) else ()
     calls: dict[str, Call] = {}
     for node in graph.nodes:
         kernel = choice.get(node.name)
@@ -74,6 +107,8 @@ def kernel_calls(graph: Graph, choice: Mapping[str, Kernel]) -> dict[str, Call]:
         if node.target in ops.CONVOLUTION and _rank(graph, node):
             if kernel.product and takes_product(graph, node):
                 calls[node.name] = product
+            elif kernel.packed and node.name in may_be_packed:
+                calls[node.name] = Packed(graph, node)
             elif not kernel.is_plain or any_channels_last:
                 calls[node.name] = _convolution(graph, node, kernel)
         elif node.target == _LINEAR and not kernel.is_plain:
@@ -260,6 +295,43 @@ def product(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     rows = reformat(data, True).movedim(1, -1)
     made: torch.Tensor = _aten.linear.default(rows, weight.flatten(1), bias)
     return made.movedim(-1, 1)
+
+
+class Packed:
+    """A convolution whose weight oneDNN lays out once, when it is at rest; until then a plain one in channels_last."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.weight = _weight_name(node)
+        self.geometry = _geometry(node, graph.network.weights[self.weight].shape)
+        data = node.arguments[0]
+        assert isinstance(data, Value)
+        self.source = graph.network.tensors[data.name]
+
+    def pack(self, weights: Weights, samples: int) -> torch.Tensor:
+        """From here on this weight serves nothing but calls of this convolution, for about so many samples each."""
+        found = weights.tensors[self.weight]
+        if found.device.type == "cpu" and not found.is_mkldnn:
+            g, shape = self.geometry, list(self.source.shape_for(samples))
+            found = _onednn._reorder_convolution_weight(
+                found.detach(), g.padding, g.stride, g.dilation, g.groups, shape
+            )
+            weights.tensors[self.weight] = found
+        return found
+
+    def __call__(
+        self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any,
+        padding: list[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        g, data = self.geometry, reformat(data, True)
+        padding = g.padding if padding is None else padding
+        if weight.is_mkldnn:
+            return cast(
+                torch.Tensor,
+                _onednn._convolution_pointwise.default(
+                    data, weight, bias, padding, g.stride, g.dilation, g.groups, "none", [], ""
+                ),
+            )
+        return torch.conv2d(data, reformat(weight, True), bias, g.stride, padding, g.dilation, g.groups)
 
 
 def _weight_name(node: Node) -> str:

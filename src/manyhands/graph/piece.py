@@ -30,7 +30,7 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
-from manyhands.graph.kernels import product
+from manyhands.graph.kernels import Packed, product
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
@@ -146,6 +146,14 @@ class Piece:
             for name in self.weight_names:
                 self._template[self._slots.of(_weight_slot(name))] = self.weights.tensors[name]
         return self._template.copy()
+
+    def rest(self, samples: int) -> None:
+        """The weights will not change any more: they are laid out as their kernels read them, for so many samples."""
+        for node in self.nodes:
+            call = self.kernels.get(node.name)
+            if isinstance(call, Packed):
+                call.pack(self.weights, samples)
+        self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
         """How many samples the given inputs hold; all must agree."""

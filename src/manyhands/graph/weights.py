@@ -52,6 +52,11 @@ class Weights:
                 own[alias].copy_(self.tensors[name])
 
 
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as it was before a kernel laid it out for itself."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
 def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
     """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
     if weight.grad is None:

@@ -2,7 +2,8 @@
 
 1. Every distinct operator is measured by every kernel (operators.py).
 2. The cheapest path along the network: a format per convolution, with the price of changing it in between.
-3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, products, native).
+3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, products, native; at
+   rest packed).
 4. The winner meets the default once more. Unless it wins again, the default stays.
 
 For inference a step is a forward pass.
@@ -18,7 +19,7 @@ import torch
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph, Node, values_of
-from manyhands.graph.kernels import takes_flags, takes_format, takes_product
+from manyhands.graph.kernels import packable, takes_flags, takes_format, takes_product
 from manyhands.profiler.clock import Timer, Timings, Trial, interleave, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
@@ -71,21 +72,24 @@ def choose_kernels(
     torch.set_num_threads(threads or before)
     try:
         measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, training=training, timer=timer)
-        candidates = _candidates(graph, cheapest_path(graph, samples, measured, training=training))
+        path = cheapest_path(graph, samples, measured, training=training)
+        candidates = _candidates(graph, path, training)
         step = (TrainingStep if training else InferenceStep)(graph, samples, inputs)
         return _decide(step, candidates, seconds, measured.spent_seconds, timer)
     finally:
         torch.set_num_threads(before)
 
 
-def _candidates(graph: Graph, path: dict[str, Kernel]) -> dict[str, dict[str, Kernel]]:
+def _candidates(graph: Graph, path: dict[str, Kernel], training: bool) -> dict[str, dict[str, Kernel]]:
     """Choices to compare by whole steps; the default first, equal ones once."""
     formatted = [n for n in graph.nodes if takes_format(graph, n)]
+    may_be_packed = frozenset[str]() if training else packable(graph)
     everything = {
         DEFAULT: {},
         PER_OPERATOR: path,
         "channels_last": {n.name: Kernel(channels_last=True) for n in formatted},
         "products": {n.name: Kernel(channels_last=True, product=takes_product(graph, n)) for n in formatted},
+        "packed": {n.name: Kernel(channels_last=True, packed=n.name in may_be_packed) for n in formatted},
         "native": {n.name: Kernel(onednn=False) for n in graph.nodes if takes_flags(graph, n)},
     }
     found: dict[str, dict[str, Kernel]] = {}
@@ -96,7 +100,11 @@ def _candidates(graph: Graph, path: dict[str, Kernel]) -> dict[str, dict[str, Ke
 
 
 def _decide(
-    step: TrainingStep, candidates: dict[str, dict[str, Kernel]], seconds: float, spent: float, timer: Timer
+    step: TrainingStep | InferenceStep,
+    candidates: dict[str, dict[str, Kernel]],
+    seconds: float,
+    spent: float,
+    timer: Timer,
 ) -> Choice:
     """The candidate that beats the default twice in three times, or the default."""
     trials = {name: step.trial(name, choice) for name, choice in candidates.items()}

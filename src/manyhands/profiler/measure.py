@@ -193,6 +193,9 @@ class _Layers:
         store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
         self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
+        if not training:
+            for piece in self.pieces:
+                piece.rest(1)
         last_readers = {name: index for index, piece in enumerate(self.pieces) for name in piece.inputs}
         self._unread_after = [
             [name for name, last in last_readers.items() if last == index and name not in graph.outputs]

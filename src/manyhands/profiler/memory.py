@@ -15,6 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells a tensor's memory from others', and its bytes; oneDNN does not show its own, which may be a bit more
+    than the numbers in it."""
+    if tensor.is_mkldnn:
+        return id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start.
 
@@ -39,8 +48,8 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
+        storage = tensor if tensor.is_mkldnn else tensor.untyped_storage()
+        address, size = storage_of(tensor)
         if address in self._alive:
             return
 

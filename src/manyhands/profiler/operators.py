@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,15 @@ import torch
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Argument, Graph, Node, Value, Weight, values_of, weights_of
-from manyhands.graph.kernels import kernel_calls, reformat, store_weights, takes_flags, takes_format, takes_product
+from manyhands.graph.kernels import (
+    kernel_calls,
+    packable,
+    reformat,
+    store_weights,
+    takes_flags,
+    takes_format,
+    takes_product,
+)
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
@@ -66,12 +74,16 @@ def is_pixel(graph: Graph, node: Node) -> bool:
     return all(math.prod(graph.network.tensors[name].shape[2:]) == 1 for name in names)
 
 
-def kernels_for(graph: Graph, node: Node) -> list[Kernel]:
-    """The kernels worth measuring on the threads at hand; PyTorch's default first."""
+def kernels_for(graph: Graph, node: Node, may_be_packed: Container[str] = ()) -> list[Kernel]:
+    """The kernels worth measuring on the threads at hand; PyTorch's default first. `may_be_packed`: at rest."""
     if takes_format(graph, node):
         formats = (False,) if is_pixel(graph, node) else (False, True)
         found = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
-        return [*found, Kernel(channels_last=True, product=True)] if takes_product(graph, node) else found
+        if takes_product(graph, node):
+            found.append(Kernel(channels_last=True, product=True))
+        if node.name in may_be_packed:
+            found.append(Kernel(channels_last=True, packed=True))
+        return found
     # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
     if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
         return []
@@ -85,6 +97,7 @@ def measure_operators(
 ) -> OperatorSeconds:
     """Measure every distinct operator that has a choice, the largest first, until `seconds` are spent."""
     groups: dict[tuple[Any, ...], list[int]] = {}
+    may_be_packed = frozenset[str]() if training else packable(graph)
     for index, node in enumerate(graph.nodes):
         if kernels_for(graph, node):
             groups.setdefault(signature(graph, node), []).append(index)
@@ -95,7 +108,8 @@ def measure_operators(
     for group in order:
         if found.spent_seconds >= seconds:
             break
-        measured = _measure(graph, group[0], samples, found, seconds, timer, training)
+        kernels = kernels_for(graph, graph.nodes[group[0]], may_be_packed)
+        measured = _measure(graph, group[0], samples, kernels, found, seconds, timer, training)
         for index in group:
             found.by_kernel[graph.nodes[index].name] = measured
     return found
@@ -107,11 +121,12 @@ def _weight(graph: Graph, index: int) -> int:
 
 
 def _measure(
-    graph: Graph, index: int, samples: int, found: OperatorSeconds, seconds: float, timer: Timer, training: bool
-) -> dict[Kernel, float]:
+    graph: Graph, index: int, samples: int, kernels: list[Kernel], found: OperatorSeconds, seconds: float,
+    timer: Timer, training: bool,
+) -> dict[Kernel, float]:  # fmt: skip
     node = graph.nodes[index]
     left = seconds - found.spent_seconds
-    first = _time(graph, index, samples, kernels_for(graph, node), left, timer, found, training)
+    first = _time(graph, index, samples, kernels, left, timer, found, training)
     best = min(first, key=first.__getitem__)
     small = first[best] < SMALL_SECONDS and torch.get_num_threads() > 1
     if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
@@ -142,6 +157,8 @@ def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], train
         weights = Weights.copied(graph, weights_of(node))
         store_weights(graph, weights, choice)
         piece = Piece(graph, weights, index, index + 1, kernels=_calls(graph, node, choice))
+        if not training:
+            piece.rest(samples)
         inputs = {}
         for name in piece.inputs:
             spec = graph.network.tensors[name]

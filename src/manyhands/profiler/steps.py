@@ -12,7 +12,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, plain
 from manyhands.profiler.clock import Trial
 
 
@@ -84,9 +84,31 @@ class TrainingStep:
         self.optimizer.step()
 
 
-class InferenceStep(TrainingStep):
-    """One graph in evaluation mode: a step is a forward pass, and nothing is recorded."""
+class InferenceStep:
+    """One graph in evaluation mode: a step is a forward pass, nothing is recorded. Trials differ in their kernels."""
+
+    def __init__(self, graph: Graph, samples: int, inputs: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.graph, self.samples = graph, samples
+        self.inputs = dict(inputs) if inputs is not None else random_inputs(graph, samples)
+        self.weights = Weights.copied(graph)
+        self._stored: Mapping[str, Kernel] | None = None
+        self._piece = Piece(graph, self.weights)
+
+    def trial(self, name: str, choice: Mapping[str, Kernel]) -> Trial:
+        """An inference by a choice of kernels; laying out the weights for them is not timed."""
+        calls = kernel_calls(self.graph, choice)
+
+        def prepare() -> None:
+            if self._stored == choice:
+                return
+            tensors = self.weights.tensors
+            tensors.update({one: plain(tensor) for one, tensor in tensors.items()})
+            store_weights(self.graph, self.weights, choice)
+            self._stored, self._piece = choice, Piece(self.graph, self.weights, kernels=calls)
+            self._piece.rest(self.samples)
+
+        return Trial(name, self.run, prepare)
 
     @torch.no_grad()
-    def run(self, piece: Piece) -> None:
-        piece(self.inputs, Context(training=False))
+    def run(self) -> None:
+        self._piece(self.inputs, Context(training=False))

@@ -454,6 +454,7 @@ class Worker:
         if executor is None:
             return
         self._load_state(prepared, executor, command)
+        executor.rest()
         stride = executor.plan.steps_per_round
         if stride > 1:
             executor.on_update = lambda step: self._say(Stepped(command.generation, step))
