@@ -151,6 +151,23 @@ def test_a_packed_weight_gives_the_same_and_comes_back_unchanged(captured: dict[
         assert torch.equal(plain(tensor), graph.state[one]), one
 
 
+def test_a_packed_weight_serves_other_shapes_as_it_was() -> None:
+    """Changing oneDNN's layout in every call could take a hundred times as long as the convolution."""
+    module = nn.Conv2d(4, 8, 3, padding=1)
+    graph = capture(module, torch.zeros(2, 4, 9, 9))
+    choice = {node.name: PACKED for node in graph.nodes}
+    weights = Weights.copied(graph)
+    piece = Piece(graph, weights, kernels=kernel_calls(graph, choice))
+    with torch.no_grad():
+        for laid_out_for, called in ((2, 2), (2, 5), (5, 5), (5, 2)):
+            piece.rest(laid_out_for)
+            x = torch.randn(called, 4, 9, 9)
+            with Seen() as seen:
+                found = piece(bind_inputs(graph, x), Context(training=False))[graph.outputs[0]]
+            torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+            assert ("mkldnn::_convolution_pointwise" in seen.names) == (laid_out_for == called)
+
+
 def test_what_is_packed(captured: dict[str, Any]) -> None:
     """Pictures, in float32, not transposed, no padding of its own; a weight that two read stays as it is."""
     may = {name for name, (module, shape) in CONVOLUTIONS.items()

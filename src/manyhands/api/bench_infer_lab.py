@@ -35,6 +35,7 @@ from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import LabError
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.presets import preset
+from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.lab.lab import missing
 from manyhands.profiler.bench_capture import Figures, Progress
@@ -109,6 +110,7 @@ def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress)
         return {"lab_skipped": why}, {}
     graphs = {decoupled: library.graph(subject, decoupled=decoupled) for decoupled in (False, True)}
     seconds = library.known(subject, decoupled=False).seconds
+    kernels = {decoupled: library.known(subject, decoupled=decoupled).profile.kernels for decoupled in graphs}
     found: Found = {}
     scale = share = 1.0
     for number, pair in enumerate(extent.pairs):
@@ -119,24 +121,28 @@ def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress)
             return {"lab_skipped": error.message}, {}
         scale, share = played.scale, played.seats[0].share
         with open_session(asked) as session:
-            found[pair] = _methods(session, graphs, extent, partial(_said, say, pair))
+            found[pair] = _methods(session, graphs, kernels, extent, partial(_said, say, pair))
     return lab_figures(found) | {
         "lab_setting": f"{subject}, decoupled: {subject.decoupled_text}; {GROUPS} devices with {share:.3f} of a core "
-        f"each, on which it takes {subject.paper_seconds:g} s in life; time scale {scale:.3g}; PyTorch's default "
-        f"kernels for all; latency: median of {extent.turns - 2} samples one by one, from the first computing of any "
-        "device to the last (asked: from asking to the answer, with the picture's way to the devices); throughput: "
-        f"{extent.at_once} samples at once; predicted: simulated from what the lab's own devices measured",
+        f"each, on which it takes {subject.paper_seconds:g} s in life; time scale {scale:.3g}; the kernels chosen on "
+        f"this machine for each network; latency: median of {extent.turns - 2} samples one by one, from the first "
+        "computing of any device to the last (asked: from asking to the answer, with the picture's way to the "
+        f"devices); throughput: {extent.at_once} samples at once; predicted: simulated from what the lab's own devices measured",
         "lab": _text(found, scale),
     }, found
 
 
-def _methods(session: Session, graphs: Mapping[bool, Graph], extent: Extent, say: Progress) -> dict[str, Measured]:
+def _methods(
+    session: Session, graphs: Mapping[bool, Graph], kernels: Mapping[bool, dict[str, Kernel]], extent: Extent,
+    say: Progress,
+) -> dict[str, Measured]:  # fmt: skip
     known = {}
     for decoupled, graph in graphs.items():
         say(f"measuring {graph.name}")
         known[decoupled] = measure(
-            session, graph, 1, ladder=(1,), seconds=extent.measure_seconds, refresh=True, kernels={}, training=False
-        )
+            session, graph, 1, ladder=(1,), seconds=extent.measure_seconds, refresh=True, kernels=kernels[decoupled],
+            training=False,
+        )  # fmt: skip
     found = {}
     for name, (strategy, decoupled) in STRATEGIES.items():
         say(name)
@@ -148,7 +154,7 @@ def _methods(session: Session, graphs: Mapping[bool, Graph], extent: Extent, say
             plan = interleaved(plan, ROUND)
         stream = streamed(plan, own, cluster, profile)
         predicted = Timed(stream.latency if name == ALL else latency, stream.interval)
-        ran = Stand(session, graph, {}).run(plan, extent.turns, extent.at_once)
+        ran = Stand(session, graph, kernels[decoupled]).run(plan, extent.turns, extent.at_once)
         found[name] = Measured(predicted, _inside(ran), ran.latency, ran.interval)
     return found
 

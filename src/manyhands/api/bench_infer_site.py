@@ -99,7 +99,7 @@ class Stand:
             trace_steps=spans, memory_step=0 if memory else -1, wait_limit_seconds=ANSWER_SECONDS,
         )  # fmt: skip
         streaming = Streaming(
-            self.session.coordinator, order, _nobody_else, Endurance(attempts=1), most_waiting=max(1, at_once)
+            self.session.coordinator, order, _nobody_else, Endurance(attempts=0), most_waiting=max(1, at_once)
         )
         found = Ran(turns)
         try:

@@ -62,8 +62,8 @@ class TileOperator:
         self.sources: list[TensorSpec] = [graph.network.tensors[read.tensor] for read in self.op.reads]
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
 
-    def rest(self, samples: int) -> None:
-        """The weights will not change any more; passes are of so many samples."""
+    def rest(self) -> None:
+        """The weights will not change any more, and every pass computes the same box."""
 
     def samples(self, out: Box) -> int:
         """How many samples a box of the output is of."""

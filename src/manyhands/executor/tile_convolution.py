@@ -49,11 +49,10 @@ class _Convolution(TileOperator):
         self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
         self.packed: Packed | None = None
 
-    def rest(self, samples: int) -> None:
+    def rest(self) -> None:
         if self.kernel is not None and self.kernel.packed:
             call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
-            if isinstance(call, Packed):
-                self.packed, self.weight = call, call.pack(self.weights, samples)
+            self.packed = call if isinstance(call, Packed) else None
 
     def _flags(self) -> AbstractContextManager[None]:
         return Flags(self.kernel) if self.has_flags and self.kernel is not None else nullcontext()
@@ -66,6 +65,9 @@ class _Convolution(TileOperator):
         if self.is_product:
             return product(self._formatted(data), self.weight, self.bias)
         if self.packed is not None:
+            if not self.packed.shape:  # the first box
+                self.packed.pack(self.weights, tuple(data.shape), padding)
+                self.weight = self.weights.tensors[self.packed.weight]
             return self.packed(data, self.weight, self.bias, padding=padding)
         with self._flags():
             made: Tensor = _aten.convolution.default(

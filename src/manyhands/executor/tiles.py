@@ -103,8 +103,9 @@ class TileRunner:
         self._done_forward = self._needed_forward()
 
     def rest(self, samples: int) -> None:
-        for operator in self.operators.values():
-            operator.rest(samples)
+        for index, operator in self.operators.items():
+            if index not in self.geometry.interior_first:  # else it computes several boxes
+                operator.rest()
 
     # What is kept, where, and for how long
 

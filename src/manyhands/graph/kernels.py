@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Graph, Node, Value, Weight, weights_of
-from manyhands.graph.weights import Weights
+from manyhands.graph.weights import Weights, plain
 
 Call = Callable[..., Any]
 _aten, _onednn = torch.ops.aten, torch.ops.mkldnn
@@ -275,10 +275,10 @@ def _convolution(graph: Graph, node: Node, kernel: Kernel) -> Call:
     if kernel.is_plain:
         operator = ops.resolve(node.target)
 
-        def plain(data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+        def formatted(data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
             return operator(reformat(data, channels_last), reformat(weight, channels_last), *rest)
 
-        return plain
+        return formatted
     geometry = _geometry(node, graph.network.weights[_weight_name(node)].shape)
 
     def flagged(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
@@ -298,7 +298,11 @@ def product(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 class Packed:
-    """A convolution whose weight oneDNN lays out once, when it is at rest; until then a plain one in channels_last."""
+    """A convolution whose weight oneDNN lays out once, when it is at rest; until then a plain one in channels_last.
+
+    The layout is the best for one shape of the input. For another oneDNN would change it in every call, which can take
+    a hundred times as long as convolving: then the weight is taken as it was.
+    """
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.weight = _weight_name(node)
@@ -306,16 +310,19 @@ class Packed:
         data = node.arguments[0]
         assert isinstance(data, Value)
         self.source = graph.network.tensors[data.name]
+        self.shape: tuple[int, ...] = ()
+        """Of the input that the weight is laid out for."""
 
-    def pack(self, weights: Weights, samples: int) -> torch.Tensor:
-        """From here on this weight serves nothing but calls of this convolution, for about so many samples each."""
-        found = weights.tensors[self.weight]
-        if found.device.type == "cpu" and not found.is_mkldnn:
-            g, shape = self.geometry, list(self.source.shape_for(samples))
-            found = _onednn._reorder_convolution_weight(
-                found.detach(), g.padding, g.stride, g.dilation, g.groups, shape
-            )
-            weights.tensors[self.weight] = found
+    def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> torch.Tensor | None:
+        """The weight laid out anew, for nothing but calls of this convolution; None where it stays as it is."""
+        before, g = weights.tensors[self.weight], self.geometry
+        if before.device.type != "cpu" or (before.is_mkldnn and shape == self.shape):
+            return None
+        found: torch.Tensor = _onednn._reorder_convolution_weight(
+            plain(before).detach(), g.padding if padding is None else padding, g.stride, g.dilation, g.groups,
+            list(shape),
+        )  # fmt: skip
+        weights.tensors[self.weight], self.shape = found, shape
         return found
 
     def __call__(
@@ -324,14 +331,14 @@ class Packed:
     ) -> torch.Tensor:  # fmt: skip
         g, data = self.geometry, reformat(data, True)
         padding = g.padding if padding is None else padding
-        if weight.is_mkldnn:
-            return cast(
-                torch.Tensor,
-                _onednn._convolution_pointwise.default(
-                    data, weight, bias, padding, g.stride, g.dilation, g.groups, "none", [], ""
-                ),
-            )
-        return torch.conv2d(data, reformat(weight, True), bias, g.stride, padding, g.dilation, g.groups)
+        if not weight.is_mkldnn or data.shape != self.shape:
+            return torch.conv2d(data, reformat(plain(weight), True), bias, g.stride, padding, g.dilation, g.groups)
+        return cast(
+            torch.Tensor,
+            _onednn._convolution_pointwise.default(
+                data, weight, bias, padding, g.stride, g.dilation, g.groups, "none", [], ""
+            ),
+        )
 
 
 def _weight_name(node: Node) -> str:

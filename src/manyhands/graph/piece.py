@@ -148,12 +148,11 @@ class Piece:
         return self._template.copy()
 
     def rest(self, samples: int) -> None:
-        """The weights will not change any more: they are laid out as their kernels read them, for so many samples."""
+        """The weights will not change any more: they are laid out as their kernels read them for so many samples."""
         for node in self.nodes:
             call = self.kernels.get(node.name)
-            if isinstance(call, Packed):
-                call.pack(self.weights, samples)
-        self._template = None
+            if isinstance(call, Packed) and call.pack(self.weights, call.source.shape_for(samples)) is not None:
+                self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
         """How many samples the given inputs hold; all must agree."""

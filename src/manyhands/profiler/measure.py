@@ -193,9 +193,6 @@ class _Layers:
         store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
         self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
-        if not training:
-            for piece in self.pieces:
-                piece.rest(1)
         last_readers = {name: index for index, piece in enumerate(self.pieces) for name in piece.inputs}
         self._unread_after = [
             [name for name, last in last_readers.items() if last == index and name not in graph.outputs]
@@ -209,6 +206,7 @@ class _Layers:
     def peak_bytes(self, inputs: dict[str, torch.Tensor], samples: int) -> int:
         """Most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients. Of a band,
         as many times that as there are."""
+        self._rest(samples)
         peak = PeakBytes([*self.weights.tensors.values(), *inputs.values()])
         with peak:
             self.run(inputs, samples)
@@ -216,9 +214,15 @@ class _Layers:
 
     def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         """One training step without the optimiser, or one inference, each layer timed; from a band, for all of it."""
+        self._rest(samples)
         found = self._training(inputs, samples) if self.training else self._inference(inputs, samples)
         network = self.graph.network
         return _Pass(*(whole_seconds(network, one, self.parts) for one in (found.forward, found.backward)))
+
+    def _rest(self, samples: int) -> None:
+        if not self.training:
+            for piece in self.pieces:
+                piece.rest(samples)
 
     def _training(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         for tensor in self.weights.tensors.values():
