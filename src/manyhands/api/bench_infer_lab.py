@@ -127,7 +127,8 @@ def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress)
         f"each, on which it takes {subject.paper_seconds:g} s in life; time scale {scale:.3g}; the kernels chosen on "
         f"this machine for each network; latency: median of {extent.turns - 2} samples one by one, from the first "
         "computing of any device to the last (asked: from asking to the answer, with the picture's way to the "
-        f"devices); throughput: {extent.at_once} samples at once; predicted: simulated from what the lab's own devices measured",
+        f"devices); throughput: {extent.at_once} samples at once; predicted: simulated from what the lab's own devices "
+        "measured",
         "lab": _text(found, scale),
     }, found
 
