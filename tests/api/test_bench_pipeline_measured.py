@@ -92,7 +92,7 @@ def test_summary_takes_the_worse() -> None:
 
 def test_a_prediction_is_compared_with_the_blocks_that_follow_it() -> None:
     plan = two_stages(4)
-    compared = bench.Compared(plan, plan, bench.Tuned({}, {}), Choice())
+    compared = bench.Compared(plan, [(plan, 0.1)], plan, bench.Tuned({}, {}), Choice())
     compared.ours = [1.0, 1.0, 1.0, 2.0, 2.2, 1.8, 1.0]
     compared.predictions = {0: 1.1, 3: 2.2, 6: 5.0}
     assert compared.prediction_error == pytest.approx(0.1)

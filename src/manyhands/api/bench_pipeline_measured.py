@@ -23,7 +23,7 @@ from manyhands.api.evaluation import captured
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
 from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, BareRound, Setting, TorchGroup, Way
-from manyhands.api.tuning import fastest_in_trial, same_batches
+from manyhands.api.tuning import Trials, fastest_in_trial, same_batches
 from manyhands.data.laying import Laying
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadValue, LabError
@@ -131,13 +131,13 @@ class Ours:
         )  # fmt: skip
         return [found.plan, *found.runners_up]
 
-    def tuned(self, plans: Sequence[Plan]) -> Plan:
-        """The fastest of some in a trial, as `train(tune=...)` does."""
+    def tuned(self, plans: Sequence[Plan]) -> Trials:
+        """The fastest of some in a trial first, as `train(tune=...)` does."""
         return fastest_in_trial(
             self.session.coordinator, self.graph, plans, OPTIMIZER,
             dict.fromkeys(self.session.cluster.names, self.choice.kernels),
             self.laying, is_laid=True,
-        )[0][0]  # fmt: skip
+        )  # fmt: skip
 
     def two_stages(self, cut: int) -> Plan:
         """By hand, one device each."""
@@ -273,6 +273,8 @@ class Compared:
     """Blocks of one comparison: seconds of a step, by side."""
 
     plan: Plan
+    trials: Trials
+    """Of ours: the plan is the first of them."""
     pipeline: Plan
     """Ours with two stages or more and the setting's micro-batches: what is like PyTorch's pipelines."""
     tuned: Tuned
@@ -308,7 +310,8 @@ class Compared:
             f"pipelined_vs_torch_pipelines_{place}": _ratio(self.theirs[best_pipeline], self.pipelined),
             f"setting_{place}": setting,
             f"ours_{place}_setting": f"the fastest of our planner's {TUNED_PLANS} best, and of those nearest to it, in "
-            f"a trial: {plan_text(self.plan)}; kernels {kernels_text(self.choice)}",
+            f"a trial: {plan_text(self.plan)}; kernels {kernels_text(self.choice)}; tried: "
+            + "; ".join(f"{plan_text(plan)} {seconds:.3g} s" for plan, seconds in self.trials),
             f"pipelined_{place}_setting": plan_text(self.pipeline),
             **{f"torch_{kind}_{place}_setting": self.tuned.text(kind) for kind in self.theirs},
         }
@@ -337,11 +340,12 @@ def compare(
     say(f"measuring {ours.setting.model} on all devices")
     cluster, profile = ours.measure(extent.measure_seconds)
     say("trying our planner's best")
-    plan = ours.tuned(ours.plans(cluster, profile)[:TUNED_PLANS])
+    trials = ours.tuned(ours.plans(cluster, profile)[:TUNED_PLANS])
+    plan = trials[0][0]
     pipeline = _pipelined(ours, cluster, profile, plan)
     say(f"ours: {plan_text(plan)}")
     found = tuned(group, ours.setting, speeds, bytes_per_second, extent.splits, plan, cluster.names, say)
-    compared = Compared(plan, pipeline, found, ours.choice, theirs={kind: [] for kind in found.best})
+    compared = Compared(plan, trials, pipeline, found, ours.choice, theirs={kind: [] for kind in found.best})
     every = max(1, extent.blocks // extent.measures)
     for block in range(extent.blocks):
         say(f"block {block + 1} of {extent.blocks}")
