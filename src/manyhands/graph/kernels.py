@@ -313,17 +313,17 @@ class Packed:
         self.shape: tuple[int, ...] = ()
         """Of the input that the weight is laid out for."""
 
-    def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> torch.Tensor | None:
-        """The weight laid out anew, for nothing but calls of this convolution; None where it stays as it is."""
+    def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> bool:
+        """Lay the weight out, for nothing but calls of this convolution; whether it was not so before."""
         before, g = weights.tensors[self.weight], self.geometry
         if before.device.type != "cpu" or (before.is_mkldnn and shape == self.shape):
-            return None
-        found: torch.Tensor = _onednn._reorder_convolution_weight(
+            return False
+        weights.tensors[self.weight] = _onednn._reorder_convolution_weight(
             plain(before).detach(), g.padding if padding is None else padding, g.stride, g.dilation, g.groups,
             list(shape),
         )  # fmt: skip
-        weights.tensors[self.weight], self.shape = found, shape
-        return found
+        self.shape = shape
+        return True
 
     def __call__(
         self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any,

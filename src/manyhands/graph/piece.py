@@ -151,7 +151,7 @@ class Piece:
         """The weights will not change any more: they are laid out as their kernels read them for so many samples."""
         for node in self.nodes:
             call = self.kernels.get(node.name)
-            if isinstance(call, Packed) and call.pack(self.weights, call.source.shape_for(samples)) is not None:
+            if isinstance(call, Packed) and call.pack(self.weights, call.source.shape_for(samples)):
                 self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
