@@ -175,7 +175,8 @@ def test_a_run_that_ends_and_a_server_that_goes_and_comes_back(browser: Browser,
         write_example(folder, state="ended", done=120)
         browser.until("document.getElementById('state').textContent === 'ended'", "the end is shown")
         assert "has ended" in browser.text("#banner")
-        assert browser.text("#events li .kind") == "✓ finished"
+        last = "document.querySelector('#events li .kind')?.innerText === '✓ finished'"
+        browser.until(last, "a look between two of the example's files is followed by one at both")
         assert_quiet(browser, found)
     browser.until("document.getElementById('connection').dataset.state !== 'live'", "that nobody answers is shown")
     assert browser.text("#connection") == "the server has ended: manyhands dashboard RUN"
