@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manyhands.api.networks import load_network
 from manyhands.api.public import plan as make_plan
 from manyhands.api.public import simulate
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadPlan, OutOfMemory, UnknownName
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan
@@ -123,6 +123,19 @@ def test_a_plan_too_large_is_tried_with_smaller_micro_batches(tiny: Network) -> 
     assert best.plan is not None
     assert best.plan.micro_batches == 4
     assert tried[:3] == [1, 2, 4]
+
+
+def test_pipelines_that_only_list_devices_otherwise_are_ranked_once(tiny: Network) -> None:
+    """Which of a stage's devices is named first changes nothing: a trial of both would be one of the same twice."""
+    devices = (Device(name="a", gflops=10.0, memory_bytes=10**9), Device(name="b", gflops=10.5, memory_bytes=10**9))
+    pair = Cluster("pair", devices, Link(1e9, 1e-4))
+    found = make_plan(tiny, pair, batch_size=16, strategy="pipeline")
+    shapes = [
+        (plan.order, plan.micro_batches, *(frozenset(stage.devices) for stage in plan.stages))
+        for plan in (found.plan, *found.runners_up)
+    ]
+    assert len(shapes) > 2
+    assert len(set(shapes)) == len(shapes)
 
 
 def test_refusals(tiny: Network) -> None:

@@ -24,10 +24,17 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 
-WARM_UP, STEPS, ROUNDS, LAST_ROUNDS = 1, 4, 2, 3
+WARM_UP, STEPS = 2, 4
+"""Of one turn: steps that do not count, and that do."""
+ROUNDS, LAST_ROUNDS, MOST_ROUNDS = 2, 3, 6
+LONG_ENOUGH_SECONDS = 3.0
+"""Plans have so many turns at least (where those that are close decide), and at most so many: until the steps of each
+have taken so long. A disturbance takes as long whether steps are long or short."""
+HOPELESS = 1.5
+"""A plan whose steps take so many times as long as those of the best has no further turn."""
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
-FINALISTS, CLOSE = 3, 1.1
+FINALISTS, CLOSE = 3, 1.2
 """So many at most, that took so many times as long as the best at most, are tried once more: the fastest of many in a
 short trial was lucky too."""
 
@@ -54,13 +61,18 @@ def fastest_in_trial(
     than it takes.
     """
 
-    def tried(some: Sequence[Plan], rounds: int) -> Trials:
-        taken: dict[int, list[float]] = {}
-        for _ in range(rounds):
-            for number, plan in enumerate(some):
-                steps = _steps(coordinator, graph, plan, optimizer, kernels, batch, is_laid)
-                taken.setdefault(number, []).extend(steps)
-        return [(some[number], statistics.median(steps)) for number, steps in taken.items() if steps]
+    def tried(some: Sequence[Plan], least: int) -> Trials:
+        taken: dict[int, list[float]] = {number: [] for number in range(len(some))}
+        racing, usual = list(taken), dict[int, float]()
+        for turn in range(1, MOST_ROUNDS + 1):
+            for number in racing:
+                taken[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
+            usual = {number: statistics.median(steps) for number, steps in taken.items() if steps}
+            best = min(usual, key=lambda number: usual[number], default=0)
+            racing = [number for number in racing if number in usual and usual[number] <= HOPELESS * usual[best]]
+            if len(racing) < 2 or (turn >= least and sum(taken[best]) >= LONG_ENOUGH_SECONDS):
+                break
+        return [(some[number], seconds) for number, seconds in usual.items()]
 
     ranked = _ranked(tried(plans, ROUNDS))
     if len(ranked) > 1 and (near := nearest(ranked[0][0], plans, graph.network)):

@@ -102,7 +102,7 @@ def ranked_pipelines(task: Task, price: Price) -> list[Candidate]:
         except ManyhandsError as error:
             refusal = error
             continue
-        shape = (plan.order, plan.micro_batches, *(stage.devices for stage in plan.stages))
+        shape = (plan.order, plan.micro_batches, *(frozenset(stage.devices) for stage in plan.stages))
         if shape not in best or seconds < best[shape].seconds:
             best[shape] = Candidate("pipeline", plan, seconds)
     ranked: list[Candidate] = []
