@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,9 @@ def test_one_that_nobody_ranked_may_win(monkeypatch: pytest.MonkeyPatch) -> None
     nobody: Any = None
     found = fastest_in_trial(nobody, graph, [plan_of(4), plan_of(3)], nobody, {}, nobody, is_laid=False)
     assert [cuts_of(plan) for plan, _ in found] == [(2,), (3,), (4,)]
-    assert asked == [(4,), (3,)] * tuning.ROUNDS + [(3,), (2,)] * tuning.ROUNDS, "all take turns; none twice at once"
+    assert asked == [(4,), (3,)] * tuning.FIRST.least + [(3,), (2,)] * tuning.FIRST.least, (
+        "all take turns; none twice at once"
+    )
     assert tuning.CLOSE * 0.8 < 1.0, "nobody is close to the best"
     alone = fastest_in_trial(nobody, graph, [plan_of(3)], nobody, {}, nobody, is_laid=False)
     assert [plan for plan, _ in alone] == [plan_of(3)], "who asks for one plan gets it"
@@ -86,8 +89,8 @@ def test_short_steps_have_more_turns_and_hopeless_plans_one(monkeypatch: pytest.
         found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
         return [cuts_of(plan)[0] for plan, _ in found]
 
-    unit = tuning.LONG_ENOUGH_SECONDS / 4
-    for turns, part in ((tuning.ROUNDS, 1.0), (4, 3.5), (tuning.MOST_ROUNDS, 1000.0)):
+    unit = tuning.FIRST.seconds / 4
+    for turns, part in ((tuning.FIRST.least, 1.0), (4, 3.5), (tuning.FIRST.most, 1000.0)):
         assert trial(unit / part) == [3, 4, 5], "one that has no room is none"
         assert asked == [5, 4, 3, 1] + [4, 3] * (turns - 1)
 
@@ -99,7 +102,7 @@ def test_those_that_are_close_are_tried_longer_and_that_decides(monkeypatch: pyt
     def steps(coordinator: Any, graph: Any, plan: Plan, *_: Any) -> list[float]:
         (cut,) = cuts_of(plan)
         asked.append(cut)
-        is_lucky = asked.count(cut) <= tuning.ROUNDS
+        is_lucky = asked.count(cut) <= tuning.FIRST.least
         return [seconds[cut] if cut != 2 or is_lucky else 1.2] * 2
 
     monkeypatch.setattr(tuning, "_steps", steps)
@@ -107,5 +110,7 @@ def test_those_that_are_close_are_tried_longer_and_that_decides(monkeypatch: pyt
     nobody: Any = None
     plans = [plan_of(3), plan_of(2), plan_of(5)]
     found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
-    assert asked[-3 * tuning.LAST_ROUNDS :] == [2, 3, 4] * tuning.LAST_ROUNDS
+    turns = math.ceil(tuning.LAST.seconds / 2)
+    assert tuning.LAST.least < turns < tuning.LAST.most
+    assert asked[-3 * turns :] == [3, 2, 4] * turns, "as the simulation ranks them"
     assert [(cuts_of(plan), taken) for plan, taken in found] == [((3,), 1.0), ((4,), 1.01), ((2,), 1.2), ((5,), 2.0)]

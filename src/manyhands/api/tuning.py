@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,15 +26,24 @@ from manyhands.runtime.run import Run
 
 WARM_UP, STEPS = 2, 4
 """Of one turn: steps that do not count, and that do."""
-ROUNDS, LAST_ROUNDS, MOST_ROUNDS = 2, 3, 6
-LONG_ENOUGH_SECONDS = 3.0
-"""Plans have so many turns at least (where those that are close decide), and at most so many: until the steps of each
-have taken so long. A disturbance takes as long whether steps are long or short."""
+
+
+class Turns(NamedTuple):
+    """So many at least and at most, until the steps of a plan have taken so long: a disturbance takes as long whether
+    steps are long or short."""
+
+    least: int
+    most: int
+    seconds: float
+
+
+FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 8.0)
+"""Of all plans; of those that are close, which decides."""
 HOPELESS = 1.5
 """A plan whose steps take so many times as long as those of the best has no further turn."""
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
-FINALISTS, CLOSE = 3, 1.2
+FINALISTS, CLOSE = 4, 1.2
 """So many at most, that took so many times as long as the best at most, are tried once more: the fastest of many in a
 short trial was lucky too."""
 
@@ -56,33 +65,34 @@ def fastest_in_trial(
     They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
     weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
     several take turns with it: a simulation may be wrong by more than a layer. Those that are close to the best then
-    have a longer trial, which decides. Where the best adds up gradients in buckets while backward goes on, it is tried
-    in one bucket too: where links are fast and every core computes, what runs beside computing slows it down by more
-    than it takes.
+    have a longer trial, which decides, again for what the simulation ranks first unless another is clearly faster.
+    Where the best adds up gradients in buckets while backward goes on, it is tried in one bucket too: where links are
+    fast and every core computes, what runs beside computing slows it down by more than it takes.
     """
 
-    def tried(some: Sequence[Plan], least: int) -> Trials:
+    def tried(some: Sequence[Plan], turns: Turns) -> Trials:
         taken: dict[int, list[float]] = {number: [] for number in range(len(some))}
         racing, usual = list(taken), dict[int, float]()
-        for turn in range(1, MOST_ROUNDS + 1):
+        for turn in range(1, turns.most + 1):
             for number in racing:
                 taken[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
             usual = {number: statistics.median(steps) for number, steps in taken.items() if steps}
             best = min(usual, key=lambda number: usual[number], default=0)
             racing = [number for number in racing if number in usual and usual[number] <= HOPELESS * usual[best]]
-            if len(racing) < 2 or (turn >= least and sum(taken[best]) >= LONG_ENOUGH_SECONDS):
+            if len(racing) < 2 or (turn >= turns.least and sum(taken[best]) >= turns.seconds):
                 break
         return [(some[number], seconds) for number, seconds in usual.items()]
 
-    ranked = _ranked(tried(plans, ROUNDS))
+    ranked = _ranked(tried(plans, FIRST))
     if len(ranked) > 1 and (near := nearest(ranked[0][0], plans, graph.network)):
-        around = tried([ranked[0][0], *near], ROUNDS)
+        around = tried([ranked[0][0], *near], FIRST)
         ranked = [*_sorted(around), *ranked[1:]]
     close = [plan for plan, seconds in _sorted(ranked) if seconds <= CLOSE * ranked[0][1]][:FINALISTS]
     if len(close) > 1:
-        ranked = [*_sorted(tried(close, LAST_ROUNDS)), *(one for one in ranked if one[0] not in close)]
+        close.sort(key=lambda plan: plans.index(plan) if plan in plans else len(plans))
+        ranked = [*_ranked(tried(close, LAST)), *(one for one in ranked if one[0] not in close)]
     if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
-        both = tried([ranked[0][0], whole], LAST_ROUNDS)
+        both = tried([ranked[0][0], whole], LAST)
         return [*_sorted(both), *ranked[1:]]
     return ranked
 
