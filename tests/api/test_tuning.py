@@ -110,7 +110,6 @@ def test_those_that_are_close_are_tried_longer_and_that_decides(monkeypatch: pyt
     nobody: Any = None
     plans = [plan_of(3), plan_of(2), plan_of(5)]
     found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
-    turns = math.ceil(tuning.LAST.seconds / 2)
-    assert tuning.LAST.least < turns < tuning.LAST.most
+    turns = max(tuning.LAST.least, math.ceil(tuning.LAST.seconds / 2))
     assert asked[-3 * turns :] == [3, 2, 4] * turns, "as the simulation ranks them"
     assert [(cuts_of(plan), taken) for plan, taken in found] == [((3,), 1.0), ((4,), 1.01), ((2,), 1.2), ((5,), 2.0)]

@@ -491,7 +491,7 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
 
     Both are the usual of several rounds, each with whatever held it up.
     """
-    setting, blocks, steps, seconds = (QUICK, 1, 3, 0.3) if quick else (SETTING, 13, 5, 1.2)
+    setting, blocks, steps, seconds = (QUICK, 1, 3, 0.3) if quick else (SETTING, 11, 5, 1.2)
     micro_batch = setting.samples // setting.micro_batches
     with _two_cores(setting) as (ours, group):
         units = group.units(micro_batch)

@@ -37,7 +37,7 @@ class Turns(NamedTuple):
     seconds: float
 
 
-FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 8.0)
+FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 6.0)
 """Of all plans; of those that are close, which decides."""
 HOPELESS = 1.5
 """A plan whose steps take so many times as long as those of the best has no further turn."""
