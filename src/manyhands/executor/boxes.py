@@ -15,7 +15,12 @@ def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
-    return tensor.detach()[place_of(box, hull)].contiguous().to("cpu")
+    found = tensor.detach() if tensor.requires_grad else tensor
+    for axis, (wanted, here) in enumerate(zip(box.intervals, hull.intervals)):
+        if wanted != here:
+            found = found.narrow(axis, wanted[0] - here[0], wanted[1] - wanted[0])
+    found = found.contiguous()
+    return found if found.is_cpu else found.cpu()
 
 
 def dtype_of(name: str) -> torch.dtype:

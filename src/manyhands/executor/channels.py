@@ -84,6 +84,8 @@ class ChannelRunner(ForwardOnly):
             for first, own in zip(geometry.group_starts, geometry.reading)
         }
         """First operator of a group -> what it reads from before it: tensor, its local name, its boxes."""
+        self._recipes: dict[str, list[tuple[int, int, int]]] = {}
+        """Local name -> how it is put together: what comes, comes in the same order every time."""
 
     def rest(self, samples: int) -> None:
         for piece in self.pieces.values():
@@ -143,18 +145,33 @@ class ChannelRunner(ForwardOnly):
         for name, alias, boxes in self._reading[first]:
             if alias in flight.values:
                 continue
-            here = [(self._held(name), flight.values[name]), *flight.arrived.pop(name, ())]
-            parts = empty_like(flight.values[name], joined_shape(boxes))
-            start = 0
-            for box in boxes:
-                size = box.shape[CHANNELS]
-                place = parts.narrow(CHANNELS, start, size)
-                for hull, data in here:
-                    common = hull.intersect(box)
-                    if not common.is_empty:
-                        place[place_of(common, box)] = data[place_of(common, hull)]
-                start += size
-            flight.values[alias] = parts
+            own = flight.values[name]
+            arrived = flight.arrived.pop(name, ())
+            recipe = self._recipes.get(alias)
+            if recipe is None:
+                recipe = self._recipes[alias] = self._recipe(name, boxes, [box for box, _ in arrived])
+            parts = [data for _, data in arrived]
+            pieces = [
+                (own if number < 0 else parts[number]).narrow(CHANNELS, start, size) for number, start, size in recipe
+            ]
+            flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, joined_shape(boxes)))
+
+    def _recipe(self, name: str, boxes: Boxes, arrived: Sequence[Box]) -> list[tuple[int, int, int]]:
+        """Where boxes of a tensor are, channel by channel: in which part of what came (-1: in what is held here), from
+        where in it, and how many."""
+        sources = list(enumerate((self._held(name), *arrived), -1))
+        found: list[tuple[int, int, int]] = []
+        for box in boxes:
+            channel, end = box.intervals[CHANNELS]
+            while channel < end:
+                number, (first, last) = next(
+                    (number, hull.intervals[CHANNELS]) for number, hull in sources
+                    if hull.intervals[CHANNELS][0] <= channel < hull.intervals[CHANNELS][1]
+                )  # fmt: skip
+                count = min(last, end) - channel
+                found.append((number, channel - first, count))
+                channel += count
+        return found
 
     def _add_up(self, flight: ChannelFlight, op: Op) -> None:
         """Everybody's partial sums, in the order of the devices, and the bias."""
@@ -294,13 +311,11 @@ class LocalGraph:
             held = boxes[0] if boxes else self.geometry.own(self.device, name)
             known = self.name(name, (held,))
         self._specs.setdefault(known, self._spec(known, name, held))
-        for axis, (wanted, here) in enumerate(zip(box.intervals, held.intervals)):
-            if wanted == here or (box.is_empty and axis != CHANNELS):
-                continue
-            cut = f"{known}>{op.name}>{axis}"
-            held = held.replace(axis, wanted)
-            spec = self._spec(cut, name, held)
-            place = (axis, wanted[0] - here[0], wanted[1] - here[0], 1)
+        wanted, here = box.intervals[CHANNELS], held.intervals[CHANNELS]
+        if wanted != here:  # along other axes all is here, and a window's stride passes over what it does not read
+            cut = f"{known}>{op.name}"
+            spec = self._spec(cut, name, held.replace(CHANNELS, wanted))
+            place = (CHANNELS, wanted[0] - here[0], wanted[1] - here[0], 1)
             node = Node(cut, "aten.slice.Tensor", (Value(known), *place), {}, (spec,), module=op.module)
             self._nodes.append(node)
             self._specs[cut] = spec

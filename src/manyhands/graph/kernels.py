@@ -325,20 +325,45 @@ class Packed:
         self.shape = shape
         return True
 
+    def is_laid_out_for(self, data: torch.Tensor, weight: torch.Tensor) -> bool:
+        return weight.is_mkldnn and data.shape == self.shape
+
     def __call__(
         self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any,
         padding: list[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        g, data = self.geometry, reformat(data, True)
+        if self.is_laid_out_for(data, weight):
+            return self.convolved(data, weight, bias, padding=padding)
+        g = self.geometry
         padding = g.padding if padding is None else padding
-        if not weight.is_mkldnn or data.shape != self.shape:
-            return torch.conv2d(data, reformat(plain(weight), True), bias, g.stride, padding, g.dilation, g.groups)
-        return cast(
-            torch.Tensor,
-            _onednn._convolution_pointwise.default(
-                data, weight, bias, padding, g.stride, g.dilation, g.groups, "none", [], ""
-            ),
+        data, weight = reformat(data, True), reformat(plain(weight), True)
+        return torch.conv2d(data, weight, bias, g.stride, padding, g.dilation, g.groups)
+
+    def convolved(
+        self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, post: str = "none",
+        numbers: Sequence[float] = (), *, padding: list[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """With a weight that is laid out; `post`: the activation of the result, as oneDNN calls it, and its numbers."""
+        g = self.geometry
+        padding = g.padding if padding is None else padding
+        made: torch.Tensor = _onednn._convolution_pointwise.default(
+            reformat(data, True), weight, bias, padding, g.stride, g.dilation, g.groups, post, numbers, ""
         )
+        return made
+
+    def added(
+        self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor,
+        post: str | None, *, overwrites: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same and `other`, over that or beside it, and the activation of the sum, if any."""
+        g, data = self.geometry, reformat(data, True)
+        given: tuple[Any, ...] = (weight, bias, g.padding, g.stride, g.dilation, g.groups, "add", 1.0, post, [], "")
+        made: torch.Tensor = (
+            _onednn._convolution_pointwise_.binary(other, data, *given)
+            if overwrites
+            else _onednn._convolution_pointwise.binary(data, other, *given)
+        )
+        return made
 
 
 def _weight_name(node: Node) -> str:

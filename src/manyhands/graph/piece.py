@@ -17,6 +17,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
+from manyhands.graph.fusing import fused
 from manyhands.graph.graph import (
     Argument,
     Enum,
@@ -209,13 +210,11 @@ def _weight_slot(name: str) -> str:
 
 
 def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step]:
-    last_reader: dict[str, int] = {}
-    for index, node in enumerate(piece.nodes):
-        for name in values_of(node):
-            last_reader[name] = index
     kept = set(piece.outputs)
-    made_by = {spec.name: node for node in piece.nodes for spec in node.outputs}
-    for index, node in enumerate(piece.nodes):
+    nodes, calls = (piece.nodes, {}) if training else fused(piece.nodes, piece.kernels, kept, piece.specs)
+    last_reader = {name: index for index, node in enumerate(nodes) for name in values_of(node)}
+    made_by = {spec.name: node for node in nodes for spec in node.outputs}
+    for index, node in enumerate(nodes):
         if node.updates and not (training and moves_buffers):
             continue
         slots = piece._slots
@@ -234,7 +233,11 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
         elif node.target in RANDOM_CALLS and not training:
             call, arguments = RANDOM_CALLS[node.target].at_rest(node)
         else:
-            call = piece.kernels.get(node.name) or _operator(piece, node, last_reader, index, kept, made_by, training)
+            call = (
+                calls.get(node.name)
+                or piece.kernels.get(node.name)
+                or _operator(piece, node, last_reader, index, kept, made_by, training)
+            )
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
