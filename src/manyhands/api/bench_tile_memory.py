@@ -65,7 +65,7 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
     for repeat in range(repeats):
         say(f"resident memory, {repeat + 1} of {repeats}")
         for name, count in (("one", 1), ("tile", 2)):
-            with workers(count) as session:  # a process that has done nothing before
+            with workers(count, apart=True) as session:  # a process that has done nothing before
                 names = session.cluster.names
                 idle.append(max(_resident(session, "VmRSS").values()))
                 plan = subject.single(names[0]) if count == 1 else subject.tiles(names, TWO)

@@ -157,9 +157,10 @@ def kernels_text(choice: Choice) -> str:
 
 
 @contextlib.contextmanager
-def workers(count: int) -> Iterator[Session]:
-    """Local workers of one thread, each on a core of its own as far as they go."""
-    with open_session(Cluster.local(count), threads=1, pin=usable()) as session:
+def workers(count: int, *, apart: bool = False) -> Iterator[Session]:
+    """Local workers of one thread, each on a core of its own as far as they go. `apart`: no memory of PyTorch is
+    shared."""
+    with open_session(Cluster.local(count), threads=1, pin=usable(), apart=apart) as session:
         yield session
 
 

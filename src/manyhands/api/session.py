@@ -77,12 +77,14 @@ def open_session(
     pin: Sequence[int] = (),
     silence_seconds: float = SILENCE_SECONDS,
     slowdowns: Mapping[str, float] | None = None,
+    apart: bool = False,
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
     worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
     that says nothing for so long is lost. `slowdowns`: local device -> how many times slower it computes than it could.
+    `apart`: each local worker loads PyTorch by itself.
     """
     if isinstance(cluster, Coordinator):
         yield Session(cluster, cluster.cluster(), False, 0)
@@ -106,7 +108,7 @@ def open_session(
         threads = threads or max(1, usable_cores() // len(cluster.devices))
         with Coordinator.local_cluster(
             cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
-            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())),
+            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
         ) as coordinator:  # fmt: skip
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))

@@ -20,6 +20,7 @@ from manyhands.cli import (
     infer,
     lab,
     models,
+    nursery,
     plan,
     profile,
     simulate,
@@ -70,6 +71,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.command("worker")(worker.worker)
+app.command("nursery", hidden=True)(nursery.nursery)
 app.command("doctor")(doctor.doctor)
 app.command("dashboard")(dashboard.dashboard)
 app.command("top")(top.top)

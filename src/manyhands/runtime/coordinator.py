@@ -167,11 +167,12 @@ class Coordinator:
         silence_seconds: float = SILENCE_SECONDS,
         slowdowns: Mapping[str, float] | None = None,
         patience: float = 1.0,
+        apart: bool = False,
     ) -> Coordinator:
         """A coordinator with one process on this machine for each device of the cluster, all joined.
 
         `slowdowns`: device -> how many times longer than it must whatever it computes takes. `patience`: how many times
-        longer than usual to wait for anybody, silence included.
+        longer than usual to wait for anybody, silence included. `apart`: each loads PyTorch by itself.
         """
         coordinator = cls(
             logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds), patience=patience
@@ -188,15 +189,18 @@ class Coordinator:
                 ],
                 threads,
                 limit_seconds,
+                apart=apart,
             )
         except BaseException:
             coordinator.close()
             raise
         return coordinator
 
-    def start_workers(self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float) -> None:
-        """Start processes on this machine and wait until all their workers have joined."""
-        self.local.start(wanted, self.address, self.security, threads=threads)
+    def start_workers(
+        self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float, *, apart: bool = False
+    ) -> None:
+        """Start processes on this machine and wait until all their workers have joined. `apart`: see `LocalWorkers`."""
+        self.local.start(wanted, self.address, self.security, threads=threads, apart=apart)
         self.wait_for([name for one in wanted for name in one.names], limit_seconds)
 
     def __enter__(self) -> Coordinator:

@@ -1,4 +1,5 @@
-"""Workers on this machine: started as processes of their own, by the command a person would type, and always ended.
+"""Workers on this machine: processes of their own with the command a person would type, forked from one that has
+loaded PyTorch (`nursery`) or started, and always ended.
 
 Nothing is left behind: the coordinator ends them when it closes; if it dies first, the kernel kills them with it (where
 it can), and they end by themselves once the control connection breaks.
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -24,6 +25,7 @@ from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
+from manyhands.runtime.nursery import Child, NoNursery, nursery_for
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
@@ -61,7 +63,7 @@ class WorkerProcess:
 class LocalWorkers:
     """Processes of workers on this machine."""
 
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, Child | subprocess.Popen[bytes]] = field(default_factory=dict)
     """By the workers' names; several may be in one process."""
     logs: Path | None = None
     _logged: dict[str, str] = field(default_factory=dict)
@@ -70,32 +72,42 @@ class LocalWorkers:
     """Worker -> how many had been killed for memory when it joined."""
 
     def start(
-        self, wanted: Iterable[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int,
-        joins_later: bool = False,
+        self, wanted: Sequence[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int,
+        joins_later: bool = False, apart: bool = False,
     ) -> None:  # fmt: skip
-        """`joins_later`: a job is under way, which is not to wait while they load what they need."""
+        """`joins_later`: a job is under way, which is not to wait while they load what they need. `apart`: each loads
+        PyTorch by itself, and shares no memory of it."""
         _started.add(self)
         for one in wanted:
             name = one.device or one.names[0]
             words = [
-                *one.before, sys.executable, "-m", "manyhands", "worker", "--join", f"{address[0]}:{address[1]}",
-                "--name", name, "--slots", str(len(one.names)), "--compute", one.compute, "--threads", str(threads),
-                "--parent", str(os.getpid()), "--encrypted" if security.encrypted else "--plain",
-                "--patience", f"{security.patience:g}", "--slowdown", repr(one.slowdown),
+                "worker", "--join", f"{address[0]}:{address[1]}", "--name", name, "--slots", str(len(one.names)),
+                "--compute", one.compute, "--threads", str(threads),
+                "--encrypted" if security.encrypted else "--plain", "--patience", f"{security.patience:g}",
+                "--slowdown", repr(one.slowdown),
             ]  # fmt: skip
             if one.silo:
                 words += ["--silo", one.silo]
-            lasting = threading.current_thread() is threading.main_thread()
             environment = {
                 **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
-                "MKL_NUM_THREADS": str(threads), DIE_VARIABLE: str(int(lasting)),
-                LOAD_VARIABLE: str(int(joins_later)),
+                "MKL_NUM_THREADS": str(threads), LOAD_VARIABLE: str(int(joins_later)),
             }  # fmt: skip
             with self._output(name) as output:
-                process = subprocess.Popen(
-                    words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    start_new_session=True,
-                )  # fmt: skip
+                try:
+                    if apart or one.before or one.compute != "cpu":
+                        raise NoNursery("a process of its own")
+                    nursery = nursery_for(threads, len(wanted))
+                    process: Child | subprocess.Popen[bytes] = nursery.fork(
+                        [*words, "--parent", str(nursery.process.pid)], {**environment, DIE_VARIABLE: "1"},
+                        output.fileno(),
+                    )  # fmt: skip
+                except NoNursery:
+                    lasting = threading.current_thread() is threading.main_thread()
+                    process = subprocess.Popen(
+                        [*one.before, sys.executable, "-m", "manyhands", *words, "--parent", str(os.getpid())],
+                        env={**environment, DIE_VARIABLE: str(int(lasting))}, stdin=subprocess.DEVNULL, stdout=output,
+                        stderr=output, start_new_session=True,
+                    )  # fmt: skip
             self.processes |= dict.fromkeys(one.names, process)
             self._logged |= dict.fromkeys(one.names, name)
 

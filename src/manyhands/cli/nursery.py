@@ -1,0 +1,47 @@
+"""`manyhands nursery`: started by whoever starts several workers on this machine. Nobody types it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import socket
+import sys
+from typing import Annotated
+
+import typer
+
+_NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.runtime.service")
+
+
+def nursery(door: Annotated[int, typer.Option("--door")]) -> None:
+    """Loads what workers need, then has a child for each that is asked for."""
+    from manyhands.runtime.nursery import tend
+    from manyhands.runtime.serving import load_everything
+
+    for name in _NEEDED:
+        importlib.import_module(name)
+    load_everything()
+    gc.collect()
+    gc.freeze()  # nothing of this is looked at again, so its memory stays shared
+    words = tend(socket.socket(fileno=door))
+    if words is not None:
+        os._exit(_run(words))  # tidying up would look at all of it
+
+
+def _run(words: list[str]) -> int:
+    """The command of a child, and its exit code."""
+    from manyhands.cli.main import main
+
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0

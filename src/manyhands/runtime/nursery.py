@@ -1,0 +1,263 @@
+"""Workers of this machine that need not load PyTorch each: one process loads it and is the parent of all.
+
+    whoever starts workers ── what to run, its environment, where its words go ──▶ nursery ── fork ──▶ a worker
+                           ◀── its process id; later, on a pipe, how it ended ────
+
+Loading takes seconds of a processor and two hundred megabytes; a fork takes neither. The nursery does nothing else: it
+computes nothing and has no thread, so what it forks is as good as new. It ends with whoever started it, and by itself
+where nobody has asked for a while and no child is left; its children end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+ANSWER_SECONDS = 120.0
+"""How long loading may take on a slow device."""
+IDLE_SECONDS = 20.0
+"""Without children, so long nobody asks: it ends."""
+_LARGEST_BYTES = 16 * 2**20
+_NUMBER = struct.Struct("<q")
+_UNKNOWN_ENDING = -signal.SIGKILL
+"""Where the nursery ended first: the kernel has killed its children."""
+
+
+class NoNursery(Exception):
+    """There is none, or it does not answer: start the worker by itself."""
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process that is to be forked."""
+
+    words: list[str]
+    """Of the `manyhands` command."""
+    environment: dict[str, str]
+    folder: str
+    cores: list[int]
+
+
+_decoder = msgspec.msgpack.Decoder(Wanted)
+
+
+class Child:
+    """A process that the nursery has forked, with as much of `subprocess.Popen` as is asked of workers."""
+
+    def __init__(self, pid: int, ending: int) -> None:
+        self.pid, self._ending = pid, ending
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended; subprocess.TimeoutExpired where it has not."""
+        with self._lock:
+            if self.returncode is None:
+                limit = None if timeout is None else max(0.0, timeout)
+                if not select.select([self._ending], [], [], limit)[0]:
+                    raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+                told = os.read(self._ending, _NUMBER.size)
+                self.returncode = _NUMBER.unpack(told)[0] if len(told) == _NUMBER.size else _UNKNOWN_ENDING
+                os.close(self._ending)
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(OSError):
+                os.close(self._ending)
+
+
+class Nursery:
+    """Whoever starts workers has one of these for each number of threads, which libraries read when they are loaded."""
+
+    def __init__(self, threads: int) -> None:
+        near, far = socket.socketpair()
+        words = [sys.executable, "-m", "manyhands", "nursery", "--door", str(far.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        try:
+            self.process = subprocess.Popen(
+                words, env=environment, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            near.close()
+            raise NoNursery(str(error)) from error
+        finally:
+            far.close()
+        self._door = near
+        self._lock = threading.Lock()
+        near.settimeout(ANSWER_SECONDS)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def fork(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> Child:
+        """A process that runs the `manyhands` command with these words, printing to a descriptor."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        body = msgspec.msgpack.encode(Wanted(list(words), dict(environment), os.getcwd(), cores))
+        ending, told = os.pipe()
+        try:
+            with self._lock:
+                socket.send_fds(self._door, [_NUMBER.pack(len(body))], [output, told])
+                self._door.sendall(body)
+                answer = _read(self._door, _NUMBER.size)
+        except OSError as error:
+            os.close(ending)
+            self.close()
+            raise NoNursery(str(error)) from error
+        finally:
+            os.close(told)
+        return Child(_NUMBER.unpack(answer)[0], ending)
+
+    def close(self) -> None:
+        """It ends, and whoever it has forked."""
+        self._door.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+            return
+        self.process.kill()
+        self.process.wait()
+
+
+_nurseries: dict[int, Nursery] = {}
+_finding = threading.Lock()
+
+
+def nursery_for(threads: int, workers: int) -> Nursery:
+    """The one of this process; NoNursery where it would not pay, or this system does not fork safely."""
+    if sys.platform != "linux":
+        raise NoNursery("not on this system")
+    with _finding:
+        found = _nurseries.get(threads)
+        if found is not None and found.is_alive:
+            return found
+        if workers < 2:
+            raise NoNursery("a single worker")
+        _nurseries[threads] = found = Nursery(threads)
+        return found
+
+
+# The nursery's side
+
+
+class _Ward:
+    """The children that have not ended, and whom to tell when they have."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, int] = {}
+        self.waking, self.woken = os.pipe()
+        os.set_blocking(self.woken, False)
+        signal.set_wakeup_fd(self.woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def bury(self) -> None:
+        """Those who have ended."""
+        os.read(self.waking, 4096)
+        for child in list(self.told):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                told = self.told.pop(child)
+                with contextlib.suppress(OSError):  # nobody wants to know any more
+                    os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                os.close(told)
+
+    def leave(self) -> None:
+        """In a child: it has none of this."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in (self.waking, self.woken, *self.told.values()):
+            os.close(descriptor)
+
+
+def tend(door: socket.socket) -> list[str] | None:
+    """Fork whoever is asked for. Returns in every child, with the words of the command it is to run; and in the nursery
+    itself at the end, with None."""
+    ward = _Ward()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    door.setblocking(True)
+    idle_since = time.monotonic()
+    while True:
+        ready, _, _ = select.select([door.fileno(), ward.waking], [], [], IDLE_SECONDS)
+        if ward.waking in ready:
+            ward.bury()
+        if door.fileno() in ready:
+            try:
+                wanted, output, told = _asked(door)
+            except (OSError, msgspec.MsgspecError):
+                return None  # whoever started this has ended
+            child = os.fork()
+            if child == 0:
+                door.close()
+                os.close(told)
+                ward.leave()
+                _become(wanted, output)
+                return wanted.words
+            os.close(output)
+            ward.told[child] = told
+            with contextlib.suppress(OSError):
+                door.sendall(_NUMBER.pack(child))
+        if ready or ward.told:
+            idle_since = time.monotonic()
+        elif time.monotonic() - idle_since >= IDLE_SECONDS:
+            return None
+
+
+def _asked(door: socket.socket) -> tuple[Wanted, int, int]:
+    start, descriptors, _, _ = socket.recv_fds(door, _NUMBER.size, 2)
+    if len(start) != _NUMBER.size or len(descriptors) != 2:
+        raise OSError("closed")
+    size = _NUMBER.unpack(start)[0]
+    if not 0 < size <= _LARGEST_BYTES:
+        raise OSError(f"a request of {size} bytes")
+    output, told = descriptors
+    return _decoder.decode(_read(door, size)), output, told
+
+
+def _become(wanted: Wanted, output: int) -> None:
+    """As if it had been started by itself."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(wanted.environment)
+    with contextlib.suppress(OSError):
+        os.chdir(wanted.folder)
+    if wanted.cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, wanted.cores)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if output > 2:
+        os.close(output)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def _read(door: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = door.recv(size - len(found))
+        if not part:
+            raise OSError("closed by the other side")
+        found += part
+    return bytes(found)
