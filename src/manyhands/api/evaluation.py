@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from manyhands.api.public import is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
-from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.api.session import Say, Session, expect_session, measure, open_session
 from manyhands.data.given import given
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
@@ -232,6 +232,7 @@ def evaluate(
 ) -> EvaluateResult:
     """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
     data = given(data).data
+    expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)
     network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers
     size = min(batch_size, length(data))

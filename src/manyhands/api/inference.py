@@ -20,7 +20,7 @@ from manyhands.api.job import REJOIN_SECONDS
 from manyhands.api.planning_inference import InferenceReplanner, plan_for, sample_seconds
 from manyhands.api.public import read_plan
 from manyhands.api.pulling import Pulled
-from manyhands.api.session import Say, Session, measure, open_session
+from manyhands.api.session import Say, Session, expect_session, measure, open_session
 from manyhands.data.loader import length
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import runs_here
@@ -171,6 +171,7 @@ class Inference:
         if isinstance(model, Graph):
             graph = model
         else:
+            expect_session(cluster)
             graph = captured_at_rest(model, example, granularity=granularity, name=name)
         strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
         if strategy:  # a plan of one's own is for the network as it was captured

@@ -26,6 +26,7 @@ from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
 from manyhands.runtime.household import household_token
 from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.runtime.nursery import NoNursery, nursery_for
 from manyhands.runtime.watch import SILENCE_SECONDS
 
 WORTH_PROBING = 6_000_000
@@ -66,6 +67,24 @@ def usable_cores() -> int:
     return identify().cores
 
 
+def expect_session(cluster: object) -> None:
+    """A session will be opened: what workers of this machine need is loaded while the caller does something else."""
+    if cluster is None:
+        cluster = _usual()
+    if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
+        with contextlib.suppress(NoNursery):
+            nursery_for(_threads(cluster), len(cluster.devices))
+
+
+def _usual() -> Cluster:
+    return Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
+
+
+def _threads(cluster: Cluster) -> int:
+    """Of each worker of this machine."""
+    return max(1, usable_cores() // len(cluster.devices))
+
+
 @contextlib.contextmanager
 def open_session(
     cluster: Cluster | LabCluster | str | Path | Coordinator | None,
@@ -101,11 +120,11 @@ def open_session(
             hint="Write cluster=mh.Cluster.local(4).",
         )
     if cluster is None:
-        cluster = Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
+        cluster = _usual()
     elif not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster)
     if all(device.kind == "local" for device in cluster.devices):
-        threads = threads or max(1, usable_cores() // len(cluster.devices))
+        threads = threads or _threads(cluster)
         with Coordinator.local_cluster(
             cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
             slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,

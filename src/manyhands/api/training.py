@@ -18,7 +18,7 @@ from manyhands.api.evaluation import captured as captured
 from manyhands.api.job import Job, OnOpened, OnPlanned, OnStep, Planned, TrainResult, cuts_statistics, opened
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
-from manyhands.api.session import Say, measure, open_session
+from manyhands.api.session import Say, expect_session, measure, open_session
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.given import batch_size_of, given
 from manyhands.data.laying import Laying
@@ -116,6 +116,7 @@ def train(
         samples.shuffles(shuffle), batch_norm, seed, feed,
     )  # fmt: skip
     by_name = "wish" in (config or {})
+    expect_session(cluster)
     with (
         opened(
             options,

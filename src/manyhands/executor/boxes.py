@@ -12,14 +12,18 @@ def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box.intervals, hull.intervals))
 
 
+def narrowed(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
+    """A view of a box of a tensor that holds `hull`."""
+    for axis, (wanted, here) in enumerate(zip(box.intervals, hull.intervals)):
+        if wanted != here:
+            tensor = tensor.narrow(axis, wanted[0] - here[0], wanted[1] - wanted[0])
+    return tensor
+
+
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
-    found = tensor.detach() if tensor.requires_grad else tensor
-    for axis, (wanted, here) in enumerate(zip(box.intervals, hull.intervals)):
-        if wanted != here:
-            found = found.narrow(axis, wanted[0] - here[0], wanted[1] - wanted[0])
-    found = found.contiguous()
+    found = narrowed(tensor.detach() if tensor.requires_grad else tensor, hull, box).contiguous()
     return found if found.is_cpu else found.cpu()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.executor.boxes import cut_out, place_of
+from manyhands.executor.boxes import cut_out, narrowed, place_of
 from manyhands.executor.runner import ForwardOnly
 from manyhands.executor.segments import bounds_of
 from manyhands.facts.boxes import Box
@@ -84,7 +84,7 @@ class ChannelRunner(ForwardOnly):
             for first, own in zip(geometry.group_starts, geometry.reading)
         }
         """First operator of a group -> what it reads from before it: tensor, its local name, its boxes."""
-        self._recipes: dict[str, list[tuple[int, int, int]]] = {}
+        self._recipes: dict[str, list[tuple[int, Box, Box]]] = {}
         """Local name -> how it is put together: what comes, comes in the same order every time."""
 
     def rest(self, samples: int) -> None:
@@ -151,26 +151,24 @@ class ChannelRunner(ForwardOnly):
             if recipe is None:
                 recipe = self._recipes[alias] = self._recipe(name, boxes, [box for box, _ in arrived])
             parts = [data for _, data in arrived]
-            pieces = [
-                (own if number < 0 else parts[number]).narrow(CHANNELS, start, size) for number, start, size in recipe
-            ]
+            pieces = [narrowed(own if number < 0 else parts[number], hull, box) for number, hull, box in recipe]
             flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, joined_shape(boxes)))
 
-    def _recipe(self, name: str, boxes: Boxes, arrived: Sequence[Box]) -> list[tuple[int, int, int]]:
-        """Where boxes of a tensor are, channel by channel: in which part of what came (-1: in what is held here), from
-        where in it, and how many."""
+    def _recipe(self, name: str, boxes: Boxes, arrived: Sequence[Box]) -> list[tuple[int, Box, Box]]:
+        """Where boxes of a tensor are, channel by channel: in which part of what came (-1: in what is held here), the
+        box of that part, and the box in it."""
         sources = list(enumerate((self._held(name), *arrived), -1))
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, Box, Box]] = []
         for box in boxes:
             channel, end = box.intervals[CHANNELS]
             while channel < end:
-                number, (first, last) = next(
-                    (number, hull.intervals[CHANNELS]) for number, hull in sources
+                number, hull = next(
+                    (number, hull) for number, hull in sources
                     if hull.intervals[CHANNELS][0] <= channel < hull.intervals[CHANNELS][1]
                 )  # fmt: skip
-                count = min(last, end) - channel
-                found.append((number, channel - first, count))
-                channel += count
+                last = min(hull.intervals[CHANNELS][1], end)
+                found.append((number, hull, box.replace(CHANNELS, (channel, last))))
+                channel = last
         return found
 
     def _add_up(self, flight: ChannelFlight, op: Op) -> None:

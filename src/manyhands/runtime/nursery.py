@@ -26,7 +26,7 @@ import msgspec
 
 ANSWER_SECONDS = 120.0
 """How long loading may take on a slow device."""
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 60.0
 """Without children, so long nobody asks: it ends."""
 _LARGEST_BYTES = 16 * 2**20
 _NUMBER = struct.Struct("<q")
