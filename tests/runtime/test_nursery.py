@@ -104,7 +104,8 @@ def test_children_end_with_the_nursery_and_there_is_another_one(tmp_path: Path) 
         nursery_for(1, 1)
     second = nursery_for(1, 2)
     assert second is not first
-    second.close()
+    nurseries.close_nurseries()
+    assert not second.is_alive
 
 
 _COORDINATOR = """

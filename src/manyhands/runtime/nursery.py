@@ -160,6 +160,14 @@ def nursery_for(threads: int, workers: int) -> Nursery:
         return found
 
 
+def close_nurseries() -> None:
+    """Those of this process end, and whoever they have forked: the next workers start from nothing."""
+    with _finding:
+        for one in _nurseries.values():
+            one.close()
+        _nurseries.clear()
+
+
 # The nursery's side
 
 
