@@ -116,7 +116,7 @@ def train(
         samples.shuffles(shuffle), batch_norm, seed, feed,
     )  # fmt: skip
     by_name = "wish" in (config or {})
-    expect_session(cluster)
+    expect_session(cluster, trains=True)
     with (
         opened(
             options,

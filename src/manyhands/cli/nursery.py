@@ -17,11 +17,13 @@ _NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.ru
 def nursery(door: Annotated[int, typer.Option("--door")]) -> None:
     """Loads what workers need, then has a child for each that is asked for."""
     from manyhands.runtime.nursery import tend
+    from manyhands.runtime.processes import is_to_load_everything
     from manyhands.runtime.serving import load_everything
 
     for name in _NEEDED:
         importlib.import_module(name)
-    load_everything()
+    if is_to_load_everything():
+        load_everything()
     gc.collect()
     gc.freeze()  # nothing of this is looked at again, so its memory stays shared
     words = tend(socket.socket(fileno=door))

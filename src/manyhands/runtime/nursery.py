@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+LOAD_VARIABLE = "MANYHANDS_LOAD_EVERYTHING"
+"""Set to 1 for a process that loads all a worker may need before it says that it is ready."""
 ANSWER_SECONDS = 120.0
 """How long loading may take on a slow device."""
 IDLE_SECONDS = 60.0
@@ -92,10 +94,13 @@ class Child:
 class Nursery:
     """Whoever starts workers has one of these for each number of threads, which libraries read when they are loaded."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, trains: bool = False) -> None:
+        """`trains`: it also loads what PyTorch's optimisers need, which takes as long again."""
         near, far = socket.socketpair()
         words = [sys.executable, "-m", "manyhands", "nursery", "--door", str(far.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        if trains:
+            environment[LOAD_VARIABLE] = "1"
         try:
             self.process = subprocess.Popen(
                 words, env=environment, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -146,7 +151,7 @@ _nurseries: dict[int, Nursery] = {}
 _finding = threading.Lock()
 
 
-def nursery_for(threads: int, workers: int) -> Nursery:
+def nursery_for(threads: int, workers: int, *, trains: bool = False) -> Nursery:
     """The one of this process; NoNursery where it would not pay, or this system does not fork safely."""
     if sys.platform != "linux":
         raise NoNursery("not on this system")
@@ -156,7 +161,7 @@ def nursery_for(threads: int, workers: int) -> Nursery:
             return found
         if workers < 2:
             raise NoNursery("a single worker")
-        _nurseries[threads] = found = Nursery(threads)
+        _nurseries[threads] = found = Nursery(threads, trains=trains)
         return found
 
 

@@ -25,14 +25,12 @@ from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
-from manyhands.runtime.nursery import Child, NoNursery, nursery_for
+from manyhands.runtime.nursery import LOAD_VARIABLE, Child, NoNursery, nursery_for
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
 DIE_VARIABLE = "MANYHANDS_DIE_WITH_PARENT"
 """Set to 1 for a child that the kernel may kill with its parent: it takes the thread that started it for the parent."""
-LOAD_VARIABLE = "MANYHANDS_LOAD_EVERYTHING"
-"""Set to 1 for a child that loads all it may need before it joins."""
 _LEAVE_SECONDS = 3.0
 _ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
