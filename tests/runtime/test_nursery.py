@@ -64,6 +64,26 @@ def test_a_child_runs_a_command_and_says_how_it_ended(nursery: Nursery, tmp_path
     right.send_signal(signal.SIGTERM)  # nobody is there: nothing happens
 
 
+def test_a_child_is_waited_for_where_many_files_are_open() -> None:
+    """Descriptors beyond those that select() counts to."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 2048:
+        pytest.skip("so many files cannot be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    reading, writing = os.pipe()
+    high = os.dup2(reading, 1500)
+    try:
+        child = Child(os.getpid(), high)
+        assert child.poll() is None
+        os.write(writing, (7).to_bytes(8, "little"))
+        assert child.wait(5) == 7
+    finally:
+        os.close(reading)
+        os.close(writing)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_child_is_as_if_it_had_been_started_by_itself(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

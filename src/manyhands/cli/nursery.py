@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from manyhands.facts.errors import BadValue
+
 _NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.runtime.service")
 
 
@@ -20,13 +22,19 @@ def nursery(door: Annotated[int, typer.Option("--door")]) -> None:
     from manyhands.runtime.processes import is_to_load_everything
     from manyhands.runtime.serving import load_everything
 
+    try:
+        asking = socket.socket(fileno=door)
+    except OSError as error:
+        raise BadValue(
+            f"--door {door}: {error.strerror}.", hint="Nobody types this; `manyhands worker` joins."
+        ) from error
     for name in _NEEDED:
         importlib.import_module(name)
     if is_to_load_everything():
         load_everything()
     gc.collect()
     gc.freeze()  # nothing of this is looked at again, so its memory stays shared
-    words = tend(socket.socket(fileno=door))
+    words = tend(asking)
     if words is not None:
         os._exit(_run(words))  # tidying up would look at all of it
 

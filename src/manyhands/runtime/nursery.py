@@ -70,8 +70,9 @@ class Child:
         """How it ended; subprocess.TimeoutExpired where it has not."""
         with self._lock:
             if self.returncode is None:
-                limit = None if timeout is None else max(0.0, timeout)
-                if not select.select([self._ending], [], [], limit)[0]:
+                ready = select.poll()  # a process may have more descriptors than select() counts to
+                ready.register(self._ending, select.POLLIN)
+                if not ready.poll(None if timeout is None else max(0.0, 1e3 * timeout)):
                     raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
                 told = os.read(self._ending, _NUMBER.size)
                 self.returncode = _NUMBER.unpack(told)[0] if len(told) == _NUMBER.size else _UNKNOWN_ENDING
