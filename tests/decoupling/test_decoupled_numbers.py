@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from manyhands.decoupling.decouple import Decoupled, decouple
 from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat, dealt_order
+from manyhands.decoupling.rewriting import Rewriting
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
@@ -183,3 +184,35 @@ def test_shuffle_and_concatenation_by_hand(groups: int, size: int, parts: list[i
     joined = GroupedConcat(groups)(*maps)
     chunks = [torch.cat([m.chunk(groups, 1)[group] for m in maps], 1) for group in range(groups)]
     assert torch.equal(joined, torch.cat(chunks, 1))
+
+
+class WritesInPlace(nn.Module):
+    """What a branch adds to is read again afterwards, by the name it had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.first = nn.Conv2d(16, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 1)
+        self.beside = nn.Conv2d(16, 16, 1)
+        self.third = nn.Conv2d(16, 16, 1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        beside, same = self.beside(x), x
+        x = x.add_(self.second(torch.relu(self.first(x))))
+        x = torch.relu(x) + self.third(same) + beside
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("name", [*sorted(NETWORKS), "in place"])
+def test_moved_calls_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WritesInPlace().double() if name == "in place" else network(name)
+    moved = decouple(model.eval(), 2, "all", 1.0, weights="original", inputs=SHAPE).eval()
+    monkeypatch.setattr(Rewriting, "_delay", lambda *_: None)
+    plain = decouple(model, 2, "all", 1.0, weights="original", inputs=SHAPE).eval()
+    assert {n: t.shape for n, t in moved.state_dict().items()} == {n: t.shape for n, t in plain.state_dict().items()}
+    with torch.no_grad():
+        assert torch.equal(moved(pictures(2)), plain(pictures(2)))

@@ -74,6 +74,18 @@ def test_shuffles_are_few_even_and_small() -> None:
     assert not decoupled("resnet18", 0).report.shuffles
 
 
+def test_what_needs_no_shuffle_comes_before_it() -> None:
+    nodes = list(decoupled("resnet50").graph.nodes)
+    for shuffle in (node for node in nodes if str(node.target).startswith("shuffle")):
+        before, after = shuffle.prev, shuffle.next
+        assert "shortcut" in str(before.target)
+        assert shuffle in after.all_input_nodes
+        needing = {shuffle}
+        for node in nodes[nodes.index(shuffle) + 1 :]:
+            assert needing.intersection(node.all_input_nodes), node
+            needing.add(node)
+
+
 @pytest.mark.parametrize("name", [*CNNS, *slow(*LIKE_THOSE)])
 def test_widths_can_be_divided(name: str) -> None:
     """Every grouped convolution evenly, and every shuffled tensor among any number of groups on both sides."""

@@ -120,3 +120,31 @@ def test_training_by_channels_is_refused(decoupled: Network) -> None:
     with pytest.raises(BadPlan, match="for inference, and order is 1f1b") as caught:
         resolve(Plan(decoupled.name, 2, (stage,)), decoupled)
     assert "manyhands infer" in caught.value.hint
+
+
+class TwoBranches(nn.Module):
+    """What is shuffled in one branch of a block is on its way while the other is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.before = nn.Conv2d(16, 16, 3, padding=1, groups=GROUPS)
+        self.beside = nn.Conv2d(16, 32, 1, groups=GROUPS)
+        self.after = nn.Conv2d(16, 32, 1, groups=GROUPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        y = torch.relu(self.before(x))
+        z = self.beside(x)
+        return torch.relu(self.after(torch.channel_shuffle(y, GROUPS)) + z)
+
+
+def test_channels_leave_as_soon_as_they_are_made() -> None:
+    network = capture(TwoBranches(), torch.zeros(1, 3, 8, 8), granularity="operators").network
+    stage = Stage((0, len(network.layers)), ("d0", "d1"), ByChannels((2, 2)))
+    plan = resolve(Plan(network.name, 1, (stage,), order="stream"), network)
+    actions = Schedule(plan, network).lowering.work["d0"].forward_actions
+    named = [network.ops[a.first].name if isinstance(a, Forward) else type(a).__name__ for a in actions]
+    assert named == ["conv2d", "Send", "conv2d_2", "Receive", "channel_shuffle"]
+    ends = [action.last for action in actions if isinstance(action, Forward)]
+    assert ends == [4, 5, len(network.ops)]  # a group that asks nobody goes on where the one before it ended

@@ -36,8 +36,7 @@ class Rewriting:
         self._shuffled: set[str] = set()
 
     def rewrite(self, chosen: Iterable[Candidate]) -> None:
-        for one in chosen:
-            self._shuffle(one.convolution)
+        shuffles = [self._shuffle(one.convolution) for one in chosen]
         for node in self._reading.concats:
             self._concat(node)
         for node in self._reading.reshapes:
@@ -55,6 +54,8 @@ class Rewriting:
                 self.parts[name] = copy.deepcopy(self._model.get_submodule(name))
             else:
                 self.parts[name] = self._weight(name)
+        for shuffle in shuffles:
+            self._delay(shuffle)
 
     # The graph
 
@@ -73,7 +74,7 @@ class Rewriting:
         self._reading.graph.erase_node(node)
         return name
 
-    def _shuffle(self, convolution: fx.Node) -> None:
+    def _shuffle(self, convolution: fx.Node) -> fx.Node:
         name = self._name("shuffle")
         self.parts[name] = ChannelShuffle(self._widths.groups)
         source = convolution.all_input_nodes[0]
@@ -82,6 +83,23 @@ class Rewriting:
         convolution.replace_input_with(source, made)
         self.shuffles.append(name)
         self._shuffled.add(str(convolution.target))
+        return made
+
+    def _delay(self, shuffle: fx.Node) -> None:
+        """What does not need a shuffle (the other branch of a block) comes before it, up to where the two meet: devices
+        compute it while shuffled channels are on their way."""
+        after = {shuffle}
+        node = shuffle.next
+        while node.op not in ("output", "root"):
+            following = node.next
+            needs = [one in after for one in node.all_input_nodes if one.op != "get_attr"]
+            if needs and all(needs):
+                after.add(node)
+            elif any(needs) or shuffle.all_input_nodes[0] in node.all_input_nodes:
+                return
+            else:
+                shuffle.prepend(node)
+            node = following
 
     def _concat(self, node: fx.Node) -> None:
         if self._widths.groups == 1 or not self._widths.is_grouped(self._reading.forms[node].width):

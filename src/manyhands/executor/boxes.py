@@ -12,18 +12,30 @@ def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box.intervals, hull.intervals))
 
 
-def narrowed(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
-    """A view of a box of a tensor that holds `hull`."""
-    for axis, (wanted, here) in enumerate(zip(box.intervals, hull.intervals)):
-        if wanted != here:
-            tensor = tensor.narrow(axis, wanted[0] - here[0], wanted[1] - wanted[0])
+Steps = tuple[tuple[int, int, int], ...]
+"""How a box is cut out of a tensor: along which axis, from where, how much."""
+
+
+def steps_to(box: Box, hull: Box) -> Steps:
+    """From a tensor that holds `hull`."""
+    found = []
+    for axis, ((a, b), (c, d)) in enumerate(zip(box.intervals, hull.intervals)):
+        if (a, b) != (c, d):
+            found.append((axis, a - c, b - a))
+    return tuple(found)
+
+
+def narrowed(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+    """A view."""
+    for axis, start, length in steps:
+        tensor = tensor.narrow(axis, start, length)
     return tensor
 
 
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
-    found = narrowed(tensor.detach() if tensor.requires_grad else tensor, hull, box).contiguous()
+    found = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
     return found if found.is_cpu else found.cpu()
 
 

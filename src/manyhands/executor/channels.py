@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from manyhands.executor.boxes import cut_out, narrowed, place_of
+from manyhands.executor.channel_mail import Bundle, Recipe, as_tensor, bundles_of, joined_shape, recipe_for
 from manyhands.executor.runner import ForwardOnly
 from manyhands.executor.segments import bounds_of
 from manyhands.facts.boxes import Box
@@ -26,9 +27,10 @@ from manyhands.graph.graph import Graph, Node, Samples, Value
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
-from manyhands.schedule.actions import Action, Forward
+from manyhands.schedule.actions import Action, Forward, Message
 from manyhands.schedule.channels import CHANNELS, Boxes, ChannelGeometry
 
+_MOST_BUNDLES = 10_000
 _GROUPS = 6
 """Where a convolution is told its groups."""
 
@@ -39,8 +41,8 @@ class ChannelFlight:
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the local graph's names."""
-    arrived: dict[str, list[tuple[Box, torch.Tensor]]] = field(default_factory=dict)
-    """Parts that were fetched for the next group."""
+    arrived: dict[str, list[tuple[Boxes, torch.Tensor]]] = field(default_factory=dict)
+    """What was fetched for the next group: boxes, and a tensor that has them one after another."""
     sums: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Tensor -> device -> its partial sums of what is owned here."""
 
@@ -64,7 +66,14 @@ class ChannelRunner(ForwardOnly):
         """Elements of tensors cut by channels that were computed here: its share of the work."""
         self.local = LocalGraph(graph, geometry, device)
         own = [one for one in actions if isinstance(one, Forward) and one.stage == geometry.index]
-        bounds = sorted(bounds_of(own, ()) | set(geometry.group_starts))
+        self._reading = {
+            first: found
+            for first, tensors in zip(geometry.group_starts, geometry.reading)
+            if (found := [(name, alias, boxes) for name, boxes in tensors[device].items()
+                          if (alias := self.local.name(name, boxes)) != name])
+        }  # fmt: skip
+        """First operator of a group -> what is put together for it: tensor, its local name, its boxes."""
+        bounds = sorted(bounds_of(own, ()) | self._reading.keys())
         calls = kernel_calls(self.local.graph, kernels)
         self.pieces = {a: Piece(self.local.graph, weights, *self.local.range(a, b), kernels=calls)
                        for a, b in pairwise(bounds)}  # fmt: skip
@@ -79,13 +88,10 @@ class ChannelRunner(ForwardOnly):
         }
         self._frees = self._last_uses()
         self._hulls: dict[str, Box] = {}
-        self._reading = {
-            first: [(name, self.local.name(name, boxes), boxes) for name, boxes in own[device].items()]
-            for first, own in zip(geometry.group_starts, geometry.reading)
-        }
-        """First operator of a group -> what it reads from before it: tensor, its local name, its boxes."""
-        self._recipes: dict[str, list[tuple[int, Box, Box]]] = {}
+        self._recipes: dict[str, Recipe] = {}
         """Local name -> how it is put together: what comes, comes in the same order every time."""
+        self._bundles: dict[int, tuple[Message, tuple[Bundle, ...]]] = {}
+        """What messages are made of, by their identity: a fixed schedule has the same ones in every round."""
 
     def rest(self, samples: int) -> None:
         for piece in self.pieces.values():
@@ -98,8 +104,9 @@ class ChannelRunner(ForwardOnly):
             last.update(dict.fromkeys((*piece.inputs, *piece.outputs), first))
         for group, boxes in zip(self.geometry.groups, self.geometry.reading):
             sent = [name for name, found in group.fetches.items() if any(one.source == self.device for one in found)]
+            first = max(start for start in self.pieces if start <= group.first)
             for name in (*sent, *boxes[self.device]):
-                last[name] = max(last.get(name, group.first), group.first)
+                last[name] = max(last.get(name, first), first)
         found: dict[int, list[str]] = {}
         for name, first in last.items():
             leaves = name in self.network.outputs or any(
@@ -149,27 +156,10 @@ class ChannelRunner(ForwardOnly):
             arrived = flight.arrived.pop(name, ())
             recipe = self._recipes.get(alias)
             if recipe is None:
-                recipe = self._recipes[alias] = self._recipe(name, boxes, [box for box, _ in arrived])
-            parts = [data for _, data in arrived]
-            pieces = [narrowed(own if number < 0 else parts[number], hull, box) for number, hull, box in recipe]
+                recipe = self._recipes[alias] = recipe_for(boxes, [(self._held(name),), *(held for held, _ in arrived)])
+            parts = [own, *(data for _, data in arrived)]
+            pieces = [narrowed(parts[number], steps) for number, steps in recipe]
             flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, joined_shape(boxes)))
-
-    def _recipe(self, name: str, boxes: Boxes, arrived: Sequence[Box]) -> list[tuple[int, Box, Box]]:
-        """Where boxes of a tensor are, channel by channel: in which part of what came (-1: in what is held here), the
-        box of that part, and the box in it."""
-        sources = list(enumerate((self._held(name), *arrived), -1))
-        found: list[tuple[int, Box, Box]] = []
-        for box in boxes:
-            channel, end = box.intervals[CHANNELS]
-            while channel < end:
-                number, hull = next(
-                    (number, hull) for number, hull in sources
-                    if hull.intervals[CHANNELS][0] <= channel < hull.intervals[CHANNELS][1]
-                )  # fmt: skip
-                last = min(hull.intervals[CHANNELS][1], end)
-                found.append((number, hull, box.replace(CHANNELS, (channel, last))))
-                channel = last
-        return found
 
     def _add_up(self, flight: ChannelFlight, op: Op) -> None:
         """Everybody's partial sums, in the order of the devices, and the bias."""
@@ -203,11 +193,32 @@ class ChannelRunner(ForwardOnly):
         """This device's partial sums of what another owns."""
         return cut_out(self.flight(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
 
+    def bundles(self, message: Message, *, is_sent: bool) -> tuple[Bundle, ...]:
+        known = self._bundles.get(id(message))
+        if known is None or known[0] is not message:
+            if len(self._bundles) > _MOST_BUNDLES:  # an event-driven schedule makes its messages anew in every round
+                self._bundles.clear()
+            hulls = {part.tensor: self._held(part.tensor) for part in message.parts} if is_sent else None
+            known = self._bundles[id(message)] = (message, bundles_of(message, self.network, hulls))
+        return known[1]
+
+    def outgoing(self, message: Message) -> list[torch.Tensor]:
+        """What others fetch, as it travels."""
+        values = self.flight(message.micro_batch).values
+        return [
+            bundle.joined([narrowed(values[bundle.tensor], steps) for steps in bundle.steps])
+            for bundle in self.bundles(message, is_sent=True)
+        ]
+
+    def incoming(self, message: Message, memory: list[torch.Tensor]) -> None:
+        """What was fetched of others, as it came."""
+        arrived = self.flight(message.micro_batch).arrived
+        for bundle, data in zip(self.bundles(message, is_sent=False), memory):
+            here = as_tensor(data.to(self.weights.device))
+            arrived.setdefault(bundle.tensor, []).append((bundle.boxes, here))
+
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         flight = self.flight(micro_batch)
-        if self.geometry.is_made_here(tensor):
-            flight.arrived.setdefault(tensor, []).append((box, data))
-            return
         hull = self._held(tensor)
         if box == hull:
             flight.values[tensor] = data
@@ -275,8 +286,9 @@ class LocalGraph:
     def _kept(self) -> list[str]:
         """Tensors that are read, sent or returned beside what nodes read."""
         found = list(self.network.outputs)
-        for group, boxes in zip(self.geometry.groups, self.geometry.reading):
-            found += [*group.fetches, *group.sums, *boxes[self.device]]
+        for group, tensors in zip(self.geometry.groups, self.geometry.reading):
+            found += [*group.fetches, *group.sums]
+            found += [name for name, boxes in tensors[self.device].items() if self.name(name, boxes) != name]
         later = self.network.ops[self.geometry.last :]
         return list(dict.fromkeys([*found, *(name for op in later for name in op.inputs)]))
 
@@ -350,12 +362,6 @@ def empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     is_last = data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last) and not data.is_contiguous()
     wanted = torch.channels_last if is_last else torch.contiguous_format
     return torch.empty(shape, dtype=data.dtype, device=data.device, memory_format=wanted)
-
-
-def joined_shape(boxes: Boxes) -> tuple[int, ...]:
-    """The shape of boxes that lie one after another along the channels."""
-    first = boxes[0].shape
-    return (*first[:CHANNELS], sum(box.shape[CHANNELS] for box in boxes), *first[CHANNELS + 1 :])
 
 
 def _renamed(node: Node, names: Mapping[str, str]) -> Node:

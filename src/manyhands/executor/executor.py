@@ -535,7 +535,11 @@ class Executor:
 
     def _send(self, action: Send) -> None:
         message = action.message
-        parts = [self._packed(action.to, message, part) for part in message.parts]
+        runner = self.runners.get(message.stage) if message.kind == "halo" else None
+        if isinstance(runner, ChannelRunner):
+            parts = runner.outgoing(message)
+        else:
+            parts = [self._packed(action.to, message, part) for part in message.parts]
         self.recorder.sent(message)
         self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=is_urgent(message))
 
@@ -585,6 +589,14 @@ class Executor:
 
     def _receive(self, action: Receive) -> None:
         message = action.message
+        runner = self.runners.get(message.stage) if message.kind == "halo" else None
+        if isinstance(runner, ChannelRunner):
+            memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
+            self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), memory)
+            started = self._clock()
+            runner.incoming(message, memory)
+            self._take_longer(started)
+            return
         if message.kind in ("value", "input", "gradient"):  # another pass begins: room for what it brings
             self._pass_begins(micro_batch=message.micro_batch)
         of_weights = message.kind in ("weights", "weight-gradient")

@@ -209,6 +209,11 @@ class ChannelGeometry(StageGeometry):
             found.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}, sums))
         return tuple(found)
 
+    def ready_at(self, group: Group) -> int:
+        """As soon as all of it is made: what is computed before the group itself hides their way."""
+        made = [self.network.producer[tensor] + 1 for tensor in group.fetches]
+        return max(made, default=group.first)
+
     @cached_property
     def reading(self) -> tuple[dict[str, dict[str, Boxes]], ...]:
         """For each group: device -> tensor made before it -> the boxes, held as one, from which the group reads it."""

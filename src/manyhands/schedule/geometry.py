@@ -122,6 +122,10 @@ class StageGeometry:
         """Forward groups with what must be fetched before each."""
         return (Group(self.first, self.last, {}),)
 
+    def ready_at(self, group: Group) -> int:
+        """The operator before which a group's fetches leave: its own first, or an earlier one."""
+        return group.first
+
     def is_made_here(self, tensor: str) -> bool:
         return self.first <= self.network.producer.get(tensor, -1) < self.last
 

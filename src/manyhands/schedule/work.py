@@ -175,6 +175,15 @@ class Mail:
         return self._receives.get(device, [])
 
 
+def _continued(actions: list[Action], stage: int, first: int) -> int:
+    """Where computing that goes on at an operator begins: an action that ends there is taken back, and made longer."""
+    last = actions[-1] if actions else None
+    if not isinstance(last, Forward) or last.part or (last.stage, last.last) != (stage, first):
+        return first
+    actions.pop()
+    return last.first
+
+
 class Lowering:
     """A resolved plan turned into work, stage by stage."""
 
@@ -309,19 +318,22 @@ class Lowering:
         for device in geometry.devices:
             out = self.work[device].forward_actions
             out.extend(Receive(source, message) for source, message in self.incoming[stage, device])
+        halos = {group.first: Mail(self._packed(group.fetches, "halo", stage)) for group in geometry.groups}
+        leaving: dict[int, list[Mail]] = defaultdict(list)
         for group in geometry.groups:
-            halos = Mail(self._packed(group.fetches, "halo", stage))
+            leaving[geometry.ready_at(group)].append(halos[group.first])
+        for group in geometry.groups:
             sums = Mail(self._packed(group.sums, "partial", stage))
             for device in geometry.devices:
                 out = self.work[device].forward_actions
-                out += halos.sends(device)
+                out += [send for mail in leaving[group.first] for send in mail.sends(device)]
                 start = group.first
                 if isinstance(geometry, TileGeometry) and start in geometry.interior_first:
                     out.append(Forward(stage, 0, start, start + 1, "interior"))
-                    out += [*halos.receives(device), Forward(stage, 0, start, start + 1, "rim")]
+                    out += [*halos[start].receives(device), Forward(stage, 0, start, start + 1, "rim")]
                     start += 1
                 else:
-                    out += halos.receives(device)
+                    out += halos[start].receives(device)
                 if group.sums:
                     out += [Forward(stage, 0, start, group.last, "partial"), *sums.sends(device)]
                     out += [*sums.receives(device), Forward(stage, 0, start, group.last, "sum")]
@@ -331,6 +343,13 @@ class Lowering:
                         out.append(Forward(stage, 0, start, op))
                     out.append(self._sum(geometry, op))
                     start = op
+                if isinstance(geometry, ChannelGeometry) and not group.fetches:
+                    start = _continued(out, stage, start)
+                for op in sorted(op for op in leaving if start < op < group.last):
+                    sends = [send for mail in leaving[op] for send in mail.sends(device)]
+                    if sends:
+                        out += [Forward(stage, 0, start, op), *sends]
+                        start = op
                 if start < group.last:
                     out.append(Forward(stage, 0, start, group.last))
         gathered = Mail(self._packed(self._outputs(geometry), "output", stage) if self.plan.is_training else [])
