@@ -96,6 +96,14 @@ def test_a_stream_is_timed_after_it_has_warmed_up() -> None:
     assert ran.interval == pytest.approx(0.5)
 
 
+def test_answers_of_a_batch_count_once() -> None:
+    """The first batch has what was there when it began, the last what was left: neither is counted."""
+    batches = [(1.0, 3), (2.0, 8), (3.0, 8), (4.0, 8), (5.0, 5)]
+    told = [moment + 1e-4 * number for moment, count in batches for number in range(count)]
+    assert Ran(0, answered=told).interval == pytest.approx(3 / 24)
+    assert Ran(0, answered=told[:19]).interval == pytest.approx(2 / 16)
+
+
 def test_a_sample_is_inside_from_the_first_device_to_the_last() -> None:
     def span(device: str, start: float, end: float, step: int, kind: str = "forward") -> MeasuredSpan:
         return MeasuredSpan(device, "compute", start, end, kind, "", step)
@@ -262,7 +270,14 @@ def test_the_command_measures_every_figure(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["infer", "--quick", "--json", "--out", str(tmp_path), *words])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
-    for key in ("worst_vs_rivals", "scheme3_gain", "speedup_2", "memory_reduction_4", "scheme3_memory"):
+    for key in (
+        "worst_vs_rivals",
+        "scheme3_gain",
+        "speedup_2",
+        "speedup_2_stream",
+        "memory_reduction_4",
+        "scheme3_memory",
+    ):
         assert 0 < figures[key] < 100, key
     assert figures["sync_points_channels"] == 3
     assert figures["memory_reduction_4"] > figures["memory_reduction_4_coates"]

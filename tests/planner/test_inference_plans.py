@@ -307,6 +307,28 @@ def test_samples_make_the_slowest_device_fastest(speeds: list[float], size: int)
     assert slowest(list(counts.values())) == pytest.approx(min(map(slowest, ways)))
 
 
+@pytest.mark.parametrize("strategy", ["single", "channels", "pipeline"])
+def test_a_stream_goes_in_batches_where_they_pay(strategy: str) -> None:
+    """Where an operator costs as much for eight samples as for one, and not where it costs eight times as much."""
+    network = made()
+    dear = replaced(machines((1.0, 1.0), Link(1e9, 1e-6)), operator_seconds=0.01)
+    found = plan_for(network, dear, objective="throughput", strategy=strategy)
+    assert found.plan.micro_batch_size == 8
+    assert found.candidates[0].name.endswith("8 at a time")
+    assert plan_for(network, dear, strategy=strategy).plan.micro_batch_size == 1  # one sample alone waits for nobody
+    even = machines((1.0, 1.0), Link(1e9, 0.0))
+    assert plan_for(network, even, objective="throughput", strategy=strategy).plan.micro_batch_size == 1
+    most = max(one.peak_bytes for one in simulate(found.plan, network, dear).devices.values())
+    less = replaced(dear, memory_bytes=int(most) - 1)
+    assert 1 <= plan_for(network, less, objective="throughput", strategy=strategy).plan.micro_batch_size < 8
+
+
+def replaced(cluster: Cluster, **facts: float) -> Cluster:
+    """The same with other facts of every device."""
+    devices = tuple(msgspec.structs.replace(one, **facts) for one in cluster.devices)
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
 def test_throughput_by_samples_is_what_the_slowest_share_takes() -> None:
     network = chain(3)
     cluster = machines((2.0, 1.0), Link(1e6, 0.0))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+import msgspec
+
 from manyhands.api.bench_infer_networks import Library, Subject
 from manyhands.api.bench_infer_simulated import ALL, ALONE, BOTH, COATES, COATES_DECOUPLED, MODNN, MODNN_DECOUPLED, ONE
-from manyhands.api.bench_infer_site import WARM_UPS, Stand, interleaved, listed
+from manyhands.api.bench_infer_site import WARM_UPS, Ran, Stand, interleaved, listed
 from manyhands.api.bench_tile_setup import usable
 from manyhands.api.papers import HEADLINES
 from manyhands.api.planning_inference import plan_for
@@ -21,6 +23,8 @@ from manyhands.profiler.bench_capture import Figures, Progress
 DEVICES = 4
 ROUND = 8
 TRIAL_SAMPLES = 6
+BATCHES = (1, 2, 4, 8)
+STREAM_SAMPLES = 64
 
 
 def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Figures, dict[str, int]]:
@@ -58,7 +62,8 @@ def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Fig
 
 
 def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int, say: Progress) -> Figures:
-    """Channels on two workers of one thread against the same decoupled network on one of them."""
+    """Channels on two workers of one thread against the same decoupled network on one of them: one sample at a time,
+    and a stream, each side in the batches that suit it best."""
     graph = library.graph(subject, decoupled=True)
     chosen = library.known(subject, decoupled=True).profile.kernels
     ways: dict[str, Mapping[str, Kernel]] = {"PyTorch's default": {}}
@@ -67,49 +72,77 @@ def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int,
     with open_session(Cluster.local(2), threads=1, pin=usable()) as session:
         stand = Stand(session, graph, {})
         network, cluster = graph.network, session.cluster
-        sides: dict[str, Plan] = {
-            "one": plan_for(network, cluster, strategy="single").plan,
-            "two": plan_for(network, cluster, strategy="channels").plan,
+        sides = {
+            name: _Side(stand, plan_for(network, cluster, strategy=strategy).plan, ways)
+            for name, strategy in (("one", "single"), ("two", "channels"))
         }
-        best: dict[str, str] = {}
-        trials: dict[str, str] = {}
-        for side, plan in sides.items():
-            say(f"kernels of {side}")
-            tried = {way: _trial(stand, plan, own) for way, own in ways.items()}
-            best[side] = min(tried, key=tried.__getitem__)
-            trials[side] = ", ".join(f"{way} {1e3 * seconds:.1f} ms" for way, seconds in tried.items())
-        latencies: dict[str, list[float]] = {side: [] for side in sides}
-        inside: dict[str, list[float]] = {side: [] for side in sides}
+        for name, side in sides.items():
+            say(f"kernels and batches of {name}")
+            side.tune()
         for block in range(blocks):
             say(f"two cores against one, block {block + 1} of {blocks}")
-            for side, plan in sides.items():
-                ran = stand.run(plan, samples, kernels=ways[best[side]])
-                latencies[side].append(ran.latency)
-                inside[side].append(ran.inside)
+            for side in sides.values():
+                side.measure(samples)
+    one, two = sides["one"], sides["two"]
     return {
-        "speedup_2": _ratio(latencies),
-        "speedup_2_inside": _ratio(inside),
-        "latency_one_worker_seconds": statistics.median(latencies["one"]),
-        "latency_two_workers_seconds": statistics.median(latencies["two"]),
-        "speedup_2_setting": f"{subject} decoupled ({subject.decoupled_text}), one sample at a time, workers of one "
-        f"thread each on a core of its own; from asking to the answer (inside: from the first computing to the last); "
-        f"medians of {samples} samples, {blocks} blocks in turns: one {listed(latencies['one'])} s, two "
-        f"{listed(latencies['two'])} s. Kernels, the faster of two in a trial: one: {best['one']} ({trials['one']}); "
-        f"two: {best['two']} ({trials['two']}). One: {_text(sides['one'])}; two: {_text(sides['two'])}",
+        "speedup_2": _ratio(one.latencies, two.latencies),
+        "speedup_2_stream": _ratio(one.intervals, two.intervals),
+        "speedup_2_inside": _ratio(one.inside, two.inside),
+        "interval_one_worker_seconds": statistics.median(one.intervals),
+        "interval_two_workers_seconds": statistics.median(two.intervals),
+        "latency_one_worker_seconds": statistics.median(one.latencies),
+        "latency_two_workers_seconds": statistics.median(two.latencies),
+        "speedup_2_setting": f"{subject} decoupled ({subject.decoupled_text}), workers of one thread each on a core of "
+        f"its own, {blocks} blocks in turns. One sample at a time, seconds from asking to the answer (inside: from the "
+        f"first computing to the last), medians of {samples}: one {listed(one.latencies)}, two "
+        f"{listed(two.latencies)}. A stream of {STREAM_SAMPLES} samples, from answer to answer: one "
+        f"{listed(one.intervals)}, two {listed(two.intervals)}. One: {one.text}; two: {two.text}",
     }
 
 
-def _trial(stand: Stand, plan: Plan, kernels: Mapping[str, Kernel]) -> float:
-    """Seconds of a sample; infinite where a plan cannot run by these kernels."""
-    try:
-        return stand.run(plan, TRIAL_SAMPLES, kernels=kernels).latency
-    except ManyhandsError:
-        return float("inf")
+class _Side:
+    """A plan by the kernels and in the batches that suit it best, as far as a trial tells."""
+
+    def __init__(self, stand: Stand, plan: Plan, ways: Mapping[str, Mapping[str, Kernel]]) -> None:
+        self._stand, self._plan, self._ways = stand, plan, ways
+        self._way, self._batch = next(iter(ways)), 1
+        self._trials: dict[str, float] = {}
+        self.intervals: list[float] = []
+        self.latencies: list[float] = []
+        self.inside: list[float] = []
+
+    def tune(self) -> None:
+        latencies = {way: self._tried(way) for way in self._ways}
+        self._way = min(latencies, key=latencies.__getitem__)
+        intervals = {batch: self._tried(self._way, batch) for batch in BATCHES}
+        self._batch = min(intervals, key=intervals.__getitem__)
+        self._trials = latencies | {f"batches of {batch}": seconds for batch, seconds in intervals.items()}
+
+    def _tried(self, way: str, batch: int = 0) -> float:
+        """Seconds of a sample alone, or in a stream of batches; infinite where a plan cannot run this way."""
+        try:
+            if not batch:
+                return self._run(TRIAL_SAMPLES, way).latency
+            return self._run(WARM_UPS, way, STREAM_SAMPLES, batch).interval
+        except ManyhandsError:
+            return float("inf")
+
+    def _run(self, turns: int, way: str, at_once: int = 0, batch: int = 1) -> Ran:
+        plan = msgspec.structs.replace(self._plan, batch_size=batch * self._plan.batch_size)
+        return self._stand.run(plan, turns, at_once, kernels=self._ways[way])
+
+    def measure(self, samples: int) -> None:
+        ran = self._run(samples, self._way)
+        self.latencies.append(ran.latency)
+        self.inside.append(ran.inside)
+        self.intervals.append(self._run(WARM_UPS, self._way, STREAM_SAMPLES, self._batch).interval)
+
+    @property
+    def text(self) -> str:
+        tried = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in self._trials.items())
+        shares = " | ".join(f"{'+'.join(stage.devices)} {stage.share}" for stage in self._plan.stages)
+        return f"{shares}, kernels {self._way}, streams in batches of {self._batch} (tried: {tried})"
 
 
-def _ratio(seconds: Mapping[str, list[float]]) -> float:
-    return statistics.median(one / two for one, two in zip(seconds["one"], seconds["two"], strict=True))
-
-
-def _text(plan: Plan) -> str:
-    return " | ".join(f"{'+'.join(stage.devices)} {stage.share}" for stage in plan.stages)
+def _ratio(ones: list[float], twos: list[float]) -> float:
+    return statistics.median(one / two for one, two in zip(ones, twos, strict=True))

@@ -32,6 +32,10 @@ WARM_UPS = 2
 """Samples at the start of every stream that do not count."""
 
 
+_AT_ONE_MOMENT_SECONDS = 0.002
+"""Answers of one batch are told one after another within this."""
+
+
 @dataclass
 class Ran:
     """A stream that has ended: samples asked one by one, each when the one before was answered, then many at once."""
@@ -52,9 +56,14 @@ class Ran:
 
     @property
     def interval(self) -> float:
-        """From one answer to the next, of many at once."""
-        settled = self.answered[self.turns + WARM_UPS - 1 :]
-        return (settled[-1] - settled[0]) / (len(settled) - 1)
+        """From one answer to the next, of many at once; of batches (their answers come at one moment) of whole ones."""
+        moments, counts = _moments(self.answered[self.turns :])
+        if len(moments) > 2 and counts[-1] < max(counts):
+            del moments[-1], counts[-1]
+        first = 0
+        while sum(counts[: first + 1]) < WARM_UPS and first < len(moments) - 2:
+            first += 1
+        return (moments[-1] - moments[first]) / sum(counts[first + 1 :])
 
     @property
     def inside(self) -> float:
@@ -119,6 +128,19 @@ class Stand:
         streaming.close()
         found.logs = streaming.logs
         return found
+
+
+def _moments(answered: list[float]) -> tuple[list[float], list[int]]:
+    """When answers came, and how many at each moment."""
+    moments: list[float] = []
+    counts: list[int] = []
+    for moment in answered:
+        if moments and moment - moments[-1] < _AT_ONE_MOMENT_SECONDS:
+            counts[-1] += 1
+        else:
+            moments.append(moment)
+            counts.append(1)
+    return moments, counts
 
 
 def _note(moments: list[float], _: Future[Any]) -> None:

@@ -10,12 +10,15 @@ channels    channel groups to devices: a decoupled network's own, else parts of 
 pipeline    stages of one device each
 split       two stages: the first on the device that has the input, the rest on another
 
-Latency: seconds of one sample alone. Throughput: seconds between two answers in a long stream.
+Latency: seconds of one sample alone. Throughput: seconds between two answers in a long stream, of one sample or several
+at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import msgspec
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, ManyhandsError, unknown
@@ -32,6 +35,10 @@ INFERENCE_STRATEGIES = (
     "auto", "single", "samples", "tiles", "deepthings", "modnn", "coates", "channels", "pipeline", "split",
 )  # fmt: skip
 Maker = Callable[[Task, Pricer], list[Candidate]]
+AT_A_TIME = (2, 4, 8)
+"""Samples of a batch that are tried for throughput."""
+_WORTH = 0.95
+"""Batches must be this much faster: a sample alone takes as long as a whole one."""
 
 
 def inference_task(network: Network, cluster: Cluster, profile: Profile, home: str = "") -> Task:
@@ -86,7 +93,31 @@ def inference_plans(strategy: str, task: Task, pricer: Pricer) -> list[Candidate
     """The plans of a named strategy that were priced (all but `auto`, which chooses), the fastest first."""
     if strategy not in MAKERS:
         raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
-    return MAKERS[strategy](task, pricer)
+    return _in_batches(MAKERS[strategy](task, pricer), pricer)
+
+
+def _in_batches(found: list[Candidate], pricer: Pricer) -> list[Candidate]:
+    """The same and, for throughput, the fastest plan of each order with several samples at a time: as many messages for
+    all of them as for one, and operators that have more to do at once."""
+    plans = {one.plan.order: (one.name, one.plan) for one in reversed(found) if one.plan is not None}
+    if pricer.is_latency or any(plan.micro_batch_size > 1 for _, plan in plans.values()):
+        return found
+    sized = [
+        (f"{name}, {count} at a time", msgspec.structs.replace(plan, batch_size=count * plan.batch_size))
+        for name, plan in plans.values()
+        for count in AT_A_TIME
+    ]
+    if not pricer.may_win(sized[-1][1], _WORTH):  # the more of them, the less each takes
+        return found
+    try:
+        more = pricer.rank(sized, may_interleave=False)
+    except ManyhandsError:
+        return found  # there is no room for two
+    return sorted([*found, *(one for one in more if one.seconds < _WORTH * found[0].seconds)], key=_seconds)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
 
 
 def inference_candidates(task: Task, pricer: Pricer) -> list[Candidate]:
@@ -101,7 +132,7 @@ def inference_candidates(task: Task, pricer: Pricer) -> list[Candidate]:
         if name in ("modnn", "coates") and len(task.cluster.names) > MOST_TILES:
             continue  # they take all devices, and so many do not help
         try:
-            found.append(make(task, pricer)[0])
+            found.append(_in_batches(make(task, pricer), pricer)[0])
         except ManyhandsError as error:
             found.append(Candidate(name, None, float("inf"), error.message))
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(found, key=_seconds)

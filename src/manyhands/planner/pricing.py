@@ -60,12 +60,12 @@ class Pricer:
     def is_latency(self) -> bool:
         return self.objective == "latency"
 
-    def may_win(self, plan: Plan) -> bool:
-        """Whether a plan, as a stream, may be faster than the fastest so far."""
+    def may_win(self, plan: Plan, worth: float = 1.0) -> bool:
+        """Whether a plan, as a stream, may be faster than the fastest so far, of whose seconds it may take a part."""
         if self.is_latency or self.best == inf:
             return True
         try:
-            return _SLACK * self._once(plan).busiest_seconds < self.best
+            return _SLACK * self._once(plan).busiest_seconds < worth * self.best
         except ManyhandsError:
             return False
 
