@@ -146,10 +146,12 @@ def test_a_silent_peer_is_waited_for_no_longer_than_the_limit() -> None:
 
     def mute(board: Switchboard) -> None:
         board.endpoints["s0-1"].send = lambda *_, **__: None  # type: ignore[method-assign]
+        board.endpoints["s0-1"].mailbox.limit_seconds = 60.0  # it waits too, and is not to be the first who gives up
 
     graph = captured("small")
     plan = staged(graph, [], [[2, 1]])
     ran = run(graph, plan, batches_of("small", 1, 3), prepare=mute, limit_seconds=2.0)
+    assert ran.seconds < PROMPT_SECONDS
     assert isinstance(ran.errors["s0-0"], TimedOut)
     assert "s0-1" in str(ran.errors["s0-0"])
 
