@@ -38,7 +38,7 @@ def test_help_is_fast_and_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("words", [["models", "tiny", "--json"], ["simulat"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["models", "--json"], ["simulat"]], ids=" ".join)
 def test_the_program_itself(words: list[str]) -> None:
     """It imports everything anew, and says what processes say that were divided from one."""
     program, divided = run_program(*words), run(*words)

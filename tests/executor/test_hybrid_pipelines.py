@@ -253,7 +253,7 @@ def hybrids(draw: st.DrawFn, graph: Graph) -> Plan:
     return plan
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_network_cut_and_shared_in_any_way_trains_as_one_device(data: st.DataObject) -> None:
     steps = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 6)), min_size=3, max_size=7)

@@ -86,7 +86,7 @@ def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["blocks", "operators"])
-@pytest.mark.parametrize("name", by_name("described", NAMES))
+@pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> None:
     net = network(name, granularity)
     for index in range(len(net.layers) + 1):
@@ -96,7 +96,7 @@ def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> No
     assert {spec.name for spec in net.cut(len(net.layers))} >= set(net.outputs)
 
 
-@pytest.mark.parametrize("name", by_name("described", NAMES))
+@pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     blocks, operators = network(name, "blocks"), network(name, "operators")
     assert len(blocks.layers) <= len(operators.layers)

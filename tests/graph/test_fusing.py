@@ -84,7 +84,7 @@ def check(module: nn.Module, x: torch.Tensor, piece: Piece, graph: Graph) -> Non
 
 
 @needs_onednn
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(KINDS, PLACES, PLACES), min_size=1, max_size=9), st.lists(PLACES, max_size=2))
 def test_drawn_networks_give_the_same(steps: list[tuple[str, int, int]], returned: list[int]) -> None:
     module = Drawn(steps, returned).eval()

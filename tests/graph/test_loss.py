@@ -248,7 +248,9 @@ def test_a_matrix_of_samples_by_samples_is_not_even_captured() -> None:
         captured(lambda o, t: F.cross_entropy(o @ t.T, torch.arange(o.shape[0])), FLOATS)
 
 
-@pytest.mark.parametrize("name", by_name("zoo", registry.ZOO, slow=("resnet50", "mobilenetv3-large", "yolov2")))
+@pytest.mark.parametrize(
+    "name", by_name("zoo", registry.ZOO, slow=("resnet50", "mobilenetv2", "mobilenetv3-large", "yolov2"))
+)
 def test_zoo_losses_are_means(name: str) -> None:
     """YOLOv2's region loss too: sums over boxes and cells, divided by the number of pictures."""
     graph = zoo(name).graph

@@ -43,7 +43,7 @@ def bounds_of(graph: Graph, granularity: str) -> list[int]:
     return [layer.first for layer in describe(graph, granularity).layers]
 
 
-@pytest.fixture(scope="module", params=by_name("zoo", ZOO, slow=("yolov2", "resnet50")))
+@pytest.fixture(scope="module", params=by_name("zoo", ZOO, slow=("yolov2", "resnet50", "mobilenetv3-large")))
 def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
@@ -108,7 +108,9 @@ def draws_as_numpy(name: str, first_sample: int, monkeypatch: pytest.MonkeyPatch
     return by_pieces(graph, bounds_of(graph, "blocks"), batch, target, context), wanted
 
 
-@pytest.mark.parametrize("name", by_name("zoo", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"]))
+@pytest.mark.parametrize(
+    "name", by_name("zoo", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"], slow=("bert-small",))
+)
 def test_dropout_is_the_mask_drawn_by_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for first_sample in (0, 5) if name == "bilstm" else (5,):
         found, wanted = draws_as_numpy(name, first_sample, monkeypatch)

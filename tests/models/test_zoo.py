@@ -213,7 +213,7 @@ def test_small_image_features_match_split_table_3() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # nn.LSTM refreshes its list of weights
-@pytest.mark.parametrize("name", by_name("exported", ZOO))
+@pytest.mark.parametrize("name", by_name("exported", ZOO, slow=("mobilenetv3-large", "resnet50", "yolov2")))
 def test_exports_with_a_free_batch_size(name: str) -> None:
     program = export(build_meta(name).train(), meta_batch(name, 2, small_input(name)))
     (output,) = [node for node in program.graph.nodes if node.op == "output"]

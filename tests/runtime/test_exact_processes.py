@@ -50,7 +50,12 @@ def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [("samples", SGD), pytest.param("samples", ADAM, marks=pytest.mark.slow), ("mixed", SGD), ("line", ADAM)],
+    [
+        ("samples", SGD),
+        pytest.param("samples", ADAM, marks=pytest.mark.slow),
+        ("mixed", SGD),
+        pytest.param("line", ADAM, marks=pytest.mark.slow),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_unequal_shares_equal_one_device(cluster: Coordinator, tmp_path: Path, kind: str, optimizer: Optimizer) -> None:
