@@ -320,7 +320,7 @@ def test_a_stream_goes_in_batches_where_they_pay(strategy: str) -> None:
     assert plan_for(network, even, objective="throughput", strategy=strategy).plan.micro_batch_size == 1
     most = max(one.peak_bytes for one in simulate(found.plan, network, dear).devices.values())
     less = replaced(dear, memory_bytes=int(most) - 1)
-    assert 1 <= plan_for(network, less, objective="throughput", strategy=strategy).plan.micro_batch_size < 8
+    assert plan_for(network, less, objective="throughput", strategy=strategy).plan.micro_batch_size in (2, 4)
 
 
 def replaced(cluster: Cluster, **facts: float) -> Cluster:

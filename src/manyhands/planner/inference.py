@@ -17,6 +17,7 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
@@ -107,8 +108,9 @@ def _in_batches(found: list[Candidate], pricer: Pricer) -> list[Candidate]:
         for name, plan in plans.values()
         for count in AT_A_TIME
     ]
-    if not pricer.may_win(sized[-1][1], _WORTH):  # the more of them, the less each takes
-        return found
+    least = (pricer.least_seconds(plan) for _, plan in reversed(sized))
+    if next((seconds for seconds in least if seconds < inf), inf) >= _WORTH * pricer.best:
+        return found  # the more of them there is room for, the less each takes
     try:
         more = pricer.rank(sized, may_interleave=False)
     except ManyhandsError:
@@ -134,5 +136,5 @@ def inference_candidates(task: Task, pricer: Pricer) -> list[Candidate]:
         try:
             found.append(_in_batches(make(task, pricer), pricer)[0])
         except ManyhandsError as error:
-            found.append(Candidate(name, None, float("inf"), error.message))
+            found.append(Candidate(name, None, inf, error.message))
     return sorted(found, key=_seconds)

@@ -60,14 +60,16 @@ class Pricer:
     def is_latency(self) -> bool:
         return self.objective == "latency"
 
-    def may_win(self, plan: Plan, worth: float = 1.0) -> bool:
-        """Whether a plan, as a stream, may be faster than the fastest so far, of whose seconds it may take a part."""
-        if self.is_latency or self.best == inf:
-            return True
+    def may_win(self, plan: Plan) -> bool:
+        """Whether a plan, as a stream, may be faster than the fastest so far."""
+        return self.is_latency or self.best == inf or self.least_seconds(plan) < self.best
+
+    def least_seconds(self, plan: Plan) -> float:
+        """No stream by this plan takes less for a sample; infinite where it cannot run."""
         try:
-            return _SLACK * self._once(plan).busiest_seconds < worth * self.best
+            return _SLACK * self._once(plan).busiest_seconds
         except ManyhandsError:
-            return False
+            return inf
 
     def rank(self, plans: Iterable[Named], *, most: int = MOST_STREAMS, may_interleave: bool = True) -> list[Candidate]:
         """Plans with their prices, the fastest first; ties go to what was named first.
