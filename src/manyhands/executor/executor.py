@@ -533,10 +533,14 @@ class Executor:
         """The runner of the stage, of those on this device, that makes a tensor."""
         return next(runner for runner in self.runners.values() if runner.geometry.is_made_here(tensor))
 
+    def _of_channels(self, message: Message) -> ChannelRunner | None:
+        """Whose message it is, where it brings channels to others of a stage that is shared by them."""
+        runner = self.runners.get(message.stage) if message.kind == "halo" else None
+        return runner if isinstance(runner, ChannelRunner) else None
+
     def _send(self, action: Send) -> None:
         message = action.message
-        runner = self.runners.get(message.stage) if message.kind == "halo" else None
-        if isinstance(runner, ChannelRunner):
+        if (runner := self._of_channels(message)) is not None:
             parts = runner.outgoing(message)
         else:
             parts = [self._packed(action.to, message, part) for part in message.parts]
@@ -589,8 +593,7 @@ class Executor:
 
     def _receive(self, action: Receive) -> None:
         message = action.message
-        runner = self.runners.get(message.stage) if message.kind == "halo" else None
-        if isinstance(runner, ChannelRunner):
+        if (runner := self._of_channels(message)) is not None:
             memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
             self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), memory)
             started = self._clock()
