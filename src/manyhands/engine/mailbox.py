@@ -312,7 +312,10 @@ class Mailbox:
 
     def _finish(self, key: Key, message: _Message) -> None:
         with self._lock:
-            self._wait(lambda: message.complete, key, lambda: message.at_hand)
+            if message.complete:
+                self.check()
+            else:
+                self._wait(lambda: message.complete, key, lambda: message.at_hand)
             self._messages.pop(key, None)
             self._received.add(key)
 

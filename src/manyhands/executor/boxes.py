@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import torch
 
 from manyhands.facts.boxes import Box
@@ -16,8 +18,12 @@ Steps = tuple[tuple[int, int, int], ...]
 """How a box is cut out of a tensor: along which axis, from where, how much."""
 
 
+@lru_cache(maxsize=16384)
 def steps_to(box: Box, hull: Box) -> Steps:
-    """From a tensor that holds `hull`."""
+    """From a tensor that holds `hull`. Asked for the same boxes in every step, so the answers are kept."""
+    assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
+    if box.is_empty:  # wherever it lies
+        return tuple((axis, 0, length) for axis, length in enumerate(box.shape) if length < hull.shape[axis])
     found = []
     for axis, ((a, b), (c, d)) in enumerate(zip(box.intervals, hull.intervals)):
         if (a, b) != (c, d):
@@ -34,11 +40,11 @@ def narrowed(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
-    assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
     found = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
     return found if found.is_cpu else found.cpu()
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found

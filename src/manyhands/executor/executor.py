@@ -123,6 +123,7 @@ class Executor:
         self.device = endpoint.name
         self.weights, self.stepper = weights, stepper
         self.torch_device = torch.device(setting.torch_device)
+        self.is_on_gpu = self.torch_device.type == "cuda"
         self.work = schedule.lowering.work[self.device]
         runs_here(self.plan, self.network)
         self.actions = tuple(schedule.every_action(self.device))
@@ -135,6 +136,7 @@ class Executor:
         self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
         self._handed_over = schedule.lowering.handed_over(self.device)
         self._handed_back = schedule.lowering.handed_back(self.device) if self.plan.is_training else []
+        self._steps_per_round = self.plan.steps_per_round
         self._fed: dict[int, Fed] = {}
         self._contexts: dict[tuple[int, int], Context] = {}
         self._clock = time.thread_time if torch.get_num_threads() == 1 else time.monotonic
@@ -143,6 +145,8 @@ class Executor:
         self._coding = Coding(self.plan, self.network, self.actions)
         self._topics: dict[int, str] = {}
         """Of messages, by their identity: the schedule keeps them."""
+        self._hops: dict[int, list[tuple[str, str, str]]] = {}
+        """Of sums, by their identity too: source, target and topic of every row."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
@@ -233,14 +237,16 @@ class Executor:
         is_fed_singly = self.plan.order in ("replay", "interleave") and bool(self.feed)
         box = self.endpoint.mailbox
         state = DeviceState(Mail(box, step, self._topic), FedSoFar(box, step) if is_fed_singly else None)
-        while (action := self._next(policy, state)) is not None:
-            began, started = time.monotonic(), self._clock()
-            self._act(action)
-            if self.torch_device.type == "cuda" and self.recorder.is_traced:
-                torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
-            if isinstance(action, (Forward, Backward, Step, Send)):
-                self._take_longer(started)
-            self.recorder.took(action, began, time.monotonic())
+        is_slowed = self.setting.slowdown > 1.0
+        with torch.no_grad():  # whoever has autograd record says so
+            while (action := self._next(policy, state)) is not None:
+                began, started = time.monotonic(), self._clock() if is_slowed else 0.0
+                self._act(action)
+                if self.is_on_gpu and self.recorder.is_traced:
+                    torch.cuda.synchronize(self.torch_device)  # a GPU computes while Python goes on
+                if is_slowed and isinstance(action, (Forward, Backward, Step, Send)):
+                    self._take_longer(started)
+                self.recorder.took(action, began, time.monotonic())
         for runner in self.runners.values():
             for micro_batch in range(self.plan.micro_batches):
                 runner.drop(micro_batch)
@@ -266,11 +272,11 @@ class Executor:
         return last - first
 
     def _next(self, policy: Policy, state: DeviceState) -> Action | None:
-        seen = 0
         while True:
             self.endpoint.mailbox.check()
-            if not isinstance(policy, FixedOrder):
-                seen = self.endpoint.mailbox.news
+            if isinstance(policy, FixedOrder):
+                return policy.next_action()
+            seen = self.endpoint.mailbox.news
             if isinstance(policy, MiniBatches) and self.last_step is not None:
                 policy.end_at(self.last_step - self.step)
             answer = policy.next(state)
@@ -284,27 +290,15 @@ class Executor:
             self.endpoint.mailbox.wait_for_news(seen)
 
     def _act(self, action: Action) -> None:
-        if isinstance(action, Forward):
-            self._forward(action)
-        elif isinstance(action, Loss):
-            self._loss(action)
-        elif isinstance(action, Backward):
-            self._backward(action)
-        elif isinstance(action, Send):
-            self._send(action)
-        elif isinstance(action, Receive):
-            self._receive(action)
-        elif isinstance(action, Reduce):
-            if action.what == "gradients":
-                completed = self._completed[action.stage]
-                names = [n for op in range(action.last - 1, action.first - 1, -1) for n in completed.get(op, ())]
-                self._reducer.start(action, self.step, [dense_gradient(self.weights.tensors[n]) for n in names])
-            else:
-                self._statistics(action)
-        elif isinstance(action, Step):
-            self._step(action)
-        elif isinstance(action, Discard):
-            self._discard(action)
+        _ACTS[type(action)](self, action)
+
+    def _reduce(self, action: Reduce) -> None:
+        if action.what == "statistics":
+            self._statistics(action)
+            return
+        completed = self._completed[action.stage]
+        names = [n for op in range(action.last - 1, action.first - 1, -1) for n in completed.get(op, ())]
+        self._reducer.start(action, self.step, [dense_gradient(self.weights.tensors[n]) for n in names])
 
     def _step(self, action: Step) -> None:
         """The optimiser, for all stages of this device at the first of their steps: all gradients are on their way."""
@@ -379,7 +373,7 @@ class Executor:
         known = self._contexts.get((stage, micro_batch))
         if known is None or known.step != step:
             first, last = self.samples[stage]
-            place = first if self.plan.steps_per_round > 1 else micro_batch * self.plan.micro_batch_size + first
+            place = first if self._steps_per_round > 1 else micro_batch * self.plan.micro_batch_size + first
             known = Context(self.plan.is_training, self.setting.seed, step, place, last - first)
             self._contexts[stage, micro_batch] = known
         return known
@@ -400,6 +394,8 @@ class Executor:
 
     def _pass_begins(self, stage: int = -1, micro_batch: int = -1) -> None:
         """Others have what they need of the pass before: let go of what was made in it, and of a flight that ended."""
+        if not self._landed and self._turning is None:
+            return
         for landed in [one for one in self._landed if one != (stage, micro_batch)]:
             is_next = self.plan.order == "interleave" and landed[1] != micro_batch and landed[1] >= self._answered
             if not is_next:
@@ -434,7 +430,7 @@ class Executor:
                 self.endpoint.send(COORDINATOR, self.step, result_topic(micro_batch), results)
         if runner.geometry is self.work.geometries[-1]:
             self._fed.pop(micro_batch, None)
-            if self.plan.steps_per_round > 1:
+            if self._steps_per_round > 1:
                 self.on_update(self.step + micro_batch)
 
     def _loss(self, action: Loss) -> None:
@@ -477,7 +473,7 @@ class Executor:
 
     def _step_of(self, micro_batch: int) -> int:
         """The optimiser's step that a micro-batch belongs to."""
-        return self.step + micro_batch if self.plan.steps_per_round > 1 else self.step
+        return self.step + micro_batch if self._steps_per_round > 1 else self.step
 
     def _place_of(self, tensor: str) -> str:
         if tensor in self.network.producer:
@@ -514,17 +510,23 @@ class Executor:
 
     def _exchange(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's row, in the order of the devices."""
-        own = row.cpu()
+        own = row if row.is_cpu else row.cpu()
         rows = {self.device: row}
-        (hops,) = statistics_rounds(reduce.devices)
-        for hop in hops:
-            if hop.source == self.device:
-                self.endpoint.send(hop.target, self.step, topic(reduce, 0, hop.chunk), [own], urgent=True)
-        for hop in hops:
-            if hop.target == self.device:
+        hops = self._hops.get(id(reduce))
+        if hops is None:
+            hops = [
+                (hop.source, hop.target, topic(reduce, 0, hop.chunk)) for hop in statistics_rounds(reduce.devices)[0]
+            ]
+            if self.schedule.keeps_messages:
+                self._hops[id(reduce)] = hops
+        for source, target, name in hops:
+            if source == self.device:
+                self.endpoint.send(target, self.step, name, [own], urgent=True)
+        for source, target, name in hops:
+            if target == self.device:
                 other = torch.empty_like(own)
-                self.endpoint.mailbox.receive(hop.source, self.step, topic(reduce, 0, hop.chunk), [other])
-                rows[hop.source] = other.to(row.device)
+                self.endpoint.mailbox.receive(source, self.step, name, [other])
+                rows[source] = other if row.is_cpu else other.to(row.device)
         return [rows[name] for name in reduce.devices]
 
     # Messages
@@ -639,3 +641,16 @@ class Executor:
             self.runners[message.stage].add_gradient(micro_batch, name, part.box, here)
         else:
             self.runners[message.stage].put_value(micro_batch, name, part.box, here)
+
+
+_ACTS: dict[type[Action], Callable[..., None]] = {
+    Forward: Executor._forward,
+    Loss: Executor._loss,
+    Backward: Executor._backward,
+    Send: Executor._send,
+    Receive: Executor._receive,
+    Reduce: Executor._reduce,
+    Step: Executor._step,
+    Discard: Executor._discard,
+}
+"""Who takes which action."""

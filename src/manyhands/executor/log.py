@@ -87,40 +87,35 @@ class Recorder:
     step: int = 0
     is_watched: bool = False
     """This round is. All devices look at the same ones: they have been through as many."""
+    is_traced: bool = False
+    """Whether it matters in this round when an action ends."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
         self.step, self._round, self._seconds = step, [], {}
         self.glimpses = []
         self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)
+        self.is_traced = self.is_watched or step in self.trace_steps
         if len(self._texts) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
             self._texts.clear()
 
     def took(self, action: Action, start: float, end: float) -> None:
         """An action of the main thread ended."""
-        text = self._text(action)
+        known = self._texts.get(id(action))
+        if known is None or known[0] is not action:
+            known = self._texts[id(action)] = (action, str(action))
+        text = known[1]
         self._round.append(text)
         if isinstance(action, (Forward, Backward)):
             if isinstance(action, Forward) and action.part not in ("rim", "sum"):
                 self.log.operators += action.last - action.first
             self.log.busy_seconds += end - start
             self._seconds[action.stage] = self._seconds.get(action.stage, 0.0) + end - start
-        if not (isinstance(action, Reduce) and action.what == "gradients"):
+        if self.is_traced and not (isinstance(action, Reduce) and action.what == "gradients"):
             self.span(action, text, start, end)
-
-    def _text(self, action: Action) -> str:
-        known = self._texts.get(id(action))
-        if known is None or known[0] is not action:
-            known = self._texts[id(action)] = (action, str(action))
-        return known[1]
 
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it matters now when an action ends."""
-        return self.is_watched or self.step in self.trace_steps
 
     def span(self, action: Action, text: str, start: float, end: float) -> None:
         if not self.is_traced:

@@ -63,9 +63,10 @@ class ShareLoss:
             if tensor.is_floating_point() and self.plan.is_training:
                 tensor.requires_grad_()
         given = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
-        value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
-        if self.is_mean:
-            value = value * (samples / self.plan.step_size)
+        with torch.set_grad_enabled(self.plan.is_training):
+            value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
+            if self.is_mean:
+                value = value * (samples / self.plan.step_size)
         if self.plan.is_training:
             torch.autograd.backward([value])
         return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}

@@ -61,8 +61,9 @@ class Segments:
             left = {norm.output: norm.forward(record.data, flight.moments[start])}
         else:
             record = flight.records[start] = Record()
-            left = piece({name: self._entering(flight, record, name) for name in piece.inputs}, context)
-            record.leaving(left)
+            with torch.enable_grad():
+                left = piece({name: self._entering(flight, record, name) for name in piece.inputs}, context)
+                record.leaving(left)
         flight.values.update({name: tensor.detach() for name, tensor in left.items()})
         for name in self._read_up[start]:
             del flight.values[name]

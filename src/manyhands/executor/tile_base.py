@@ -11,13 +11,15 @@ it runs again on the crops, under autograd.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from manyhands.executor.boxes import narrowed, steps_to
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
 from manyhands.facts.profile import Kernel
@@ -28,8 +30,7 @@ from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
 
 
-@dataclass
-class Held:
+class Held(msgspec.Struct, eq=False, gc=False):
     """A tensor that holds `box` of a whole one. Where the box reaches over the true border the tensor holds zeros."""
 
     box: Box
@@ -39,8 +40,7 @@ class Held:
         """The part of it that `box` names, in place."""
         if box == self.box:
             return self.tensor
-        assert self.box.contains(box), f"{box} is wanted, and only {self.box} is here"
-        return self.tensor[box.relative_to(self.box).slices()]
+        return narrowed(self.tensor, steps_to(box, self.box))
 
 
 Notes = dict[str, Held]
@@ -61,6 +61,8 @@ class TileOperator:
         self.output = self.node.outputs[0]
         self.sources: list[TensorSpec] = [graph.network.tensors[read.tensor] for read in self.op.reads]
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
+        self._demands: dict[tuple[int, Box], Box] = {}
+        """Boxes of inputs that were asked for: the same in every step."""
 
     def rest(self) -> None:
         """The weights will not change any more, and every pass computes the same box."""
@@ -76,7 +78,11 @@ class TileOperator:
 
     def demand(self, number: int, out: Box) -> Box:
         """The box of an input that makes `out`."""
-        return self.op.reads[number].demand(out, self.extents(number, out))
+        found = self._demands.get((number, out))
+        if found is None:
+            found = self.op.reads[number].demand(out, self.extents(number, out))
+            self._demands[number, out] = found
+        return found
 
     def raw_demand(self, number: int, out: Box) -> Box:
         """The same, with the zeros beyond the border that the operator would like to find in place."""
@@ -189,13 +195,19 @@ def format_of(tensor: Tensor) -> torch.memory_format | None:
     return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
 
 
-def formatted_like(gradient: Tensor, others: Sequence[Held]) -> Tensor:
+def formatted_like(gradient: Tensor, others: Sequence[Held | None]) -> Tensor:
     """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
     long. Kernels of neighbours may differ in it."""
-    wanted = next((found for one in others if (found := format_of(one.tensor)) is not None), None)
-    if wanted is None or format_of(gradient) in (None, wanted):
-        return gradient
-    return gradient.contiguous(memory_format=wanted)
+    for one in others:
+        wanted = None if one is None else format_of(one.tensor)
+        if wanted is not None:
+            return gradient if format_of(gradient) in (None, wanted) else gradient.contiguous(memory_format=wanted)
+    return gradient
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:

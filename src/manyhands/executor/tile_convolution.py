@@ -121,6 +121,13 @@ class _Convolution(TileOperator):
 class Convolution(_Convolution):
     """A convolution with any kernel, stride, padding, dilation and groups."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._read: dict[tuple[Box, Box], tuple[Box, list[int] | None]] = {}
+        """What is held and what is made of it -> which box is read, and the padding on both sides of it."""
+        self._gradients: dict[Box, tuple[Box, list[int]]] = {}
+        """What is differentiated -> the box of the input's gradient, and the padding that it leaves out."""
+
     def raw_demand(self, number: int, out: Box) -> Box:
         rows, columns = (
             (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
@@ -130,13 +137,24 @@ class Convolution(_Convolution):
 
     def _data(self, held: Held, out: Box) -> tuple[Tensor, list[int]]:
         """The input with zeros wherever windows reach over the border, but for those the convolution adds itself."""
-        raw, demand = self.raw_demand(0, out), self.demand(0, out)
-        if demand.is_empty:  # nothing but padding
+        known = self._read.get((held.box, out))
+        if known is None:
+            known = self._read[held.box, out] = self._to_read(held.box, out)
+        box, padding = known
+        if padding is not None:
+            return held.view(box), padding
+        raw = self.raw_demand(0, out)
+        if box.is_empty:  # nothing but padding
             return held.tensor.new_zeros(raw.shape), [0, 0]
-        box = raw.intersect(held.box)
-        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held.box} is here"
-        data, padding = held.view(box), _even_padding(box, raw)
-        return (data, padding) if padding is not None else (widened(data, box, raw), [0, 0])
+        return widened(held.view(box), box, raw), [0, 0]
+
+    def _to_read(self, held: Box, out: Box) -> tuple[Box, list[int] | None]:
+        raw, demand = self.raw_demand(0, out), self.demand(0, out)
+        if demand.is_empty:
+            return demand, None
+        box = raw.intersect(held)
+        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held} is here"
+        return box, _even_padding(box, raw)
 
     @unrecorded
     def forward(
@@ -158,18 +176,29 @@ class Convolution(_Convolution):
         notes: Notes | None = None,
         may_overwrite: bool = False,
     ) -> list[Held | None]:
-        raw, box = self.raw_demand(0, out), self.demand(0, out)
-        if not wanted[0] or box.is_empty:
+        if not wanted[0]:
             return [None]
+        known = self._gradients.get(out)
+        if known is None:
+            known = self._gradients[out] = self._to_derive(out)
+        box, padding = known
+        if box.is_empty:
+            return [None]
+        like = self._like_input(box.shape, gradient)
+        return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
+
+    def _to_derive(self, out: Box) -> tuple[Box, list[int]]:
+        raw, box = self.raw_demand(0, out), self.demand(0, out)
         padding = [0, 0]
+        if box.is_empty:
+            return box, padding
         for axis in (2, 3):
             (low, high), (first, last) = box.intervals[axis], raw.intervals[axis]
             if low - first == last - high:
                 padding[axis - 2] = low - first
             else:
                 box = box.replace(axis, (first, last))
-        like = self._like_input(box.shape, gradient)
-        return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
+        return box, padding
 
     @unrecorded
     def weight_gradients(

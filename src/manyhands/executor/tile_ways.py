@@ -1,0 +1,236 @@
+"""What one device does at each operator of a tiled stage: boxes, and how long values are kept. The same in every step,
+so it is asked of the geometry once, and a step looks it up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from manyhands.facts.boxes import Box
+from manyhands.facts.network import Op
+from manyhands.schedule.tiles import TileGeometry
+
+_NOTHING = Box(((0, 0),))
+
+
+class ForwardWay(msgspec.Struct, frozen=True):
+    """An operator on maps, forward."""
+
+    name: str
+    """What it makes."""
+    inputs: tuple[str, ...]
+    is_map: bool
+    """Else the sums of everybody are its result."""
+    out: Box | None
+    """What is computed here; of a result that is no map, all of it; None: nothing."""
+    elements: int
+    notes: bool
+    """Whether a backward pass will read what it notes."""
+    is_last_reader: bool
+    """Nothing reads its only input afterwards: its memory may become the output's."""
+
+
+class BackwardWay(msgspec.Struct, frozen=True):
+    """An operator on maps, backward."""
+
+    name: str
+    """What it made."""
+    inputs: tuple[str, ...]
+    derived: tuple[str | None, ...]
+    """Those of the inputs whose values the derivative reads."""
+    derives_output: bool
+    trains: bool
+    over: Box
+    """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
+    out: Box
+    """What this tile differentiates of the output."""
+    corrected: Box | None
+    """Where sums of all tiles are added to the gradient of its input; None: it reads no map."""
+    maps: tuple[bool, ...]
+    """Inputs whose gradients are wanted, and are of maps; `others`: of tensors that every tile has whole."""
+    others: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    collected: tuple[Box, ...]
+    """Of each input, the box of its gradient that this operator adds to."""
+
+
+class TileWays:
+    """The ways of one device through a tiled stage, forward and backward."""
+
+    def __init__(self, geometry: TileGeometry, device: str, on_maps: frozenset[int]) -> None:
+        self.geometry, self.device, self.network = geometry, device, geometry.network
+        self._computed = geometry.computed[device]
+        self._on_maps = on_maps
+        """Operators that read maps."""
+        self._own: dict[str, Box] = {}
+        self._collecting: dict[str, Box] = {}
+        self._shares: dict[int, list[int]] = {}
+        self._forward: dict[int, ForwardWay] = {}
+        self._backward: dict[int, BackwardWay] = {}
+        ops = range(geometry.first, geometry.last)
+        self.differentiable = frozenset(index for index in ops if self._is_differentiable(index))
+        self.kept: set[str] = set()
+        """Values that the way back reads."""
+        self.done_backward: dict[int, list[str]] = {}
+        """Operator -> values that nothing reads once it has been differentiated."""
+        if geometry.plan.is_training:
+            self.kept, self.done_backward = self._needed_backward()
+        self.done_forward = self._needed_forward()
+        """Operator -> values that nothing reads once it has run forward."""
+
+    def forward(self, index: int) -> ForwardWay:
+        found = self._forward.get(index)
+        if found is None:
+            op = self.network.ops[index]
+            name = op.outputs[0]
+            is_map = name in self.geometry.maps
+            out = self.out_box(index) if is_map else Box.whole(self.geometry.shape(name))
+            found = self._forward[index] = ForwardWay(
+                name, tuple(read.tensor for read in op.reads), is_map, out, out.volume if is_map and out else 0,
+                is_map and index in self.differentiable, self._is_last_reader(index),
+            )  # fmt: skip
+        return found
+
+    def backward(self, index: int) -> BackwardWay:
+        found = self._backward.get(index)
+        if found is None:
+            op, maps = self.network.ops[index], self.geometry.maps
+            inputs = tuple(read.tensor for read in op.reads)
+            flows = [self._flows(name) for name in inputs]
+            corrected = None
+            if op.inputs[0] in maps:
+                corrected = self._collected(index, op.inputs[0]) if self.is_grouped else self.owned(op.inputs[0])
+            found = self._backward[index] = BackwardWay(
+                name=op.outputs[0],
+                inputs=inputs,
+                derived=tuple(name if name in op.derives_from else None for name in inputs),
+                derives_output=op.outputs[0] in op.derives_from,
+                trains=self._trains(op),
+                over=self._weight_box(index),
+                out=self._gradient_box(index),
+                corrected=corrected,
+                maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
+                others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
+                wanted=tuple(flows),
+                collected=tuple(self._collected(index, n) if flow else _NOTHING for flow, n in zip(flows, inputs)),
+            )
+        return found
+
+    # Boxes
+
+    @property
+    def is_grouped(self) -> bool:
+        """Backward by groups of its own; else it is the adjoint of forward."""
+        return self.geometry.share.backward_groups is not None
+
+    def out_box(self, index: int) -> Box | None:
+        """What this device computes of an operator on maps; None: nothing."""
+        box = self._computed.get(self.network.ops[index].outputs[0])
+        return None if box is None or box.is_empty else box
+
+    def owned(self, tensor: str) -> Box:
+        found = self._own.get(tensor)
+        if found is None:
+            found = self._own[tensor] = self.geometry.own(self.device, tensor)
+        return found
+
+    def shares(self, index: int) -> list[int]:
+        """How many places of the map that an operator reads each device owns."""
+        found = self._shares.get(index)
+        if found is None:
+            name = self.network.ops[index].inputs[0]
+            boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
+            found = self._shares[index] = [box.shape[2] * box.shape[3] for box in boxes]
+        return found
+
+    def collected_box(self, tensor: str) -> Box:
+        """The box of a tensor's gradient that this device collects."""
+        found = self._collecting.get(tensor)
+        if found is None:
+            found = self._collecting[tensor] = self.geometry.gradient_box(self.device, tensor)
+        return found
+
+    def _weight_box(self, index: int) -> Box:
+        name = self.network.ops[index].outputs[0]
+        if name not in self.geometry.maps:
+            return Box.whole(self.geometry.shape(name))
+        if self.is_grouped:
+            return self.owned(name)
+        return self._computed.get(name) or Box(tuple((0, 0) for _ in self.geometry.shape(name)))
+
+    def _gradient_box(self, index: int) -> Box:
+        name = self.network.ops[index].outputs[0]
+        return self.geometry.regions[name][self.device] if self.is_grouped else self._weight_box(index)
+
+    def _collected(self, index: int, tensor: str) -> Box:
+        """The box of an input's gradient that an operator adds to: complete beyond what is owned only if both are in
+        one backward group."""
+        if self.is_grouped and tensor in self.geometry.maps and not self._same_group(index, tensor):
+            return self.owned(tensor)
+        return self.collected_box(tensor)
+
+    def _same_group(self, index: int, tensor: str) -> bool:
+        made = self.network.producer.get(tensor, -1)
+        groups = self.geometry.backward_groups or ()
+        return any(group.first <= made and index < group.last for group in groups if group.first <= index < group.last)
+
+    # What is read, and until when
+
+    def _is_differentiable(self, index: int) -> bool:
+        return any(self.network.tensors[name].differentiable for name in self.network.ops[index].outputs)
+
+    def _trains(self, op: Op) -> bool:
+        return any(self.network.weights[name].trainable for name in op.weights)
+
+    def _flows(self, tensor: str) -> bool:
+        return self.network.tensors[tensor].differentiable and tensor not in self.network.inputs
+
+    def _is_last_reader(self, index: int) -> bool:
+        op = self.network.ops[index]
+        name = op.inputs[0]
+        sent = any(self._sends(group.fetches, name) for group in self.geometry.groups)
+        alone = len(op.inputs) == 1 and self.network.readers[name] == (index,) and name not in self.network.outputs
+        return alone and self.geometry.is_made_here(name) and name not in self.kept and not sent
+
+    def _sends(self, moves: Any, tensor: str) -> bool:
+        return any(move.source == self.device for move in moves.get(tensor, ()))
+
+    def _needed_forward(self) -> dict[int, list[str]]:
+        last: dict[str, int] = {}
+        for index in range(self.geometry.first, self.geometry.last):
+            for name in (*self.network.ops[index].inputs, *self.network.ops[index].outputs):
+                last[name] = index
+        for group in self.geometry.groups:
+            for name in group.fetches:
+                if self._sends(group.fetches, name):
+                    last[name] = max(last[name], group.first)
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, index in last.items():
+            leaves = name in self.network.outputs or any(
+                reader >= self.geometry.last for reader in self.network.readers.get(name, ())
+            )
+            if name not in self.kept and not leaves:
+                found[index].append(name)
+        return dict(found)
+
+    def _needed_backward(self) -> tuple[set[str], dict[int, list[str]]]:
+        last: dict[str, int] = {}
+        for index in range(self.geometry.last - 1, self.geometry.first - 1, -1):
+            op = self.network.ops[index]
+            if index not in self.differentiable:
+                continue
+            names = set(op.derives_from) if index in self._on_maps else set(op.inputs)
+            if self._trains(op):
+                names.update(op.inputs)
+            last.update(dict.fromkeys(names, index))
+        for group in self.geometry.backward_groups or ():
+            for name in group.values:
+                if self._sends(group.values, name):
+                    last[name] = min(last.get(name, group.last - 1), group.last - 1)
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, index in last.items():
+            found[index].append(name)
+        return set(last), dict(found)
