@@ -15,6 +15,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import (
     KINDS,
     Action,
+    Await,
     Backward,
     Discard,
     Forward,
@@ -63,14 +64,16 @@ reductions = st.builds(
     numbers,
     numbers,
     st.booleans(),
+    st.booleans(),
 )
 actions = st.one_of(
     st.builds(Forward, numbers, numbers, numbers, numbers, st.sampled_from(("", "interior", "rim", "ahead", "again"))),
     st.builds(Loss, numbers, numbers),
-    st.builds(Backward, numbers, numbers, numbers, numbers, st.sampled_from(("", "inputs", "weights"))),
+    st.builds(Backward, numbers, numbers, numbers, numbers, st.sampled_from(("", "inputs", "weights", "rim"))),
     st.builds(Send, device_names, messages),
     st.builds(Receive, device_names, messages),
     reductions,
+    st.builds(Await, numbers, numbers, numbers, numbers, st.booleans()),
     st.builds(Step, numbers),
     st.builds(Step, numbers, numbers),
     st.builds(Discard, numbers, numbers),
@@ -112,6 +115,10 @@ def test_actions_print_as_documented() -> None:
     assert str(Reduce(0, "gradients", 0, 12, ("pi-1", "pi-2"), 44)) == "reduce s0 gradients 0:12 pi-1,pi-2 44B"
     statistics = Reduce(0, "statistics", 7, 8, ("a", "b"), 516, 3, True)
     assert str(statistics) == "reduce s0 statistics m3b 7:8 a,b 516B"
+    assert str(Reduce(0, "statistics", 7, 8, ("a",), 516, 3, True, later=True)).endswith("516B later")
+    assert str(Await(0, 7, 8, 3, backward=True)) == "await s0 m3b 7:8"
+    assert Await(0, 7, 8, 3, backward=True).key == statistics.key
+    assert str(Backward(0, 3, 7, 8, "rim")) == "backward s0 m3 7:8 rim"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,9 @@ def test_actions_print_as_documented() -> None:
         "forward s-1 m3 0:12",
         "forward s0 m3 0:1 inputs",
         "backward s0 m3 0:1 outputs",
-        "backward s0 m3 0:1 rim",
+        "backward s0 m3 0:1 interior",
+        "reduce s0 statistics m3 7:8 a,b 516B soon",
+        "await s0 statistics m3 7:8",
         "loss s0",
         "send pi s1 m3 value relu[0:4] 12",
         "send pi s1 m3 values relu[0:4] 12B",

@@ -101,8 +101,9 @@ def test_two_devices_that_wait_for_each_other() -> None:
     broken: Lists = {}
     for device, own in schedule.actions.items():
         first = next(i for i, action in enumerate(own) if isinstance(action, Send))
-        assert isinstance(own[first + 1], Receive)
-        broken[device] = (*own[:first], own[first + 1], own[first], *own[first + 2 :])
+        second = next(i for i, action in enumerate(own) if isinstance(action, Receive))
+        assert second > first
+        broken[device] = (*own[:first], own[second], *own[first:second], *own[second + 1 :])
     check_matching(broken)  # every message has its receiver; only the order is wrong
     with pytest.raises(BadSchedule) as caught:
         check(schedule, actions=broken)

@@ -39,6 +39,7 @@ from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import (
     Action,
+    Await,
     Backward,
     Discard,
     Forward,
@@ -47,6 +48,7 @@ from manyhands.schedule.actions import (
     Part,
     Receive,
     Reduce,
+    ReduceKey,
     Send,
     Step,
     is_urgent,
@@ -146,7 +148,9 @@ class Executor:
         self._topics: dict[int, str] = {}
         """Of messages, by their identity: the schedule keeps them."""
         self._hops: dict[int, list[tuple[str, str, str]]] = {}
-        """Of sums, by their identity too: source, target and topic of every row."""
+        """Of sums, by their identity too."""
+        self._given: dict[ReduceKey, tuple[Reduce, torch.Tensor]] = {}
+        """Sums that are yet to be waited for, with this device's row."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
@@ -233,6 +237,7 @@ class Executor:
         self.settled_step = step
         self._landed, self._turning, self._answered = [], None, 0
         self._updates, self._begun = 0, {}
+        self._given.clear()
         policy = self.schedule.policy_of(self.device, steps)
         is_fed_singly = self.plan.order in ("replay", "interleave") and bool(self.feed)
         box = self.endpoint.mailbox
@@ -501,17 +506,37 @@ class Executor:
         return ""
 
     def _statistics(self, reduce: Reduce) -> None:
-        """Sums of everybody, waited for."""
+        """Sums of everybody, waited for at once or later."""
         self._pass_begins(reduce.stage, reduce.micro_batch)
         self._prepared(reduce.micro_batch)
         runner = self.runners[reduce.stage]
         row = runner.own_row(reduce, self._context(reduce.stage, reduce.micro_batch))
-        runner.take_rows(reduce, self._exchange(reduce, row))
-
-    def _exchange(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's row, in the order of the devices."""
         own = row if row.is_cpu else row.cpu()
+        hops = self._hops_of(reduce)
+        for source, target, name in hops:
+            if source == self.device:
+                self.endpoint.send(target, self.step, name, [own], urgent=True)
+        if reduce.later:
+            self._given[reduce.key] = (reduce, row)
+        else:
+            runner.take_rows(reduce, self._gathered(reduce, row))
+
+    def _await(self, action: Await) -> None:
+        reduce, row = self._given.pop(action.key)
+        self.runners[reduce.stage].take_rows(reduce, self._gathered(reduce, row))
+
+    def _gathered(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's row, in the order of the devices."""
         rows = {self.device: row}
+        for source, target, name in self._hops_of(reduce):
+            if target == self.device:
+                other = torch.empty_like(row, device="cpu")
+                self.endpoint.mailbox.receive(source, self.step, name, [other])
+                rows[source] = other if row.is_cpu else other.to(row.device)
+        return [rows[name] for name in reduce.devices]
+
+    def _hops_of(self, reduce: Reduce) -> list[tuple[str, str, str]]:
+        """Source, target and topic of every row."""
         hops = self._hops.get(id(reduce))
         if hops is None:
             hops = [
@@ -519,15 +544,7 @@ class Executor:
             ]
             if self.schedule.keeps_messages:
                 self._hops[id(reduce)] = hops
-        for source, target, name in hops:
-            if source == self.device:
-                self.endpoint.send(target, self.step, name, [own], urgent=True)
-        for source, target, name in hops:
-            if target == self.device:
-                other = torch.empty_like(own)
-                self.endpoint.mailbox.receive(source, self.step, name, [other])
-                rows[source] = other if row.is_cpu else other.to(row.device)
-        return [rows[name] for name in reduce.devices]
+        return hops
 
     # Messages
 
@@ -650,6 +667,7 @@ _ACTS: dict[type[Action], Callable[..., None]] = {
     Send: Executor._send,
     Receive: Executor._receive,
     Reduce: Executor._reduce,
+    Await: Executor._await,
     Step: Executor._step,
     Discard: Executor._discard,
 }

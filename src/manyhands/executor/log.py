@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.schedule.actions import Action, Backward, Forward, Message, Reduce
+from manyhands.schedule.actions import Action, Await, Backward, Forward, Message, Reduce
 from manyhands.schedule.glimpse import Glimpse
 
 MOST_SPANS = 20_000
@@ -120,7 +120,7 @@ class Recorder:
     def span(self, action: Action, text: str, start: float, end: float) -> None:
         if not self.is_traced:
             return
-        kind = type(action).__name__.lower()
+        kind = "reduce" if isinstance(action, Await) else type(action).__name__.lower()
         track = {"send": "send", "receive": "receive"}.get(kind, "compute")
         if isinstance(action, Reduce) and action.what == "gradients":
             track = "send"

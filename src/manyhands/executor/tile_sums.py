@@ -185,7 +185,7 @@ class FromShape(SumsOperator):
         return placed(self._piece({self.op.reads[0].tensor: like}, context)[self.output.name], into)
 
 
-class _Normalisation(SumsOperator):
+class Normalisation(SumsOperator):
     """What all normalisations share."""
 
     moments_of_samples = True
@@ -312,7 +312,7 @@ class _Normalisation(SumsOperator):
         shares = self._totals(total) * (inverse * (-1.0 / moments.count))
         slope = shares[0] * inverse
         offset = torch.addcmul(shares[1], slope, moments.mean, value=-1)
-        scale = inverse if self.weight is None else inverse * self._per_feature(self.weight, moments, 1.0)
+        scale = self._scale(moments)
         leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
         inside = out if corrected is None else out.intersect(corrected)
         if inside == out:
@@ -325,6 +325,18 @@ class _Normalisation(SumsOperator):
         if not inside.is_empty:
             Held(out, found).view(inside).add_(self._affine(inputs[0].view(inside), slope, offset))
         return [Held(out, found)]
+
+    @unrecorded
+    def rim_gradient(self, gradient: Tensor, state: State) -> Tensor:
+        """The input's gradient where nothing is corrected: in places that belong to other tiles."""
+        assert state.moments is not None
+        leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
+        return gradient * self._scale(state.moments).view(leading)
+
+    def _scale(self, moments: Moments) -> Tensor:
+        """w/σ for each feature."""
+        inverse = moments.inverse(self.epsilon)
+        return inverse if self.weight is None else inverse * self._per_feature(self.weight, moments, 1.0)
 
     def _affine(self, data: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """data · slope + offset for each feature: PyTorch's fastest kernel for that is batch norm's own."""
@@ -363,7 +375,7 @@ class _Normalisation(SumsOperator):
         state.own_sums = None  # given away
 
 
-class BatchNorm(_Normalisation):
+class BatchNorm(Normalisation):
     """Batch normalisation: by the moments of all tiles in training, by the running ones otherwise."""
 
     moments_of_samples = False
@@ -462,7 +474,7 @@ class BatchNorm(_Normalisation):
         return Moments(1.0, self.running_mean, self.running_variance)
 
 
-class GroupNorm(_Normalisation):
+class GroupNorm(Normalisation):
     """Group normalisation: every sample's groups of channels have moments of their own, over the whole map."""
 
     def __init__(self, *arguments: Any) -> None:

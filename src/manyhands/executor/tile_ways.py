@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.facts.boxes import Box
+from manyhands.facts.boxes import Box, without
 from manyhands.facts.network import Op
 from manyhands.schedule.tiles import TileGeometry
 
@@ -46,7 +46,9 @@ class BackwardWay(msgspec.Struct, frozen=True):
     over: Box
     """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
     out: Box
-    """What this tile differentiates of the output."""
+    """What this tile differentiates of the output, but for `rims`."""
+    rims: tuple[Box, ...]
+    """What is differentiated before, because others wait for it."""
     corrected: Box | None
     """Where sums of all tiles are added to the gradient of its input; None: it reads no map."""
     maps: tuple[bool, ...]
@@ -110,7 +112,8 @@ class TileWays:
                 derives_output=op.outputs[0] in op.derives_from,
                 trains=self._trains(op),
                 over=self._weight_box(index),
-                out=self._gradient_box(index),
+                out=self.owned(op.outputs[0]) if index in self.geometry.rim_first else self._gradient_box(index),
+                rims=self._rims(index),
                 corrected=corrected,
                 maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
                 others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
@@ -150,8 +153,16 @@ class TileWays:
         """The box of a tensor's gradient that this device collects."""
         found = self._collecting.get(tensor)
         if found is None:
-            found = self._collecting[tensor] = self.geometry.gradient_box(self.device, tensor)
+            found = self.geometry.gradient_box(self.device, tensor)
+            if any(self.network.ops[index].inputs[0] == tensor for index in self.geometry.rim_first):
+                found = self.owned(tensor)  # others' parts have left
+            self._collecting[tensor] = found
         return found
+
+    def _rims(self, index: int) -> tuple[Box, ...]:
+        if index not in self.geometry.rim_first:
+            return ()
+        return tuple(without([self._gradient_box(index)], self.owned(self.network.ops[index].outputs[0])))
 
     def _weight_box(self, index: int) -> Box:
         name = self.network.ops[index].outputs[0]

@@ -14,7 +14,15 @@ import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
 from manyhands.executor.tile_base import formatted_like, memory_of
-from manyhands.executor.tile_operators import Held, Notes, State, SumsOperator, TileOperator, tile_operator
+from manyhands.executor.tile_operators import (
+    Held,
+    Normalisation,
+    Notes,
+    State,
+    SumsOperator,
+    TileOperator,
+    tile_operator,
+)
 from manyhands.executor.tile_ways import TileWays
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.profile import Kernel
@@ -39,6 +47,10 @@ class TileFlight:
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
     notes: dict[int, Notes] = field(default_factory=dict)
     """Operator -> what its forward pass noted for its backward pass."""
+    waiting: dict[int, list[Held]] = field(default_factory=dict)
+    """Operator whose weights' gradients are computed later -> what it reads: others may be done with it by then."""
+    rims: dict[str, list[Held]] = field(default_factory=dict)
+    """Gradients that belong to others' tiles, where they are computed before those of this one."""
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
     """Outputs of the network, whole, on the device that computes the loss."""
     returned: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -143,6 +155,7 @@ class TileRunner:
 
     def features(self) -> list[torch.Tensor]:
         held = [one for flight in self.flights.values() for one in flight.values.values()]
+        held += [one for flight in self.flights.values() for kept in flight.waiting.values() for one in kept]
         held += [one for flight in self.flights.values() for note in flight.notes.values() for one in note.values()]
         return [one.tensor for one in held]
 
@@ -248,6 +261,10 @@ class TileRunner:
     @unrecorded
     def backward(self, action: Backward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
+        if action.part == "rim":
+            self._differentiate_rims(flight, action.first)
+            return
+        flight.rims.clear()  # they have left
         for index in range(action.last - 1, action.first - 1, -1):
             if index in self.ways.differentiable:
                 if index in self.pieces:
@@ -263,6 +280,15 @@ class TileRunner:
                 flight.notes.pop(index, None)
                 for name in self.ways.done_backward.get(index, ()):
                     flight.values.pop(name, None)
+
+    def _differentiate_rims(self, flight: TileFlight, index: int) -> None:
+        """Of a normalisation's input, what belongs to others: no sums are in it."""
+        operator, way = self.operators[index], self.ways.backward(index)
+        assert isinstance(operator, Normalisation)
+        gradient = flight.gradients.get(way.name) or self._zeros(way.name)
+        flight.rims[way.inputs[0]] = [
+            Held(box, operator.rim_gradient(gradient.view(box), flight.states[index])) for box in way.rims
+        ]
 
     def _differentiate_whole(self, flight: TileFlight, index: int, context: Context) -> None:
         """An operator that every tile computes whole: run again, recorded, and differentiated by autograd."""
@@ -292,8 +318,10 @@ class TileRunner:
                 return
             gradient = self._zeros(way.name)
         options = self._options(flight, index)
-        if part != "inputs" and way.trains and not way.over.is_empty:
-            inputs = self._inputs(flight, way.inputs)
+        if part == "inputs":
+            flight.waiting[index] = self._inputs(flight, way.inputs)
+        elif way.trains and not way.over.is_empty:
+            inputs = flight.waiting.pop(index, None) or self._inputs(flight, way.inputs)
             self.operators[index].weight_gradients(inputs, gradient.view(way.over), way.over, context, **options)
         if part == "weights":
             return
@@ -368,7 +396,11 @@ class TileRunner:
 
     def gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """A box of a tensor's gradient, to be sent; zeros where none flowed back."""
-        found = self.flight(micro_batch).gradients.get(tensor)
+        flight = self.flight(micro_batch)
+        for rim in flight.rims.get(tensor, ()):
+            if rim.box.contains(box):
+                return cut_out(rim.tensor, rim.box, box)
+        found = flight.gradients.get(tensor)
         if found is None:
             return torch.zeros(box.shape, dtype=self._dtype(tensor))
         return cut_out(found.tensor, found.box, box)

@@ -13,6 +13,9 @@ from manyhands.schedule.memory import weight_part
 from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
 from manyhands.schedule.tiles import TileGeometry
 
+_BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
+"""How much of an operator's backward pass a part of it takes."""
+
 
 class CostModel:
     """Seconds of actions on a cluster, from a profile."""
@@ -56,7 +59,7 @@ class CostModel:
                 if isinstance(action, Forward):
                     total += forward * self._forward_part(geometry, device, action)
                 else:
-                    total += backward * (0.5 if action.part else 1.0)
+                    total += backward * _BACKWARD_PART[action.part]
         return total
 
     def _forward_part(self, geometry: StageGeometry, device: str, action: Forward) -> float:

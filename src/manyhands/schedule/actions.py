@@ -7,10 +7,13 @@ forward s0 m3 4:5 interior                          what operator 4 makes withou
 forward s0 m3 8:9 partial                           sums over this device's own inputs; 'sum': of everybody's
 forward s0 m3 0:12 ahead                            keeps what comes in only: it is run 'again' before its backward pass
 backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
+backward s0 m3 7:8 rim                              of a normalisation's input, only the gradients in others' tiles
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
 receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
 reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
+reduce s0 statistics m3b 7:8 pi-1,pi-2 512B later   sends its part only; there is something else to compute meanwhile
+await s0 m3b 7:8                                    waits for the others' parts
 step s0                                             the optimiser's update; 'step s0 m3': of that micro-batch alone
 discard s0 m3                                       nothing more is done with that micro-batch
 """
@@ -42,7 +45,7 @@ ReduceKey = tuple[int, str, int, int, int, bool]
 LONGEST_TOPIC = 1000
 KINDS: tuple[str, ...] = get_args(Kind)
 ForwardPart = Literal["", "interior", "rim", "partial", "sum", "ahead", "again"]
-BackwardPart = Literal["", "inputs", "weights"]
+BackwardPart = Literal["", "inputs", "weights", "rim"]
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -114,7 +117,8 @@ class Backward(msgspec.Struct, frozen=True, gc=False, tag="backward"):
     first: int
     last: int
     part: BackwardPart = ""
-    """Of one operator only the gradients of its inputs, which others wait for, or only those of its weights."""
+    """Of one operator only the gradients of its inputs, which others wait for, or only those of its weights. Of a
+    normalisation: of its input, only what belongs to others' tiles, which needs nobody's sums."""
 
     def __str__(self) -> str:
         part = f" {self.part}" if self.part else ""
@@ -142,7 +146,8 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 
 
 class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
-    """Add up among `devices`. Gradients travel while computing goes on; statistics are waited for."""
+    """Add up among `devices`. Gradients travel while computing goes on; statistics are waited for, at once or by an
+    `Await`."""
 
     stage: int
     what: Literal["gradients", "statistics"]
@@ -154,6 +159,8 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     """-1: once per round."""
     backward: bool = False
     """Statistics of the backward pass."""
+    later: bool = False
+    """Statistics that an `Await` waits for."""
 
     @property
     def key(self) -> ReduceKey:
@@ -162,7 +169,27 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
 
     def __str__(self) -> str:
         when = "" if self.micro_batch < 0 else f" m{self.micro_batch}{'b' if self.backward else ''}"
-        return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {','.join(self.devices)} {self.bytes}B"
+        later = " later" if self.later else ""
+        devices = ",".join(self.devices)
+        return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {devices} {self.bytes}B{later}"
+
+
+class Await(msgspec.Struct, frozen=True, gc=False, tag="await"):
+    """Wait for everybody's part of statistics to which this device has given its own."""
+
+    stage: int
+    first: int
+    last: int
+    micro_batch: int
+    backward: bool = False
+
+    @property
+    def key(self) -> ReduceKey:
+        """Of the reduction."""
+        return (self.stage, "statistics", self.first, self.last, self.micro_batch, self.backward)
+
+    def __str__(self) -> str:
+        return f"await s{self.stage} m{self.micro_batch}{'b' if self.backward else ''} {self.first}:{self.last}"
 
 
 class Step(msgspec.Struct, frozen=True, gc=False, tag="step"):
@@ -186,7 +213,7 @@ class Discard(msgspec.Struct, frozen=True, gc=False, tag="discard"):
         return f"discard s{self.stage} m{self.micro_batch}"
 
 
-Action = Forward | Loss | Backward | Send | Receive | Reduce | Step | Discard
+Action = Forward | Loss | Backward | Send | Receive | Reduce | Await | Step | Discard
 
 
 def is_urgent(what: object) -> bool:
@@ -206,7 +233,8 @@ _NAME = r"[^\[\]+=\s]+"
 _PART = re.compile(f"(=?)({_NAME})({_BOX})")
 _PARTS = rf"=?{_NAME}{_BOX}(?:\+=?{_NAME}{_BOX})*"
 _TRANSFER = re.compile(rf"(send|receive) (\S+) s(\d+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
-_REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B")
+_REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B( later)?")
+_AWAIT = re.compile(r"await s(\d+) m(\d+)(b?) (\d+):(\d+)")
 _STEP = re.compile(r"step s(\d+)(?: m(\d+))?")
 _DISCARD = re.compile(r"discard s(\d+) m(\d+)")
 
@@ -229,11 +257,14 @@ def parse_action(text: str) -> Action:
         message = Message(kind, int(stage_text), int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
         return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
-        stage_text, what, at, back, first_text, last_text, devices, size = match.groups()
+        stage_text, what, at, back, first_text, last_text, devices, size, later = match.groups()
         return Reduce(
             int(stage_text), what, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
-            int(at) if at is not None else -1, bool(back),
+            int(at) if at is not None else -1, bool(back), bool(later),
         )  # fmt: skip
+    if match := _AWAIT.fullmatch(text):
+        stage_text, at, back, first_text, last_text = match.groups()
+        return Await(int(stage_text), int(first_text), int(last_text), int(at), bool(back))
     if match := _STEP.fullmatch(text):
         return Step(int(match.group(1)), int(match.group(2)) if match.group(2) is not None else -1)
     if match := _DISCARD.fullmatch(text):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadSchedule, OutOfMemory
 from manyhands.facts.units import format_bytes
-from manyhands.schedule.actions import Action, Message, Receive, Reduce, ReduceKey, Send, Step
+from manyhands.schedule.actions import Action, Await, Message, Receive, Reduce, ReduceKey, Send, Step
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import Schedule
 
@@ -110,7 +110,14 @@ def _advance(world: _World, device: str, ready: deque[str]) -> None:
                 world.joined[action.key] += 1
             if world.is_complete(action):
                 ready.extend(world.waiting.pop(action.key, ()))
-            elif action.what == "statistics":
+            elif action.what == "statistics" and not action.later:
+                world.waiting[action.key].append(device)
+                return
+        elif isinstance(action, Await):
+            joined = world.open_reductions[device].get(action.key)
+            if joined is None:
+                raise BadSchedule(f"{device} is to '{action}', and has not given its own part before.")
+            if not world.is_complete(joined):
                 world.waiting[action.key].append(device)
                 return
         elif isinstance(action, Step):

@@ -76,7 +76,7 @@ class DeviceMemory:
                 now += workspace
                 if action.last == stage.last and action.part not in ("interior", "partial"):
                     self._release(action.stage, action.micro_batch)
-        elif isinstance(action, Backward) and action.part != "weights":
+        elif isinstance(action, Backward) and action.part not in ("weights", "rim"):
             stage = self.stages[action.stage]
             saved, workspace = stage.range(action.first, action.last, backward=True)
             now += workspace

@@ -199,6 +199,27 @@ class TileGeometry(StageGeometry):
         return tuple(found)
 
     @cached_property
+    def rim_first(self) -> frozenset[int]:
+        """Normalisations that start a group and alone read what it fetches: the gradients that go back to others' tiles
+        need no sums, so both travel at once."""
+        if self.share.backward_groups is not None or not self.plan.is_training:
+            return frozenset()
+        return frozenset(group.first for group in self.groups if self._alone_fetches(group))
+
+    def _alone_fetches(self, group: Group) -> bool:
+        op = self.network.ops[group.first]
+        if group.first == self.first or op.tiling != "norm" or not self.adds_up(op):
+            return False
+        read = op.inputs[0]
+        is_alone = self.network.readers[read] == (group.first,) and read not in self.network.outputs
+        return (
+            is_alone
+            and read in group.fetches
+            and self.network.tensors[op.outputs[0]].differentiable
+            and all(self.computed[d].get(read, self.own(d, read)) == self.own(d, read) for d in self.devices)
+        )
+
+    @cached_property
     def interior_first(self) -> frozenset[int]:
         """Operators that start a group and are computed inside the tile before its boundary data has come."""
         return frozenset(op for op in group_ops(self.share.interior_first, self.network) if self._may_be_split(op))

@@ -17,7 +17,20 @@ from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.moves import Move, adjoint, moves
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, ByTiles, Codec, Plan
-from manyhands.schedule.actions import Action, Backward, Forward, Kind, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import (
+    Action,
+    Await,
+    Backward,
+    Forward,
+    Kind,
+    Loss,
+    Message,
+    Part,
+    Receive,
+    Reduce,
+    Send,
+    Step,
+)
 from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.reduction import completed_at
@@ -117,7 +130,7 @@ def _numbered(action: Action, micro_batch: int) -> Action:
         message = Message(own.kind, own.stage, micro_batch, own.parts, own.bytes)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
     is_sum = isinstance(action, Reduce) and action.what == "statistics"
-    if is_sum or isinstance(action, (Loss, Step)):
+    if is_sum or isinstance(action, (Loss, Step, Await)):
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action
 
@@ -303,7 +316,7 @@ class Lowering:
             return []
         return [i for i in range(first, last) if self.network.ops[i].statistics]
 
-    def _sum(self, geometry: StageGeometry, index: int, *, backward: bool = False) -> Reduce:
+    def _sum(self, geometry: StageGeometry, index: int, *, backward: bool = False, later: bool = False) -> Reduce:
         """Batch norm, forward: the count, and mean and variance per channel; backward: two sums per channel.
 
         Other operators of a tiled stage add up some numbers per sample, each way.
@@ -311,7 +324,7 @@ class Lowering:
         op = self.network.ops[index]
         count = 2 * op.statistics + (0 if backward else 1) if op.statistics else op.tile_sums * geometry.samples
         size = count * DTYPE_BYTES[self.network.tensors[op.inputs[0]].dtype]
-        return Reduce(geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward)
+        return Reduce(geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward, later)
 
     def _lower_forward(self, geometry: StageGeometry) -> None:
         stage = geometry.index
@@ -328,17 +341,21 @@ class Lowering:
                 out = self.work[device].forward_actions
                 out += [send for mail in leaving[group.first] for send in mail.sends(device)]
                 start = group.first
+                adds_up = self._statistics(geometry, group.first, group.last)
                 if isinstance(geometry, TileGeometry) and start in geometry.interior_first:
                     out.append(Forward(stage, 0, start, start + 1, "interior"))
                     out += [*halos[start].receives(device), Forward(stage, 0, start, start + 1, "rim")]
                     start += 1
+                elif start in adds_up:  # one wait for both: what is fetched travels beside the sums
+                    out += [self._sum(geometry, start), *halos[start].receives(device)]
+                    adds_up.remove(start)
                 else:
                     out += halos[start].receives(device)
                 if group.sums:
                     out += [Forward(stage, 0, start, group.last, "partial"), *sums.sends(device)]
                     out += [*sums.receives(device), Forward(stage, 0, start, group.last, "sum")]
                     continue
-                for op in self._statistics(geometry, group.first, group.last):
+                for op in adds_up:
                     if op > start:
                         out.append(Forward(stage, 0, start, op))
                     out.append(self._sum(geometry, op))
@@ -404,7 +421,7 @@ class Lowering:
         ]
         for is_last, ends in ((False, dict[int, Reduce]()), (True, buckets)):
             computed = [
-                self._backward_run(geometry, *span, ends, split=not leaving.is_empty) for span, _, leaving in between
+                self._backward_run(geometry, *span, ends, leaves=not leaving.is_empty) for span, _, leaving in between
             ]
             for device in geometry.devices:
                 work = self.work[device]
@@ -433,11 +450,12 @@ class Lowering:
         return runs, exchanges
 
     def _backward_run(
-        self, geometry: StageGeometry, first: int, last: int, ends: dict[int, Reduce], *, split: bool
+        self, geometry: StageGeometry, first: int, last: int, ends: dict[int, Reduce], *, leaves: bool
     ) -> tuple[list[Action], list[Action]]:
         """Backward over operators [first, last), stopping at statistics and at the ends of gradient buckets.
 
-        The second list is what nobody waits for: with `split`, the first operator's weight gradients.
+        The second list is what follows where something `leaves` after the first. Nobody waits for weight gradients:
+        those of tiles are computed while sums travel, or what leaves.
         """
         stage, high = geometry.index, last
         statistics = {
@@ -445,26 +463,41 @@ class Lowering:
             if self.network.tensors[self.network.ops[op].outputs[0]].differentiable
         }  # fmt: skip
         actions: list[Action] = []
+        waiting: list[Action] = []
+        """Weight gradients, and buckets that end with them."""
         for op in range(last - 1, first - 1, -1):
-            if op == first and split and self._may_split(geometry, op):
+            travels_next = leaves if op == first else any(below < op for below in statistics)
+            if travels_next and self._may_split(geometry, op):
                 if op + 1 < high:
                     actions.append(Backward(stage, 0, op + 1, high))
                 actions.append(Backward(stage, 0, op, op + 1, "inputs"))
-                later: list[Action] = [Backward(stage, 0, op, op + 1, "weights")]
-                return actions, [*later, ends[op]] if op in ends else later
+                waiting.append(Backward(stage, 0, op, op + 1, "weights"))
+                waiting += [ends[op]] if op in ends else []
+                high = op
+                continue
             if op in statistics:
                 if op + 1 < high:
                     actions.append(Backward(stage, 0, op + 1, high))
-                actions.append(self._sum(geometry, op, backward=True))
                 high = op + 1
+                rim_first = leaves and isinstance(geometry, TileGeometry) and op in geometry.rim_first
+                if not waiting and not rim_first:
+                    actions.append(self._sum(geometry, op, backward=True))
+                else:
+                    actions.append(self._sum(geometry, op, backward=True, later=True))
+                    follow = [*waiting, Await(stage, op, op + 1, 0, backward=True)]
+                    waiting = []
+                    if rim_first:
+                        actions.append(Backward(stage, 0, op, op + 1, "rim"))
+                        return actions, [*follow, Backward(stage, 0, op, op + 1), *([ends[op]] if op in ends else [])]
+                    actions += follow
             if op in ends:
-                actions += [Backward(stage, 0, op, high), ends[op]]
-                high = op
+                actions += [Backward(stage, 0, op, high), *waiting, ends[op]]
+                high, waiting = op, []
         if high > first:
             actions.append(Backward(stage, 0, first, high))
-        if isinstance(actions[-1], Reduce):
-            return actions[:-1], actions[-1:]
-        return actions, []
+        if actions and isinstance(actions[-1], Reduce):
+            return actions[:-1], [*waiting, actions[-1]]
+        return actions, waiting
 
     def _may_split(self, geometry: StageGeometry, index: int) -> bool:
         """Whether the weight gradients of an operator on maps are worth computing apart from those of its inputs."""

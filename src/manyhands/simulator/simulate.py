@@ -25,6 +25,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import (
     Action,
+    Await,
     Backward,
     Discard,
     Forward,
@@ -165,7 +166,7 @@ class _Run:
             action = device.held or self._next(device)
             if action is None:
                 return
-            if isinstance(action, (Reduce, Receive, Step)) and not self._can_go_on(device, action):
+            if isinstance(action, (Reduce, Await, Receive, Step)) and not self._can_go_on(device, action):
                 device.held = action
                 return
             device.held = None
@@ -189,7 +190,7 @@ class _Run:
             self._join(device, answer)
         return answer
 
-    def _can_go_on(self, device: _Device, action: Receive | Reduce | Step) -> bool:
+    def _can_go_on(self, device: _Device, action: Receive | Reduce | Await | Step) -> bool:
         """Whether an action has what it waits for; if not, the device is noted to be woken."""
         if isinstance(action, Receive):
             key = (action.source, action.message)
@@ -197,8 +198,9 @@ class _Run:
                 self.waiting[(device.name, key)].append(device.name)
                 return False
             device.mail[key] -= 1
-        elif isinstance(action, Reduce):
-            if action.what == "statistics" and action.key not in self.complete:
+        elif isinstance(action, (Reduce, Await)):
+            waits = isinstance(action, Await) or (action.what == "statistics" and not action.later)
+            if waits and action.key not in self.complete:
                 self.waiting[action.key].append(device.name)
                 return False
         else:
@@ -222,7 +224,7 @@ class _Run:
             if isinstance(action, Send):
                 self._send(device.name, action)
             seconds = 0.0  # of a loss too: it is small beside the network, and a profile does not know it
-            if device.copies and not isinstance(action, (Loss, Discard)):
+            if device.copies and not isinstance(action, (Loss, Discard, Await)):
                 seconds = self.costs.copy_seconds(device.name, action)
         device.result.busy_seconds += seconds
         if self.keep_spans and len(self.spans) < MOST_SPANS and (seconds or is_computing):
