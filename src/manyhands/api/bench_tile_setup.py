@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import Dataset
 
@@ -27,6 +28,7 @@ from manyhands.models.registry import ZOO, build, example_batch, example_target,
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Outcome, Run
+from manyhands.schedule.tiles import TileGeometry
 
 Figures = dict[str, float | int | str]
 Progress = Callable[[str], None]
@@ -82,10 +84,17 @@ class Subject:
     def single(self, device: str) -> Plan:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
 
-    def tiles(self, devices: Sequence[str], grid: Grid) -> Plan:
-        """Even tiles; boundary data is exchanged before every operator that reads beyond its tile."""
+    def tiles(self, devices: Sequence[str], grid: Grid, *, beside_sums: bool = False) -> Plan:
+        """Even tiles; boundary data is exchanged before every operator that reads beyond its tile, or together with the
+        sums of the batch norm before it."""
         share = ByTiles((1,) * grid[0], (1,) * grid[1])
-        return self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
+        plan = self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
+        if not beside_sums:
+            return plan
+        geometry = TileGeometry(plan, 0, self.graph.network)
+        starts = geometry.start_names(geometry.beside_sums(through_windows=True))
+        share = msgspec.structs.replace(share, forward_groups=starts)
+        return self.plan(msgspec.structs.replace(plan.stages[0], share=share))
 
     def in_turn(self, devices: Sequence[str]) -> Plan:
         """Layer partitioning: as many multiply-accumulates for each device as can be, one after another."""

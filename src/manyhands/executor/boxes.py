@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 
+import numpy
 import torch
 
+from manyhands.engine.mailbox import KNOWN_TO_NUMPY
 from manyhands.facts.boxes import Box
 
 
@@ -42,6 +44,14 @@ def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
     """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
     found = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
     return found if found.is_cpu else found.cpu()
+
+
+def packed_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor on the CPU, copied if need be, by this thread alone: torch would have others help it, which
+    then spin for a while on cores where devices compute."""
+    if tensor.is_contiguous() or not tensor.is_cpu or tensor.requires_grad or tensor.dtype not in KNOWN_TO_NUMPY:
+        return tensor.contiguous().cpu()
+    return torch.from_numpy(numpy.ascontiguousarray(tensor.numpy()))
 
 
 @cache

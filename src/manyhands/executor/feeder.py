@@ -11,7 +11,7 @@ import torch
 from manyhands.data.laying import Laying
 from manyhands.data.silo import Kept
 from manyhands.engine.endpoint import Endpoint
-from manyhands.executor.boxes import dtype_of, place_of
+from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.loss import target_names
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
 from manyhands.executor.shelf import SAMPLES, shelf_key
@@ -168,7 +168,7 @@ class Feeder:
             start = micro_batch * self.plan.micro_batch_size * spec.rows_per_sample
             low, high = box.intervals[spec.batch_axis]
             box = box.replace(spec.batch_axis, (start + low, start + high))
-        return tensor[place_of(box, hull)].contiguous()
+        return packed_alone(tensor[place_of(box, hull)])
 
     # Inference
 

@@ -188,6 +188,15 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two maps on the CPU lie in memory alike, without gaps: for calls that write where they are told without
+    a look at its format."""
+    if not one.is_cpu or not other.is_cpu:
+        return False
+    formats = (torch.contiguous_format, torch.channels_last)
+    return any(one.is_contiguous(memory_format=kind) and other.is_contiguous(memory_format=kind) for kind in formats)
+
+
 def format_of(tensor: Tensor) -> torch.memory_format | None:
     """In which order a map's memory lies, also of a part of one; None where both orders are the same."""
     if tensor.dim() != 4 or tensor.shape[1] == 1 or tensor.shape[2] * tensor.shape[3] == 1:

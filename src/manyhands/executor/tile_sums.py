@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from manyhands.executor.statistics import Moments, merged, own_moments
-from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, blank, is_dense, placed
+from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, are_alike, blank, is_dense, placed
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Weight
 from manyhands.graph.piece import Context
@@ -67,8 +67,11 @@ class SumsOperator(TileOperator):
         """`out` of the output, by the sums of all tiles."""
         raise AssertionError("an operator with sums must use them")
 
-    def own_backward_row(self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State) -> Tensor:
-        """Backward: this tile's sums over the box `over`, to send."""
+    def own_backward_row(
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+    ) -> Tensor:
+        """Backward: this tile's sums over the box `over`, to send. `beyond`: where the input is held in pieces, the
+        others of it."""
         raise AssertionError("an operator with sums must say which")
 
     def input_gradients(
@@ -129,7 +132,9 @@ class GlobalPool(SumsOperator):
         assert state.result is not None, f"{self.node.name} needs the sums of all tiles"
         return placed(state.result, into)
 
-    def own_backward_row(self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State) -> Tensor:
+    def own_backward_row(
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+    ) -> Tensor:
         return gradient.tensor.reshape(-1)
 
     def input_gradients(
@@ -252,6 +257,13 @@ class Normalisation(SumsOperator):
         if into is None:
             made = torch.batch_norm(features, weight, bias, mean, variance, False, 0.0, self.epsilon, False)
             return made.view(data.shape) if self.moments_of_samples else made
+        if not self.moments_of_samples and are_alike(data, into):
+            unused = data.new_empty(0), data.new_empty(0)
+            _aten.native_batch_norm.out(
+                data, weight, bias, mean, variance, False, 0.0, self.epsilon, out=into, save_mean=unused[0],
+                save_invstd=unused[1],
+            )  # fmt: skip
+            return into
         scale = (variance + self.epsilon).rsqrt_()
         scale = scale if weight is None else scale.mul_(weight)
         offset = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
@@ -259,11 +271,18 @@ class Normalisation(SumsOperator):
         return torch.addcmul(offset.view(leading), data, scale.view(leading), out=into)
 
     @unrecorded
-    def own_backward_row(self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State) -> Tensor:
+    def own_backward_row(
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+    ) -> Tensor:
         assert inputs[0] is not None
         assert state.moments is not None
-        state.own_sums = over, *self._sums(inputs[0], gradient, over, state.moments)
-        return self._row(*state.own_sums[1:])
+        inside = over.intersect(inputs[0].box) if beyond else over
+        of_weight, of_bias = self._sums(inputs[0], gradient, inside, state.moments)
+        for piece in beyond:
+            more = self._sums(piece, gradient, piece.box, state.moments)
+            of_weight, of_bias = of_weight + more[0], of_bias + more[1]
+        state.own_sums = over, of_weight, of_bias
+        return self._row(of_weight, of_bias)
 
     def _sums(self, data: Held, gradient: Held, over: Box, moments: Moments) -> tuple[Tensor, Tensor]:
         """For each feature, Σ dy·x̂ and Σ dy over a box."""

@@ -74,6 +74,8 @@ class TileWays:
         self._backward: dict[int, BackwardWay] = {}
         ops = range(geometry.first, geometry.last)
         self.differentiable = frozenset(index for index in ops if self._is_differentiable(index))
+        self.in_pieces = frozenset(self.network.ops[index].inputs[0] for index in geometry.rim_first)
+        """Maps of which others' places are held apart: a normalisation alone reads them, piece by piece."""
         self.kept: set[str] = set()
         """Values that the way back reads."""
         self.done_backward: dict[int, list[str]] = {}
@@ -154,8 +156,8 @@ class TileWays:
         found = self._collecting.get(tensor)
         if found is None:
             found = self.geometry.gradient_box(self.device, tensor)
-            if any(self.network.ops[index].inputs[0] == tensor for index in self.geometry.rim_first):
-                found = self.owned(tensor)  # others' parts have left
+            if tensor in self.in_pieces:
+                found = self.owned(tensor)  # what belongs to others has left
             self._collecting[tensor] = found
         return found
 

@@ -49,6 +49,8 @@ class TileFlight:
     """Operator -> what its forward pass noted for its backward pass."""
     waiting: dict[int, list[Held]] = field(default_factory=dict)
     """Operator whose weights' gradients are computed later -> what it reads: others may be done with it by then."""
+    beyond: dict[str, list[Held]] = field(default_factory=dict)
+    """Of maps that are held in pieces, those that others own."""
     rims: dict[str, list[Held]] = field(default_factory=dict)
     """Gradients that belong to others' tiles, where they are computed before those of this one."""
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -96,18 +98,23 @@ class TileRunner:
     # What is kept, where, and for how long
 
     def _channels_last(self, kernels: Mapping[str, Kernel]) -> set[str]:
-        """Maps that a convolution reads in channels_last."""
+        """Maps that a convolution reads in channels_last, or makes so, and what is made of them place by place."""
         found: set[str] = set()
         for index in self.operators:
             op = self.network.ops[index]
             kernel = kernels.get(op.name)
             if op.macs and kernel is not None and kernel.channels_last:
-                found.update(name for name in op.inputs if name in self.geometry.maps)
+                found.update(name for name in (*op.inputs, *op.outputs) if name in self.geometry.maps)
+            elif not op.macs and any(name in found for name in op.inputs):
+                found.update(name for name in op.outputs if name in self.geometry.maps)
         return found
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Box]]:
         """Of every map the box around all that is ever here, with room for the zeros that convolutions pad with."""
         for name in self.geometry.maps:
+            if name in self.ways.in_pieces:
+                yield name, self.ways.owned(name)
+                continue
             box = self.geometry.buffer(self.device, name)
             for index in self.network.readers.get(name, ()):
                 out = self.ways.out_box(index) if index in self.operators else None
@@ -155,6 +162,7 @@ class TileRunner:
 
     def features(self) -> list[torch.Tensor]:
         held = [one for flight in self.flights.values() for one in flight.values.values()]
+        held += [one for flight in self.flights.values() for pieces in flight.beyond.values() for one in pieces]
         held += [one for flight in self.flights.values() for kept in flight.waiting.values() for one in kept]
         held += [one for flight in self.flights.values() for note in flight.notes.values() for one in note.values()]
         return [one.tensor for one in held]
@@ -177,6 +185,7 @@ class TileRunner:
                 self._compute_whole(flight, index, context)
             for name in self.ways.done_forward.get(index, ()):
                 flight.values.pop(name, None)
+                flight.beyond.pop(name, None)
 
     def _compute_whole(self, flight: TileFlight, index: int, context: Context) -> None:
         piece = self.pieces[index]
@@ -199,6 +208,11 @@ class TileRunner:
         self.elements += way.elements
         if way.notes and context.training:
             options["notes"] = flight.notes.setdefault(index, {})
+        if pieces := flight.beyond.get(way.inputs[0]):
+            held = flight.values[name] = self._room(name, out)
+            for piece in (inputs[0], *pieces):
+                operator.forward([piece], piece.box, context, into=held.view(piece.box), **options)
+            return
         if self._buffers[name] == out:
             options["may_overwrite"] = way.is_last_reader
             flight.values[name] = Held(out, operator.forward(inputs, out, context, **options))
@@ -244,7 +258,8 @@ class TileRunner:
             return operator.own_row(self._inputs(flight, names), self.ways.owned(names[0]))
         way = self.ways.backward(index)
         gradient = flight.gradients.get(way.name) or self._zeros(way.name)
-        return operator.own_backward_row(self._inputs(flight, way.inputs), gradient, way.over, flight.states[index])
+        inputs, beyond = self._inputs(flight, way.inputs), flight.beyond.get(way.inputs[0], ())
+        return operator.own_backward_row(inputs, gradient, way.over, flight.states[index], beyond)
 
     @unrecorded
     def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
@@ -280,6 +295,7 @@ class TileRunner:
                 flight.notes.pop(index, None)
                 for name in self.ways.done_backward.get(index, ()):
                     flight.values.pop(name, None)
+                    flight.beyond.pop(name, None)
 
     def _differentiate_rims(self, flight: TileFlight, index: int) -> None:
         """Of a normalisation's input, what belongs to others: no sums are in it."""
@@ -387,6 +403,9 @@ class TileRunner:
     @unrecorded
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         flight = self.flight(micro_batch)
+        if tensor in self.ways.in_pieces:
+            flight.beyond.setdefault(tensor, []).append(Held(box, data))
+            return
         if tensor not in flight.values:
             if box == self._buffer(tensor):
                 flight.values[tensor] = Held(box, data)

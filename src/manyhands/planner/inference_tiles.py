@@ -265,7 +265,7 @@ def _cheapest(task: Task, plan: Plan, prices: TilePrices) -> list[tuple[int, tup
     found = []
     for depth in _depths(task):
         seconds, groups = until(layers[depth - 1].last)
-        found.append((seconds + _tail_seconds(task, plan, depth), depth, tuple(map(prices.name, groups))))
+        found.append((seconds + _tail_seconds(task, plan, depth), depth, prices.geometry.start_names(groups)))
     return [(depth, groups) for _, depth, groups in sorted(found, key=lambda one: one[0])]
 
 

@@ -115,19 +115,10 @@ class TilePrices:
         self._line = {-2: places // columns, -1: places % columns}
         """Axis -> the row, or column, of the grid that each device is in."""
 
-    @cached_property
+    @property
     def starts(self) -> tuple[int, ...]:
-        """Operators before which it can make sense to exchange."""
-        inside = range(self.geometry.first + 1, self.geometry.last)
-        return (
-            self.geometry.first,
-            *(op for op in inside if self.geometry.reads_beyond(self.network.ops[op])),
-        )
-
-    def name(self, op: int) -> LayerName:
-        """An operator as a plan names it: by its layer's number where that starts there."""
-        layer = self.network.layer_of_op[op]
-        return layer if self.network.layers[layer].first == op else self.network.ops[op].name
+        """Operators before which groups are tried to start; beside those, normalisations (`beside_sums`)."""
+        return self.geometry.places_to_exchange
 
     # What devices and links take
 
@@ -351,8 +342,8 @@ class TilePrices:
             found = [self.backward(a, b) for a, b in pairwise((*(self.starts[i] for i in backward), last))]
             seconds += sum(one for one, _ in found)
             fetched = sum(one for _, one in found)
-        names = None if forward is None else tuple(self.name(op) for op in ahead)
-        back = None if backward is None else tuple(self.name(self.starts[i]) for i in backward)
+        names = None if forward is None else self.geometry.start_names(ahead)
+        back = None if backward is None else self.geometry.start_names(self.starts[i] for i in backward)
         return Groups(name, names, back, seconds, fetched)
 
     def interior_first(self) -> tuple[LayerName, ...]:
@@ -376,15 +367,29 @@ class TilePrices:
                 ahead = self._seconds[0][group.first - self.geometry.first, place] * parts[place]
                 gains.append(min(ahead, size * byte_seconds + exchange_seconds) - SPLIT_COST * ahead)
             if min(gains) > 0:
-                found.append(self.name(group.first))
-        return tuple(found)
+                found.append(group.first)
+        return self.geometry.start_names(found)
 
     def every_layer(self) -> Groups:
         """Boundary data exchanged before every operator that reads beyond its own tile; backward is the adjoint."""
         return self._price("every layer", None, None)
 
+    def beside_sums(self) -> list[Groups]:
+        """Boundary data exchanged together with the sums of normalisations, where there are any to travel beside; not
+        through pools, after which there is less of it, and through them. Fewer waits; more bytes and computing."""
+        found: list[Groups] = []
+        known = [self.starts]
+        for name, through in (("beside sums", False), ("beside sums, through pools", True)):
+            starts = self.geometry.beside_sums(through_windows=through)
+            if starts not in known:
+                known.append(starts)
+                pairs = pairwise((*starts, self.geometry.last))
+                seconds = sum(self.forward(a, b, both_ways=True) for a, b in pairs)
+                found.append(Groups(name, self.geometry.start_names(starts), None, seconds))
+        return found
+
     def groupings(self) -> list[Groups]:
-        """The corner cases and the optima, as the model prices them."""
+        """The corner cases, those beside sums, and the optima, as the model prices them."""
         bounds = (*self.starts, self.geometry.last)
         count = len(self.starts)
 
@@ -399,7 +404,7 @@ class TilePrices:
 
         longest = max(LEAST_LONGEST, MOST_PRICES // (count * len(self.devices)))
         every = list(range(count))
-        found = [self.every_layer(), self._price("one group", [0], None)]
+        found = [self.every_layer(), self._price("one group", [0], None), *self.beside_sums()]
         found.append(self._price("every layer, deltas", None, every))
         found.append(self._price("one group each way", [0], [0]))
         best = list(cheapest_groups(count, both, longest))

@@ -16,6 +16,7 @@ Backward there are two ways:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -25,7 +26,7 @@ from manyhands.facts.boxes import Box, Layout, first_come, without
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move, moves
 from manyhands.facts.network import Network, Op
-from manyhands.facts.plan import ByTiles, Plan
+from manyhands.facts.plan import ByTiles, LayerName, Plan
 from manyhands.facts.plan_check import group_ops
 from manyhands.facts.reads import Window
 from manyhands.schedule.geometry import Group, StageGeometry
@@ -157,8 +158,43 @@ class TileGeometry(StageGeometry):
     def group_starts(self) -> tuple[int, ...]:
         if self.share.forward_groups is not None:
             return group_ops(self.share.forward_groups, self.network)
+        return self.places_to_exchange
+
+    @cached_property
+    def places_to_exchange(self) -> tuple[int, ...]:
+        """The stage's first operator, and every one that reads beyond its own tile."""
         inside = range(self.first + 1, self.last)
         return (self.first, *(op for op in inside if self.reads_beyond(self.network.ops[op])))
+
+    def beside_sums(self, *, through_windows: bool) -> tuple[int, ...]:
+        """Where to exchange so that boundary data travels beside the sums of normalisations, in place of after them:
+        before the normalisation that an operator's input comes from, where nothing else reads what lies between.
+
+        What is exchanged there is not pooled yet: `through_windows` says whether to go back through pools, too.
+        """
+        found = {self.first}
+        for start in self.places_to_exchange[1:]:
+            found.add(self._norm_before(start, through_windows) or start)
+        return tuple(sorted(found))
+
+    def _norm_before(self, start: int, through_windows: bool) -> int | None:
+        index = start
+        while True:
+            names = [name for name in self.network.ops[index].inputs if name in self.maps]
+            made = self.network.producer.get(names[0]) if len(names) == 1 else None
+            if made is None or made <= self.first or self.network.readers[names[0]] != (index,):
+                return None
+            op = self.network.ops[made]
+            if op.tiling == "norm" and self.adds_up(op):
+                return made
+            if op.macs or op.tiling != "local" or (self.reads_beyond(op) and not through_windows):
+                return None
+            index = made
+
+    def start_names(self, starts: Iterable[int]) -> tuple[LayerName, ...]:
+        """Operators as a plan names them: by the layer's number where that starts there."""
+        layers, of_op = self.network.layers, self.network.layer_of_op
+        return tuple(of_op[op] if layers[of_op[op]].first == op else self.network.ops[op].name for op in starts)
 
     def _is_made_by_all(self, op: Op) -> bool:
         """What is replicated, and what takes part in sums over the map."""
