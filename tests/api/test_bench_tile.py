@@ -11,7 +11,7 @@ import pytest
 from manyhands.api.bench_tile import bench_speed, bench_tile
 from manyhands.api.bench_tile_groups import bench_bytes, bench_groups, gains
 from manyhands.api.bench_tile_memory import PARTS, bare_import_bytes, bench_memory, resident_peaks
-from manyhands.api.bench_tile_setup import Subject, square_grid, usable, workers
+from manyhands.api.bench_tile_setup import Subject, Way, square_grid, usable, workers
 from manyhands.api.bench_tile_studies import Pis, draw_studies
 from manyhands.api.session import Session
 from manyhands.facts.errors import BadValue
@@ -57,7 +57,7 @@ def test_more_workers_than_cores_are_refused() -> None:
 
 
 def test_bytes_are_the_plans(subject: Subject, session: Session) -> None:
-    figures = bench_bytes(subject, session, (2, 1), quiet)
+    figures = bench_bytes(subject, session, [Way((2, 1)), Way((2, 1), beside_sums=True)], quiet)
     assert figures["bytes_match"] == 1
     assert figures["bytes_per_step"] == figures["bytes_per_step_planned"]
     weights = [w for w in subject.graph.network.weights.values() if w.trainable]
@@ -72,7 +72,8 @@ def test_bytes_are_the_plans(subject: Subject, session: Session) -> None:
 def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
     figures = bench_speed(subject, session, 1, 1, quiet)
     assert figures["efficiency_vs_limit_2"] == figures["speedup_2"] / figures["limit_2"]  # type: ignore[operator]
-    assert figures["speedup_2"] in (figures["speedup_2_grid_2x1"], figures["speedup_2_grid_1x2"])
+    ways = [f"speedup_2_grid_{grid}{where}" for grid in ("2x1", "1x2") for where in ("", "_beside_sums")]
+    assert figures["speedup_2"] in [figures[way] for way in ways]
     assert min(float(value) for value in figures.values() if not isinstance(value, str)) > 0
 
 

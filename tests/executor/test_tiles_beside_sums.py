@@ -15,11 +15,18 @@ from tiled_networks import networks, same
 from torch import nn
 
 from groups import slow_if
+from hand_made import cluster as cluster_of
+from manyhands.api.public import simulate
 from manyhands.executor.boxes import packed_alone
+from manyhands.facts.cluster import Link
+from manyhands.facts.errors import BadSchedule
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.profile import Kernel
+from manyhands.facts.profile import Kernel, estimate_cluster
+from manyhands.planner.tiles import TilePrices, with_groups
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, parse_action
+from manyhands.schedule.checker import check, check_progress
+from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
 
 
@@ -158,6 +165,49 @@ def test_any_network(data: st.DataObject) -> None:
     for through in (True, False):
         plan, _ = beside(case, data.draw(st.sampled_from(list(WAYS.values()))), through_windows=through)
         case.check(plan)
+
+
+def simulated(plan: Plan, case: Case, link: Link) -> float:
+    machines = cluster_of(plan.devices, link)
+    return simulate(plan, case.network, machines).seconds
+
+
+def test_long_delays_are_waited_for_less_often() -> None:
+    """Each way once where it was twice, and backward behind the weights' gradients; where bytes count, pools first."""
+    case = small_case(chain, (2, 16, 12))
+    every = resolve(case.plan(case.tiled(ByTiles((1, 1)))), case.network)
+    (near, _), (through, _) = (beside(case, ByTiles((1, 1)), through_windows=value) for value in (False, True))
+    delayed, narrow = Link(1e12, 0.1), Link(1e3, 0.0)
+    waits = [simulated(plan, case, delayed) / 0.1 for plan in (every, near, through)]
+    assert waits[0] - waits[1] > 1.9
+    assert waits[1] - waits[2] > 0.9
+    assert simulated(every, case, narrow) < simulated(through, case, narrow)
+
+
+def test_the_planner_prices_both() -> None:
+    case = small_case(chain, (2, 16, 12))
+    every = resolve(case.plan(case.tiled(ByTiles((1, 1)))), case.network)
+    machines = cluster_of(every.devices, Link(1e6, 1e-3))
+    priced = TilePrices(every, 0, case.network, machines, estimate_cluster(case.network, machines))
+    found = {groups.name: groups for groups in priced.groupings()}
+    for name, through in (("beside sums", False), ("beside sums, through pools", True)):
+        plan, _ = beside(case, ByTiles((1, 1)), through_windows=through)
+        assert with_groups(every, 0, found[name]) == plan
+        assert found[name].seconds > 0
+    with_less = {name: groups.seconds for name, groups in found.items() if "beside" in name}
+    assert min(with_less, key=with_less.__getitem__) == "beside sums"  # not pooled yet, it is four times as much
+
+
+def test_waiting_for_what_was_not_given() -> None:
+    case = small_case(chain, (2, 16, 12))
+    schedule = Schedule(beside(case, ByTiles((1, 1)))[0], case.network)
+    check(schedule)
+    own = schedule.actions["t1"]
+    turned = tuple(action for action in own if not (isinstance(action, Reduce) and action.later))
+    with pytest.raises(BadSchedule, match="is joined by"):
+        check(schedule, actions={**schedule.actions, "t1": turned})
+    with pytest.raises(BadSchedule, match=r"t1 is to 'await s0 m0b \d+:\d+', and has not given its own part"):
+        check_progress({**schedule.actions, "t1": turned})
 
 
 def test_starts_are_in_order_and_begin_with_the_stage() -> None:

@@ -23,12 +23,11 @@ from manyhands.api.bench_tile_setup import (
     SHAPE,
     WARM_UP_STEPS,
     Figures,
-    Grid,
     Parts,
     Progress,
     Subject,
+    Way,
     chosen_kernels,
-    grid_text,
     kernels_text,
     square_grid,
     usable,
@@ -49,21 +48,21 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     """One device, bare parts and tiles in turns; PyTorch's default and the paper's other two plans beside them."""
     names = session.cluster.names
     count = len(names)
-    grids = _grids(count)
+    ways = _ways(count)
     single = subject.single(names[0])
     in_turn = subject.in_turn(names)
     with contextlib.ExitStack() as stack:
-        parts = stack.enter_context(Parts.of(subject, grids[0]))
+        parts = stack.enter_context(Parts.of(subject, ways[0].grid))
         rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
         stack.callback(rival.close)
         pin_process(rival.processes[0].pid, usable()[0])
         rival.run(1)
-        say("speed, trying grids")
+        say("speed, trying grids and where to exchange")
         trials = [
-            {grid: subject.step_seconds(session, subject.tiles(names, grid), steps) for grid in grids}
+            {way: subject.step_seconds(session, subject.tiles(names, way), steps) for way in ways}
             for _ in range(TUNING)
         ]
-        tried = {grid: statistics.median(one[grid] for one in trials) for grid in grids}
+        tried = {way: statistics.median(one[way] for one in trials) for way in ways}
         rounds: list[dict[str, float]] = []
         for block in range(blocks):
             say(f"speed, block {block + 1} of {blocks}")
@@ -73,12 +72,12 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
                 "torch": lambda: statistics.median(rival.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
                 "partition": lambda: subject.step_seconds(session, in_turn, steps),
             } | {
-                grid_text(grid): lambda grid=grid: subject.step_seconds(session, subject.tiles(names, grid), steps)
-                for grid in grids
+                str(way): lambda way=way: subject.step_seconds(session, subject.tiles(names, way), steps)
+                for way in ways
             }  # fmt: skip
             rounds.append({name: measured() for name, measured in sides.items()})
-    best = min(grids, key=tried.__getitem__)  # chosen before, not by the rounds that count
-    tiles = grid_text(best)
+    best = min(ways, key=tried.__getitem__)  # chosen before, not by the rounds that count
+    tiles = str(best)
 
     def ratio(above: str, below: str) -> float:
         return statistics.median(one[above] / one[below] for one in rounds)
@@ -88,7 +87,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         f"limit_{count}": limit,
         f"speedup_{count}": speedup,
         f"efficiency_vs_limit_{count}": speedup / limit,
-        **{f"speedup_{count}_grid_{grid_text(grid)}": ratio("one", grid_text(grid)) for grid in grids},
+        **{f"speedup_{count}_grid_{way}": ratio("one", str(way)) for way in ways},
         "one_device_step_seconds": statistics.median(one["one"] for one in rounds),
         "parts_step_seconds": statistics.median(one["parts"] for one in rounds),
         "tiles_step_seconds": statistics.median(one[tiles] for one in rounds),
@@ -96,9 +95,9 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         f"speedup_{count}_vs_torch_default": ratio("torch", tiles),
         "batch1_vs_data_parallel": ratio("one", tiles),
         "batch1_vs_layer_partition": ratio("partition", tiles),
-        "speed_setting": f"{subject}, {count} workers of 1 thread, each pinned to a core; tiles {tiles} (the faster of "
-        f"{', '.join(map(grid_text, grids))}), exchanged before every operator that reads beyond its tile, backward "
-        "the adjoint of that; SGD without momentum",
+        "speed_setting": f"{subject}, {count} workers of 1 thread, each pinned to a core; tiles {tiles}, fastest of "
+        f"{', '.join(map(str, ways))}: exchanged before every operator that reads beyond its tile, or beside the sums "
+        "of the batch norm before that, backward the adjoint; SGD without momentum",
         "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
         "on a core of its own, at once, with nothing exchanged: the slowest of them",
         "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD without momentum",
@@ -106,14 +105,15 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),
         "speed_blocks": f"{blocks} blocks of {steps} steps after {WARM_UP_STEPS} that does not count; "
         + "; ".join(f"{name} {_listed([one[name] for one in rounds])} s" for name in rounds[0])
-        + f"; tried before: {', '.join(f'{grid_text(grid)} {seconds:.4g} s' for grid, seconds in tried.items())}",
+        + f"; tried before: {', '.join(f'{way} {seconds:.4g} s' for way, seconds in tried.items())}",
     }
 
 
-def _grids(count: int) -> list[Grid]:
-    """The grids that are tried: as square as can be, either way round."""
+def _ways(count: int) -> list[Way]:
+    """What is tried: grids as square as can be, either way round, and both places to exchange."""
     rows, columns = square_grid(count)
-    return list(dict.fromkeys([(rows, columns), (columns, rows)]))
+    grids = dict.fromkeys([(rows, columns), (columns, rows)])
+    return [Way(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
 
 
 def _listed(numbers: list[float]) -> str:
@@ -144,7 +144,7 @@ def bench_tile(
     }  # fmt: skip
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (7, 5)), say)
-        figures |= bench_bytes(subject, session, square_grid(count), say)
+        figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
         figures |= bench_groups(subject, session, square_grid(count), *((1, 1) if quick else (5, 3)), say)
     figures |= bench_memory(subject, quick, say)
     figures |= bench_resident(subject, *((1, 2) if quick else (5, 3)), say)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import msgspec
 
-from manyhands.api.bench_tile_setup import WARM_UP_STEPS, Figures, Grid, Progress, Subject, grid_text
+from manyhands.api.bench_tile_setup import WARM_UP_STEPS, Figures, Grid, Progress, Subject, Way, grid_text
 from manyhands.api.session import Session
 from manyhands.executor.log import MeasuredSpan
 from manyhands.executor.messages import COORDINATOR, feed_parts, plan_bytes
@@ -30,33 +30,40 @@ from manyhands.simulator.simulate import simulate
 SLOW = Link(2e6 / 8, 0.3e-3)
 """2 Mbit/s, and a delay as of a switch and two network stacks."""
 PROFILE_SECONDS = 10.0
+BYTES_STEPS = 2
 
 
 # Bytes
 
 
-def bench_bytes(subject: Subject, session: Session, grid: Grid, say: Progress) -> Figures:
-    """Bytes of every pair in a run's logs against those that the plan says, and what they carry (Fig. 5.2c)."""
+def bench_bytes(subject: Subject, session: Session, ways: Sequence[Way], say: Progress) -> Figures:
+    """Bytes of every pair in a run's logs against those that the plan says, and what they carry (Fig. 5.2c); the first
+    way's, and whether those of all match."""
     say("bytes sent")
-    plan = subject.tiles(session.cluster.names, grid)
-    steps = 2
-    logs = subject.run(session, plan, steps).logs
-    schedule = Schedule(plan, subject.graph.network)
-    planned = plan_bytes(dict(schedule.actions), subject.graph.network)
-    sent = {
-        (name, other): count
-        for name, log in logs.items()
-        for other, count in log.sent_bytes.items()
-        if other != COORDINATOR
-    }
-    kinds = step_bytes(subject, schedule)
-    return {
-        "bytes_match": int(sent == {pair: count * steps for pair, count in planned.items()}),
-        "bytes_per_step": sum(sent.values()) / steps,
-        "bytes_per_step_planned": sum(planned.values()),
-        **{f"bytes_{kind}": count for kind, count in kinds.items()},
-        "bytes_setting": f"{subject}, {grid_text(grid)} tiles, {steps} steps: every pair's bytes by the workers' logs "
-        "against the plan's; input_output includes what the coordinator feeds, which is no exchange between tiles",
+    found: list[Figures] = []
+    for way in ways:
+        plan = subject.tiles(session.cluster.names, way)
+        logs = subject.run(session, plan, BYTES_STEPS).logs
+        schedule = Schedule(plan, subject.graph.network)
+        planned = plan_bytes(dict(schedule.actions), subject.graph.network)
+        sent = {
+            (name, other): count
+            for name, log in logs.items()
+            for other, count in log.sent_bytes.items()
+            if other != COORDINATOR
+        }
+        found.append({
+            "bytes_match": int(sent == {pair: count * BYTES_STEPS for pair, count in planned.items()}),
+            "bytes_per_step": sum(sent.values()) / BYTES_STEPS,
+            "bytes_per_step_planned": sum(planned.values()),
+            **{f"bytes_{kind}": count for kind, count in step_bytes(subject, schedule).items()},
+        })  # fmt: skip
+    return found[0] | {
+        "bytes_match": int(all(one["bytes_match"] for one in found)),
+        **{f"bytes_boundary_{way}": one["bytes_boundary"] for way, one in zip(ways, found)},
+        "bytes_setting": f"{subject}, tiles {', '.join(map(str, ways))}, {BYTES_STEPS} steps: every pair's bytes by "
+        "the workers' logs against the plan's; input_output includes what the coordinator feeds, which is no exchange "
+        "between tiles",
     }
 
 
@@ -178,7 +185,7 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
 def bench_groups(subject: Subject, session: Session, grid: Grid, blocks: int, steps: int, say: Progress) -> Figures:
     """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
-    network, plan = subject.graph.network, subject.tiles(session.cluster.names, grid)
+    network, plan = subject.graph.network, subject.tiles(session.cluster.names, Way(grid))
     profile = measured_profile(subject, session)
     probed = probe_links(session.coordinator, session.cluster.names).values()
     rate, delay = (

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands.api.bench_tile_setup import Figures, Grid, Progress, Subject, grid_text, workers
+from manyhands.api.bench_tile_setup import Figures, Grid, Progress, Subject, Way, grid_text, workers
 from manyhands.api.session import Session
 from manyhands.executor.log import DeviceLog
 from manyhands.facts.plan import Plan
@@ -29,7 +29,11 @@ def bench_memory(subject: Subject, quick: bool, say: Progress) -> Figures:
     found: dict[int, DeviceLog] = {}
     with workers(count) as session:
         names = session.cluster.names
-        plans = {1: subject.single(names[0]), 2: subject.tiles(names[:2], TWO), count: subject.tiles(names, many)}
+        plans = {
+            1: subject.single(names[0]),
+            2: subject.tiles(names[:2], Way(TWO)),
+            count: subject.tiles(names, Way(many)),
+        }
         for tiles, plan in plans.items():
             say(f"memory of {tiles} tile(s)")
             found[tiles] = _fullest(subject.run(session, plan, 2, memory=True).logs)
@@ -68,7 +72,7 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
             with workers(count, apart=True) as session:  # a process that has done nothing before
                 names = session.cluster.names
                 idle.append(max(_resident(session, "VmRSS").values()))
-                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, TWO)
+                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, Way(TWO))
                 found[name].append(max(resident_peaks(subject, session, plan, steps).values()))
     one, tile = (statistics.median(found[name]) for name in ("one", "tile"))
     return {

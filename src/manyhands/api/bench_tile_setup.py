@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,6 +34,18 @@ Figures = dict[str, float | int | str]
 Progress = Callable[[str], None]
 Grid = tuple[int, int]
 """Rows and columns of tiles."""
+
+
+class Way(NamedTuple):
+    """How an image is cut, and where boundary data is exchanged."""
+
+    grid: Grid
+    beside_sums: bool = False
+    """Together with the sums of the batch norm before an operator that reads beyond its tile; else right before it."""
+
+    def __str__(self) -> str:
+        return grid_text(self.grid) + ("_beside_sums" if self.beside_sums else "")
+
 
 MODEL = "yolov2-16"
 SHAPE = (3, 608, 608)
@@ -84,12 +96,12 @@ class Subject:
     def single(self, device: str) -> Plan:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
 
-    def tiles(self, devices: Sequence[str], grid: Grid, *, beside_sums: bool = False) -> Plan:
-        """Even tiles; boundary data is exchanged before every operator that reads beyond its tile, or together with the
-        sums of the batch norm before it."""
+    def tiles(self, devices: Sequence[str], way: Way) -> Plan:
+        """Even tiles."""
+        grid = way.grid
         share = ByTiles((1,) * grid[0], (1,) * grid[1])
         plan = self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
-        if not beside_sums:
+        if not way.beside_sums:
             return plan
         geometry = TileGeometry(plan, 0, self.graph.network)
         starts = geometry.start_names(geometry.beside_sums(through_windows=True))

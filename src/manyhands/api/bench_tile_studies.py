@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.api.bench_tile_groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
-from manyhands.api.bench_tile_setup import Figures, Progress, Subject, square_grid
+from manyhands.api.bench_tile_setup import Figures, Progress, Subject, Way, square_grid
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.lab import slot_names, with_slots
 from manyhands.facts.network import Network
@@ -71,7 +71,11 @@ class Pis:
     def plan(self) -> Plan:
         """As square a grid as can be; on one worker, everything."""
         names = self.cluster.names
-        return self.subject.single(names[0]) if len(names) == 1 else self.subject.tiles(names, square_grid(len(names)))
+        return (
+            self.subject.single(names[0])
+            if len(names) == 1
+            else self.subject.tiles(names, Way(square_grid(len(names))))
+        )
 
     def priced(self, batch_size: int = 1, link: Link | None = None) -> Priced:
         cluster = linked(self.cluster, link) if link is not None else self.cluster
