@@ -97,7 +97,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         "batch1_vs_layer_partition": ratio("partition", tiles),
         "speed_setting": f"{subject}, {count} workers of 1 thread, each pinned to a core; tiles {tiles}, fastest of "
         f"{', '.join(map(str, ways))}: exchanged before every operator that reads beyond its tile, or beside the sums "
-        "of the batch norm before that, backward the adjoint; SGD without momentum",
+        "of the batch norm before that, backward the adjoint; SGD without momentum; all have the sample at hand",
         "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
         "on a core of its own, at once, with nothing exchanged: the slowest of them",
         "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD without momentum",

@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 from manyhands.api.evaluation import captured
 from manyhands.api.session import Session, open_session
+from manyhands.api.tuning import same_batches
+from manyhands.data.laying import Laying
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles, Plan, Stage
@@ -76,6 +78,7 @@ class Subject:
     shape: tuple[int, ...]
     graph: Graph
     data: SameBatch
+    laying: Laying
     kernels: Mapping[str, Kernel]
 
     @classmethod
@@ -83,7 +86,9 @@ class Subject:
         data = SameBatch(shape)
         torch.manual_seed(0)
         module, loss = build(MODEL), loss_function(ZOO[MODEL].loss)
-        return cls(shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, kernels or {})
+        return cls(
+            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Laying.of(data), kernels or {}
+        )
 
     def __str__(self) -> str:
         return f"{MODEL} {'x'.join(map(str, self.shape))} batch 1"
@@ -117,19 +122,24 @@ class Subject:
 
     # Runs
 
-    def run(self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False) -> Outcome:
-        """`steps` steps; with `memory` the last of them counts tensor bytes."""
+    def run(
+        self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False, laid: bool = False
+    ) -> Outcome:
+        """`steps` steps; with `memory` the last of them counts tensor bytes. `laid`: the sample is at hand before the
+        first."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
             kernels=dict.fromkeys(plan.devices, self.kernels),
             trace_steps=range(WARM_UP_STEPS, steps) if trace else range(0), memory_step=steps - 1 if memory else -1,
+            laying=self.laying if laid else None,
         )  # fmt: skip
         run = Run(session.coordinator, order)
         run.prepare()
-        return run.run((step, self.data.inputs, self.data.targets) for step in range(steps))
+        return run.run(same_batches(self.laying, steps, is_laid=laid))
 
     def step_seconds(self, session: Session, plan: Plan, steps: int) -> float:
-        return steady(self.run(session, plan, steps + WARM_UP_STEPS).step_seconds)
+        """PyTorch's process has the sample at hand, so do our workers: whoever feeds them would take their cores."""
+        return steady(self.run(session, plan, steps + WARM_UP_STEPS, laid=True).step_seconds)
 
 
 def _at_part(work: Sequence[int], part: float) -> int:
