@@ -20,9 +20,19 @@ Steps = tuple[tuple[int, int, int], ...]
 """How a box is cut out of a tensor: along which axis, from where, how much."""
 
 
-@lru_cache(maxsize=16384)
+_MOST_KEPT = 16384
+"""Answers about boxes: the same are asked for in every step."""
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def holds(hull: Box, box: Box) -> bool:
+    """Whether a tensor that holds `hull` holds all of `box`."""
+    return hull.contains(box)
+
+
+@lru_cache(maxsize=_MOST_KEPT)
 def steps_to(box: Box, hull: Box) -> Steps:
-    """From a tensor that holds `hull`. Asked for the same boxes in every step, so the answers are kept."""
+    """From a tensor that holds `hull`."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
     if box.is_empty:  # wherever it lies
         return tuple((axis, 0, length) for axis, length in enumerate(box.shape) if length < hull.shape[axis])

@@ -374,7 +374,7 @@ class Executor:
         return part.cut_from(self.setting.silo.take(part.name, rows))
 
     def _context(self, stage: int, micro_batch: int) -> Context:
-        step = self._step_of(micro_batch)
+        step = self.step if self._steps_per_round == 1 else self._step_of(micro_batch)
         known = self._contexts.get((stage, micro_batch))
         if known is None or known.step != step:
             first, last = self.samples[stage]

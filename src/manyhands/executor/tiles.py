@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manyhands.executor.boxes import cut_out, dtype_of, place_of
+from manyhands.executor.boxes import cut_out, dtype_of, holds, place_of
 from manyhands.executor.tile_base import formatted_like, memory_of
 from manyhands.executor.tile_operators import (
     Held,
@@ -28,7 +28,6 @@ from manyhands.facts.boxes import Box, without
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce
 from manyhands.schedule.tiles import TileGeometry
@@ -60,7 +59,7 @@ class TileFlight:
 
 
 class TileRunner:
-    """Runs the actions of one device in a tiled stage."""
+    """Runs the actions of one device in a tiled stage, in rounds that autograd does not record."""
 
     def __init__(
         self,
@@ -170,7 +169,6 @@ class TileRunner:
     def deltas(self) -> list[torch.Tensor]:
         return [held.tensor for flight in self.flights.values() for held in flight.gradients.values()]
 
-    @unrecorded
     def forward(self, action: Forward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
         if action.part == "interior":
@@ -247,7 +245,6 @@ class TileRunner:
 
     # Sums over the whole map
 
-    @unrecorded
     def own_row(self, reduce: Reduce, context: Context) -> torch.Tensor:
         """This tile's part of the sums at an operator."""
         flight, index = self.flight(reduce.micro_batch), reduce.first
@@ -261,7 +258,6 @@ class TileRunner:
         inputs, beyond = self._inputs(flight, way.inputs), flight.beyond.get(way.inputs[0], ())
         return operator.own_backward_row(inputs, gradient, way.over, flight.states[index], beyond)
 
-    @unrecorded
     def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
         flight, index = self.flight(reduce.micro_batch), reduce.first
         operator = self.operators[index]
@@ -273,7 +269,6 @@ class TileRunner:
 
     # Backward
 
-    @unrecorded
     def backward(self, action: Backward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
         if action.part == "rim":
@@ -379,7 +374,7 @@ class TileRunner:
         box, known = self.ways.collected_box(tensor), flight.gradients.get(tensor)
         if box.is_empty:
             return
-        if known is None and part.box.contains(box) and within == box:
+        if known is None and within == box and holds(part.box, box):
             flight.gradients[tensor] = part
             flight.fresh |= {tensor} if fresh else set()
             return
@@ -400,7 +395,6 @@ class TileRunner:
         held = self.flight(micro_batch).values[tensor]
         return cut_out(held.tensor, held.box, box)
 
-    @unrecorded
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         flight = self.flight(micro_batch)
         if tensor in self.ways.in_pieces:
@@ -417,14 +411,13 @@ class TileRunner:
         """A box of a tensor's gradient, to be sent; zeros where none flowed back."""
         flight = self.flight(micro_batch)
         for rim in flight.rims.get(tensor, ()):
-            if rim.box.contains(box):
+            if holds(rim.box, box):
                 return cut_out(rim.tensor, rim.box, box)
         found = flight.gradients.get(tensor)
         if found is None:
             return torch.zeros(box.shape, dtype=self._dtype(tensor))
         return cut_out(found.tensor, found.box, box)
 
-    @unrecorded
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         self._add(self.flight(micro_batch), tensor, Held(box, data), box, fresh=True)
 

@@ -92,7 +92,12 @@ def element_bytes(reduce: Reduce, network: Network) -> int:
 
 def chunk_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
     """Where the chunks of a reduction of gradients begin and end, counted in numbers."""
-    return cut_points(reduce.bytes // element_bytes(reduce, network), (1,) * len(reduce.devices))
+    return _even_points(reduce.bytes // element_bytes(reduce, network), len(reduce.devices))
+
+
+@lru_cache(maxsize=4096)
+def _even_points(count: int, parts: int) -> tuple[int, ...]:
+    return cut_points(count, (1,) * parts)
 
 
 def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
