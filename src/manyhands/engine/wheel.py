@@ -10,23 +10,16 @@ processor: parts are let gather, for a moment where somebody waits for them, lon
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 
-_LEND_SECONDS, _LEND_ON_ONE_CORE_SECONDS = 0.002, 0.05
-"""How long after a wait the engine's thread stays away: the next wait is often near. Where there is one core only, to
-read early gains nothing: it would interrupt whoever computes, for what is read as quickly when it is asked for."""
+_LEND_SECONDS = 0.002
+"""How long after a wait the engine's thread stays away: the next wait is often near."""
 _LONGEST_AWAY_SECONDS = 0.016
 _MAKE_WAY_LIMIT_SECONDS = 0.05
 _GATHER_SECONDS, _GATHER_SHORTLY_SECONDS = 0.008, 0.0005
 """How long parts of messages gather that nobody waits for, and those that somebody does."""
-
-
-def _has_one_core() -> bool:
-    """Whether this process may use a single core: a worker may be pinned at any time."""
-    return len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1
 
 
 class Wheel:
@@ -48,7 +41,6 @@ class Wheel:
         self._is_held_by_thread = False
         self._waiting = 0
         self._left_at = -1.0
-        self._lend_seconds = _LEND_SECONDS
         self._come_back = threading.Event()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -95,9 +87,8 @@ class Wheel:
         away_seconds = _LEND_SECONDS
         try:
             while not self._is_closing:
-                self._lend_seconds = _LEND_ON_ONE_CORE_SECONDS if _has_one_core() else _LEND_SECONDS
                 if self._stands_back():
-                    self._come_back.wait(max(away_seconds, self._left_at + self._lend_seconds - time.monotonic()))
+                    self._come_back.wait(away_seconds)
                     self._come_back.clear()
                     if not self._waiting and self._stands_back():
                         continue
@@ -124,7 +115,7 @@ class Wheel:
     def _stands_back(self) -> bool:
         if self._is_closing or (self._has_work() and not self._waiting):
             return False
-        return self._waiting > 0 or time.monotonic() - self._left_at < self._lend_seconds
+        return self._waiting > 0 or time.monotonic() - self._left_at < _LEND_SECONDS
 
     def close(self) -> None:
         self._is_closing = True
