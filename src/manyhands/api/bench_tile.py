@@ -99,7 +99,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         f"{', '.join(map(str, ways))}: exchanged before every operator that reads beyond its tile, or beside the sums "
         "of the batch norm before that, backward the adjoint; SGD without momentum; all have the sample at hand",
         "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
-        "on a core of its own, at once, with nothing exchanged: the slowest of them",
+        "on a core of its own, at once, with nothing exchanged: of every step the slowest part",
         "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD without momentum",
         "data_parallel_setting": "a batch of one sample cannot be shared by samples: one device trains it alone",
         "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),

@@ -42,6 +42,10 @@ class State:
     """The box that backward's own sums are over, and for each feature Σ dy·x̂ and Σ dy: the weights' gradients too."""
 
 
+Pair = tuple[Held, Tensor]
+"""A piece of a map, and the gradient of what was made of it."""
+
+
 class SumsOperator(TileOperator):
     """An operator with sums over all tiles, forward and backward."""
 
@@ -68,10 +72,10 @@ class SumsOperator(TileOperator):
         raise AssertionError("an operator with sums must use them")
 
     def own_backward_row(
-        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Pair] = ()
     ) -> Tensor:
         """Backward: this tile's sums over the box `over`, to send. `beyond`: where the input is held in pieces, the
-        others of it."""
+        others of it, with their gradients."""
         raise AssertionError("an operator with sums must say which")
 
     def input_gradients(
@@ -133,7 +137,7 @@ class GlobalPool(SumsOperator):
         return placed(state.result, into)
 
     def own_backward_row(
-        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Pair] = ()
     ) -> Tensor:
         return gradient.tensor.reshape(-1)
 
@@ -272,14 +276,14 @@ class Normalisation(SumsOperator):
 
     @unrecorded
     def own_backward_row(
-        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Held] = ()
+        self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Pair] = ()
     ) -> Tensor:
         assert inputs[0] is not None
         assert state.moments is not None
         inside = over.intersect(inputs[0].box) if beyond else over
         of_weight, of_bias = self._sums(inputs[0], gradient, inside, state.moments)
-        for piece in beyond:
-            more = self._sums(piece, gradient, piece.box, state.moments)
+        for piece, slopes in beyond:
+            more = self._sums(piece, Held(piece.box, slopes), piece.box, state.moments)
             of_weight, of_bias = of_weight + more[0], of_bias + more[1]
         state.own_sums = over, of_weight, of_bias
         return self._row(of_weight, of_bias)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.facts.boxes import Box, without
+from manyhands.facts.boxes import Box
 from manyhands.facts.network import Op
 from manyhands.schedule.tiles import TileGeometry
 
@@ -46,9 +46,7 @@ class BackwardWay(msgspec.Struct, frozen=True):
     over: Box
     """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
     out: Box
-    """What this tile differentiates of the output, but for `rims`."""
-    rims: tuple[Box, ...]
-    """What is differentiated before, because others wait for it."""
+    """What this tile differentiates of the output; of one in pieces, what it owns."""
     corrected: Box | None
     """Where sums of all tiles are added to the gradient of its input; None: it reads no map."""
     maps: tuple[bool, ...]
@@ -64,7 +62,7 @@ class TileWays:
 
     def __init__(self, geometry: TileGeometry, device: str, on_maps: frozenset[int]) -> None:
         self.geometry, self.device, self.network = geometry, device, geometry.network
-        self._computed = geometry.computed[device]
+        self._computed, self._maps = geometry.computed[device], geometry.maps
         self._on_maps = on_maps
         """Operators that read maps."""
         self._own: dict[str, Box] = {}
@@ -74,8 +72,14 @@ class TileWays:
         self._backward: dict[int, BackwardWay] = {}
         ops = range(geometry.first, geometry.last)
         self.differentiable = frozenset(index for index in ops if self._is_differentiable(index))
-        self.in_pieces = frozenset(self.network.ops[index].inputs[0] for index in geometry.rim_first)
-        """Maps of which others' places are held apart: a normalisation alone reads them, piece by piece."""
+        self.fetched_in_pieces = frozenset(self.network.ops[index].inputs[0] for index in geometry.rim_first)
+        """Maps of which others' places come beside sums: a normalisation alone reads them."""
+        self.piecewise = {
+            index: self.network.ops[first].inputs[0] for first in geometry.rim_first for index in self._chain(first)
+        }
+        """These normalisations, and what is computed place by place after them, up to an operator that reads beyond:
+        piece by piece, each in memory of its own, where a part of a larger one would have gaps. -> What was fetched."""
+        self.in_pieces = frozenset(self.network.ops[index].inputs[0] for index in self.piecewise)
         self.kept: set[str] = set()
         """Values that the way back reads."""
         self.done_backward: dict[int, list[str]] = {}
@@ -114,8 +118,7 @@ class TileWays:
                 derives_output=op.outputs[0] in op.derives_from,
                 trains=self._trains(op),
                 over=self._weight_box(index),
-                out=self.owned(op.outputs[0]) if index in self.geometry.rim_first else self._gradient_box(index),
-                rims=self._rims(index),
+                out=self._own_part(index) if index in self.piecewise else self._gradient_box(index),
                 corrected=corrected,
                 maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
                 others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
@@ -125,6 +128,26 @@ class TileWays:
         return found
 
     # Boxes
+
+    def _chain(self, first: int) -> list[int]:
+        found = [first]
+        while True:
+            name = self.network.ops[found[-1]].outputs[0]
+            readers = self.network.readers.get(name, ())
+            op = self.network.ops[readers[0]] if len(readers) == 1 and name not in self.network.outputs else None
+            if (
+                op is None
+                or readers[0] >= self.geometry.last
+                or op.inputs != (name,)
+                or op.outputs[0] not in self._maps
+            ):
+                return found
+            if op.macs or op.tiling != "local" or self.geometry.reads_beyond(op) or self._is_sent(name):
+                return found
+            found.append(readers[0])
+
+    def _is_sent(self, tensor: str) -> bool:
+        return any(tensor in group.fetches for group in self.geometry.groups)
 
     @property
     def is_grouped(self) -> bool:
@@ -161,11 +184,6 @@ class TileWays:
             self._collecting[tensor] = found
         return found
 
-    def _rims(self, index: int) -> tuple[Box, ...]:
-        if index not in self.geometry.rim_first:
-            return ()
-        return tuple(without([self._gradient_box(index)], self.owned(self.network.ops[index].outputs[0])))
-
     def _weight_box(self, index: int) -> Box:
         name = self.network.ops[index].outputs[0]
         if name not in self.geometry.maps:
@@ -173,6 +191,9 @@ class TileWays:
         if self.is_grouped:
             return self.owned(name)
         return self._computed.get(name) or Box(tuple((0, 0) for _ in self.geometry.shape(name)))
+
+    def _own_part(self, index: int) -> Box:
+        return self._gradient_box(index).intersect(self.owned(self.network.ops[index].outputs[0]))
 
     def _gradient_box(self, index: int) -> Box:
         name = self.network.ops[index].outputs[0]

@@ -51,7 +51,7 @@ class TileFlight:
     beyond: dict[str, list[Held]] = field(default_factory=dict)
     """Of maps that are held in pieces, those that others own."""
     rims: dict[str, list[Held]] = field(default_factory=dict)
-    """Gradients that belong to others' tiles, where they are computed before those of this one."""
+    """Their gradients, which are computed before those of this tile."""
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
     """Outputs of the network, whole, on the device that computes the loss."""
     returned: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -207,9 +207,14 @@ class TileRunner:
         if way.notes and context.training:
             options["notes"] = flight.notes.setdefault(index, {})
         if pieces := flight.beyond.get(way.inputs[0]):
+            parts = [(one, box) for one in (*inputs, *pieces) if not (box := one.box.intersect(out)).is_empty]
+            if name in self.ways.in_pieces:
+                made = [Held(box, operator.forward([one], box, context, **options)) for one, box in parts]
+                flight.values[name], flight.beyond[name] = made[0], made[1:]
+                return
             held = flight.values[name] = self._room(name, out)
-            for piece in (inputs[0], *pieces):
-                operator.forward([piece], piece.box, context, into=held.view(piece.box), **options)
+            for one, box in parts:
+                operator.forward([one], box, context, into=held.view(box), **options)
             return
         if self._buffers[name] == out:
             options["may_overwrite"] = way.is_last_reader
@@ -256,7 +261,8 @@ class TileRunner:
         way = self.ways.backward(index)
         gradient = flight.gradients.get(way.name) or self._zeros(way.name)
         inputs, beyond = self._inputs(flight, way.inputs), flight.beyond.get(way.inputs[0], ())
-        return operator.own_backward_row(inputs, gradient, way.over, flight.states[index], beyond)
+        pairs = [(piece, self._rim(flight, way.name, piece.box)) for piece in beyond]
+        return operator.own_backward_row(inputs, gradient, way.over, flight.states[index], pairs)
 
     def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
         flight, index = self.flight(reduce.micro_batch), reduce.first
@@ -272,9 +278,8 @@ class TileRunner:
     def backward(self, action: Backward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
         if action.part == "rim":
-            self._differentiate_rims(flight, action.first)
+            self._differentiate_rims(flight, action.first, context)
             return
-        flight.rims.clear()  # they have left
         for index in range(action.last - 1, action.first - 1, -1):
             if index in self.ways.differentiable:
                 if index in self.pieces:
@@ -288,18 +293,47 @@ class TileRunner:
                 flight.states.pop(index, None)
                 flight.totals.pop(index, None)
                 flight.notes.pop(index, None)
+                if index in self.geometry.rim_first:
+                    flight.rims.clear()  # they have left
                 for name in self.ways.done_backward.get(index, ()):
                     flight.values.pop(name, None)
                     flight.beyond.pop(name, None)
 
-    def _differentiate_rims(self, flight: TileFlight, index: int) -> None:
-        """Of a normalisation's input, what belongs to others: no sums are in it."""
-        operator, way = self.operators[index], self.ways.backward(index)
-        assert isinstance(operator, Normalisation)
-        gradient = flight.gradients.get(way.name) or self._zeros(way.name)
-        flight.rims[way.inputs[0]] = [
-            Held(box, operator.rim_gradient(gradient.view(box), flight.states[index])) for box in way.rims
-        ]
+    def _rim(self, flight: TileFlight, tensor: str, box: Box) -> torch.Tensor:
+        """The gradient of a piece that others own; zeros where none flowed back."""
+        known = flight.gradients.get(tensor)
+        several: list[Held] = [*flight.rims.get(tensor, ()), *([] if known is None else [known])]
+        for held in several:
+            if holds(held.box, box):
+                return held.view(box)
+        found = Held(box, torch.zeros(box.shape, dtype=self._dtype(tensor), device=self.torch_device))
+        for held in several:
+            common = held.box.intersect(box)
+            if not common.is_empty:
+                found.view(common).copy_(held.view(common))
+        return found.tensor
+
+    def _differentiate_rims(self, flight: TileFlight, index: int, context: Context) -> None:
+        """Of what an operator in pieces reads, what belongs to others. Of a normalisation: no sums are in it."""
+        operator, way, made = self.operators[index], self.ways.backward(index), self.ways.forward(index).out
+        found = flight.rims[way.inputs[0]] = []
+        for piece in flight.beyond.get(self.ways.piecewise[index], ()):
+            box = piece.box if made is None else piece.box.intersect(made)
+            if box.is_empty:
+                continue
+            gradient = self._rim(flight, way.name, box)
+            if isinstance(operator, Normalisation):
+                found.append(Held(box, operator.rim_gradient(gradient, flight.states[index])))
+                continue
+            inputs = [None if name is None else self._piece_of(flight, name, box) for name in way.derived]
+            output = self._piece_of(flight, way.name, box) if way.derives_output else None
+            slopes = operator.input_gradients(inputs, output, gradient, box, way.wanted, context)
+            found += [one for one in slopes if one is not None]
+
+    def _piece_of(self, flight: TileFlight, tensor: str, box: Box) -> Held:
+        """Whatever holds a piece of a map."""
+        held: list[Held] = [*flight.beyond.get(tensor, ()), flight.values[tensor]]
+        return next(one for one in held if holds(one.box, box))
 
     def _differentiate_whole(self, flight: TileFlight, index: int, context: Context) -> None:
         """An operator that every tile computes whole: run again, recorded, and differentiated by autograd."""
@@ -333,9 +367,13 @@ class TileRunner:
             flight.waiting[index] = self._inputs(flight, way.inputs)
         elif way.trains and not way.over.is_empty:
             inputs = flight.waiting.pop(index, None) or self._inputs(flight, way.inputs)
-            self.operators[index].weight_gradients(inputs, gradient.view(way.over), way.over, context, **options)
+            has_sums = index in self.geometry.rim_first  # over all pieces, when its row was sent
+            slopes = gradient.tensor if has_sums else gradient.view(way.over)
+            self.operators[index].weight_gradients(inputs, slopes, way.over, context, **options)
         if part == "weights":
             return
+        if index in self.ways.piecewise and index not in self.geometry.rim_first:
+            self._differentiate_rims(flight, index, context)
         if adds_up:
             options |= {"total": flight.totals[index], "corrected": way.corrected}
         if self.ways.is_grouped and any(way.others):
@@ -397,7 +435,7 @@ class TileRunner:
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         flight = self.flight(micro_batch)
-        if tensor in self.ways.in_pieces:
+        if tensor in self.ways.fetched_in_pieces:
             flight.beyond.setdefault(tensor, []).append(Held(box, data))
             return
         if tensor not in flight.values:
