@@ -210,6 +210,28 @@ def test_waiting_for_what_was_not_given() -> None:
         check_progress({**schedule.actions, "t1": turned})
 
 
+class Shifted(nn.Module):
+    """What a tile reads of a map may be all of others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, 1:]
+
+
+def shifted() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d((6, 4)), block(4, 5), nn.Sigmoid(), Shifted()
+    )
+
+
+def test_a_tile_that_reads_nothing_of_its_own() -> None:
+    case = small_case(shifted, (2, 16, 12))
+    plan, geometry = beside(case, ByTiles((1, 2, 1)))
+    (first,) = geometry.rim_first
+    name = case.network.ops[first + 1].outputs[0]
+    assert geometry.computed["t0"][name].intersect(geometry.own("t0", name)).is_empty
+    case.check(plan)
+
+
 def test_starts_are_in_order_and_begin_with_the_stage() -> None:
     case = zoo_case("yolov2")
     for through in (True, False):

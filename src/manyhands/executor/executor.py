@@ -295,7 +295,7 @@ class Executor:
             self.endpoint.mailbox.wait_for_news(seen)
 
     def _act(self, action: Action) -> None:
-        _ACTS[type(action)](self, action)
+        getattr(self, _ACTS[type(action)])(action)
 
     def _reduce(self, action: Reduce) -> None:
         if action.what == "statistics":
@@ -660,15 +660,15 @@ class Executor:
             self.runners[message.stage].put_value(micro_batch, name, part.box, here)
 
 
-_ACTS: dict[type[Action], Callable[..., None]] = {
-    Forward: Executor._forward,
-    Loss: Executor._loss,
-    Backward: Executor._backward,
-    Send: Executor._send,
-    Receive: Executor._receive,
-    Reduce: Executor._reduce,
-    Await: Executor._await,
-    Step: Executor._step,
-    Discard: Executor._discard,
+_ACTS: dict[type[Action], str] = {
+    Forward: "_forward",
+    Loss: "_loss",
+    Backward: "_backward",
+    Send: "_send",
+    Receive: "_receive",
+    Reduce: "_reduce",
+    Await: "_await",
+    Step: "_step",
+    Discard: "_discard",
 }
-"""Who takes which action."""
+"""Which method takes which action."""

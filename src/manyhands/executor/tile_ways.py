@@ -142,8 +142,10 @@ class TileWays:
                 or op.outputs[0] not in self._maps
             ):
                 return found
-            if op.macs or op.tiling != "local" or self.geometry.reads_beyond(op) or self._is_sent(name):
+            if op.weights or op.tiling != "local" or self.geometry.reads_beyond(op) or self._is_sent(name):
                 return found
+            if self._computed.get(op.outputs[0]) != self._computed[self.network.ops[first].outputs[0]]:
+                return found  # less is read of it here than was normalised
             found.append(readers[0])
 
     def _is_sent(self, tensor: str) -> bool:

@@ -206,7 +206,8 @@ class TileRunner:
         self.elements += way.elements
         if way.notes and context.training:
             options["notes"] = flight.notes.setdefault(index, {})
-        if pieces := flight.beyond.get(way.inputs[0]):
+        pieces = flight.beyond.get(way.inputs[0])
+        if pieces is not None:
             parts = [(one, box) for one in (*inputs, *pieces) if not (box := one.box.intersect(out)).is_empty]
             if name in self.ways.in_pieces:
                 made = [Held(box, operator.forward([one], box, context, **options)) for one, box in parts]
@@ -356,6 +357,8 @@ class TileRunner:
 
     def _differentiate(self, flight: TileFlight, index: int, part: str, context: Context) -> None:
         way = self.ways.backward(index)
+        if index in self.ways.piecewise and index not in self.geometry.rim_first:
+            self._differentiate_rims(flight, index, context)  # there may be nothing else here
         gradient = flight.gradients.get(way.name)
         adds_up = index in flight.totals
         if gradient is None:
@@ -372,8 +375,6 @@ class TileRunner:
             self.operators[index].weight_gradients(inputs, slopes, way.over, context, **options)
         if part == "weights":
             return
-        if index in self.ways.piecewise and index not in self.geometry.rim_first:
-            self._differentiate_rims(flight, index, context)
         if adds_up:
             options |= {"total": flight.totals[index], "corrected": way.corrected}
         if self.ways.is_grouped and any(way.others):
