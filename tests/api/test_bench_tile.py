@@ -73,7 +73,7 @@ def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
     figures = bench_speed(subject, session, 1, 1, quiet)
     assert figures["efficiency_vs_limit_2"] == figures["speedup_2"] / figures["limit_2"]  # type: ignore[operator]
     ways = [f"speedup_2_grid_{grid}{where}" for grid in ("2x1", "1x2") for where in ("", "_beside_sums")]
-    assert figures["speedup_2"] in [figures[way] for way in ways]
+    assert figures["speedup_2"] in [figures[way] for way in ways if way in figures]
     assert min(float(value) for value in figures.values() if not isinstance(value, str)) > 0
 
 
