@@ -317,7 +317,8 @@ def test_batch_norm_by_running_statistics(data: st.DataObject) -> None:
     check_local(Case.of(nn.BatchNorm2d(3).eval(), (3, 7, 9)), data)
     case = Case.of(nn.BatchNorm2d(3), (3, 7, 9), context=resting)
     out = Box.of((0, 2), (0, 3), (2, 5), (0, 8))
-    found = case.operator().forward([held(next(iter(case.inputs.values())), out, out)], out, resting)
+    with torch.no_grad():
+        found = case.operator().forward([held(next(iter(case.inputs.values())), out, out)], out, resting)
     assert torch.allclose(found, case.made[out.slices()], rtol=0, atol=1e-12)
 
 
@@ -366,25 +367,26 @@ def test_squeeze_and_excitation_on_what_all_tiles_have() -> None:
     values = {graph.inputs[0].name: x}
     operators = [tile_operator(graph, index, weights, None) for index in range(len(graph.nodes))]
     context = Context()
-    for operator in operators:
-        given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
-        out = Box.whole(operator.output.shape_for(3))
-        values[operator.output.name] = operator.forward(given, out, context)
     wanted = module(x)
-    assert torch.allclose(values[graph.outputs[0]], wanted, rtol=0, atol=1e-12)
-    gradients = {graph.outputs[0]: torch.ones_like(wanted)}
     wanted.sum().backward()
-    for operator in reversed(operators):
-        gradient = gradients[operator.output.name]
-        given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
-        out = Box.whole(gradient.shape)
-        output = Held(out, values[operator.output.name])
-        operator.weight_gradients(given, gradient, out, context)
-        wants = [graph.network.tensors[r.tensor].differentiable for r in operator.op.reads]
-        found = operator.input_gradients(given, output, gradient, out, wants, context)
-        for read, part in zip(operator.op.reads, found):
-            if part is not None:
-                gradients[read.tensor] = part.tensor
+    gradients = {graph.outputs[0]: torch.ones_like(wanted)}
+    with torch.no_grad():
+        for operator in operators:
+            given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+            out = Box.whole(operator.output.shape_for(3))
+            values[operator.output.name] = operator.forward(given, out, context)
+        assert torch.allclose(values[graph.outputs[0]], wanted, rtol=0, atol=1e-12)
+        for operator in reversed(operators):
+            gradient = gradients[operator.output.name]
+            given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+            out = Box.whole(gradient.shape)
+            output = Held(out, values[operator.output.name])
+            operator.weight_gradients(given, gradient, out, context)
+            wants = [graph.network.tensors[r.tensor].differentiable for r in operator.op.reads]
+            found = operator.input_gradients(given, output, gradient, out, wants, context)
+            for read, part in zip(operator.op.reads, found):
+                if part is not None:
+                    gradients[read.tensor] = part.tensor
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         found_gradient = weights.tensors[name].grad

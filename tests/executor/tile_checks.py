@@ -162,6 +162,7 @@ def assert_equal(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> 
     assert error <= tolerance * scale, f"{what}: off by {error}"
 
 
+@torch.no_grad()
 def check_local(
     case: Case,
     data: st.DataObject,
@@ -214,6 +215,7 @@ def sums_operator(case: Case) -> SumsOperator:
     return operator
 
 
+@torch.no_grad()
 def check_sums(case: Case, data: st.DataObject, *, adjoint: bool, tolerance: float = 1e-12) -> None:
     """A normalisation or a pool whose sums are over tiles, with an operator of its own for every tile.
 

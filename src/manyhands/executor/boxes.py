@@ -31,6 +31,13 @@ def holds(hull: Box, box: Box) -> bool:
 
 
 @lru_cache(maxsize=_MOST_KEPT)
+def in_common(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None: nothing."""
+    found = one.intersect(other)
+    return None if found.is_empty else found
+
+
+@lru_cache(maxsize=_MOST_KEPT)
 def steps_to(box: Box, hull: Box) -> Steps:
     """From a tensor that holds `hull`."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"

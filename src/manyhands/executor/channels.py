@@ -117,7 +117,10 @@ class ChannelRunner(ForwardOnly):
         return found
 
     def flight(self, micro_batch: int) -> ChannelFlight:
-        return self.flights.setdefault(micro_batch, ChannelFlight())
+        found = self.flights.get(micro_batch)
+        if found is None:
+            found = self.flights[micro_batch] = ChannelFlight()
+        return found
 
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
@@ -131,7 +134,6 @@ class ChannelRunner(ForwardOnly):
 
     # Computing
 
-    @torch.no_grad()
     def forward(self, action: Forward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
         if action.part == "sum":

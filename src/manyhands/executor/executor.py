@@ -10,7 +10,7 @@ step                  the optimiser, once all gradients are added up
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -244,7 +244,7 @@ class Executor:
         state = DeviceState(Mail(box, step, self._topic), FedSoFar(box, step) if is_fed_singly else None)
         is_slowed = self.setting.slowdown > 1.0
         with torch.no_grad():  # whoever has autograd record says so
-            while (action := self._next(policy, state)) is not None:
+            for action in self._in_turn(policy, state):
                 began, started = time.monotonic(), self._clock() if is_slowed else 0.0
                 self._act(action)
                 if self.is_on_gpu and self.recorder.is_traced:
@@ -276,23 +276,30 @@ class Executor:
         first, last = self.samples.get(stage, (0, 0))
         return last - first
 
-    def _next(self, policy: Policy, state: DeviceState) -> Action | None:
+    def _in_turn(self, policy: Policy, state: DeviceState) -> Iterator[Action]:
+        """What the policy says, until it is done; between any two actions an interruption is heard."""
+        box = self.endpoint.mailbox
+        if isinstance(policy, FixedOrder):
+            for action in policy.actions:
+                box.check()
+                yield action
+            box.check()
+            return
         while True:
-            self.endpoint.mailbox.check()
-            if isinstance(policy, FixedOrder):
-                return policy.next_action()
-            seen = self.endpoint.mailbox.news
+            box.check()
+            seen = box.news
             if isinstance(policy, MiniBatches) and self.last_step is not None:
                 policy.end_at(self.last_step - self.step)
             answer = policy.next(state)
             if isinstance(policy, InterleavedOrder):
                 self._answered = policy.answered
             if answer == DONE:
-                return None
-            if answer != WAIT:
-                assert not isinstance(answer, str)
-                return answer
-            self.endpoint.mailbox.wait_for_news(seen)
+                return
+            if answer == WAIT:
+                box.wait_for_news(seen)
+                continue
+            assert not isinstance(answer, str)
+            yield answer
 
     def _act(self, action: Action) -> None:
         getattr(self, _ACTS[type(action)])(action)
@@ -638,7 +645,6 @@ class Executor:
             self._coding.came_back(action.source, message)
         self._take_longer(started)
 
-    @torch.no_grad()
     def _incoming(self, source: str, message: Message, part: Part, here: torch.Tensor) -> None:
         name, micro_batch = part.tensor, message.micro_batch
         if message.kind == "weights":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,6 +68,28 @@ class DeviceLog(msgspec.Struct):
         return found
 
 
+class _Known(NamedTuple):
+    """What is noted of an action each time it was taken."""
+
+    action: Action
+    text: str
+    computes_for: int | None
+    """The stage; None: it computes nothing."""
+    operators: int
+    ends_here: bool
+    """Else another thread goes on with it, and tells when it has ended."""
+
+    @classmethod
+    def of(cls, action: Action) -> _Known:
+        is_whole = isinstance(action, Forward) and action.part not in ("rim", "sum")
+        return cls(
+            action, str(action),
+            computes_for=action.stage if isinstance(action, (Forward, Backward)) else None,
+            operators=action.last - action.first if isinstance(action, Forward) and is_whole else 0,
+            ends_here=not (isinstance(action, Reduce) and action.what == "gradients"),
+        )  # fmt: skip
+
+
 @dataclass
 class Recorder:
     """Fills a log."""
@@ -82,8 +104,8 @@ class Recorder:
     glimpses: list[Glimpse] = field(default_factory=list)
     """Of the last round that was looked at."""
     _round: list[str] = field(default_factory=list)
-    _texts: dict[int, tuple[Action, str]] = field(default_factory=dict)
-    """What actions print as: a fixed schedule takes the same ones in every round."""
+    _known: dict[int, _Known] = field(default_factory=dict)
+    """Actions by their identity: a fixed schedule takes the same ones in every round."""
     step: int = 0
     is_watched: bool = False
     """This round is. All devices look at the same ones: they have been through as many."""
@@ -93,23 +115,21 @@ class Recorder:
         self.step, self._round, self._seconds = step, [], {}
         self.glimpses = []
         self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)
-        if len(self._texts) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
-            self._texts.clear()
+        if len(self._known) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
+            self._known.clear()
 
     def took(self, action: Action, start: float, end: float) -> None:
         """An action of the main thread ended."""
-        known = self._texts.get(id(action))
-        if known is None or known[0] is not action:
-            known = self._texts[id(action)] = (action, str(action))
-        text = known[1]
-        self._round.append(text)
-        if isinstance(action, (Forward, Backward)):
-            if isinstance(action, Forward) and action.part not in ("rim", "sum"):
-                self.log.operators += action.last - action.first
+        known = self._known.get(id(action))
+        if known is None or known.action is not action:
+            known = self._known[id(action)] = _Known.of(action)
+        self._round.append(known.text)
+        if known.computes_for is not None:
+            self.log.operators += known.operators
             self.log.busy_seconds += end - start
-            self._seconds[action.stage] = self._seconds.get(action.stage, 0.0) + end - start
-        if self.is_traced and not (isinstance(action, Reduce) and action.what == "gradients"):
-            self.span(action, text, start, end)
+            self._seconds[known.computes_for] = self._seconds.get(known.computes_for, 0.0) + end - start
+        if known.ends_here and self.is_traced:
+            self.span(action, known.text, start, end)
 
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes

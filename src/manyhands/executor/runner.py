@@ -129,7 +129,10 @@ class SegmentRunner:
             piece.rest(samples)
 
     def flight(self, micro_batch: int) -> Flight:
-        return self.flights.setdefault(micro_batch, Flight())
+        found = self.flights.get(micro_batch)
+        if found is None:
+            found = self.flights[micro_batch] = Flight()
+        return found
 
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
@@ -197,7 +200,6 @@ class SegmentRunner:
             return torch.zeros(box.shape, dtype=dtype_of(self.graph.network.tensors[tensor].dtype))
         return cut_out(found, self._hull(tensor), box)
 
-    @torch.no_grad()
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         gradients, hull = self.flight(micro_batch).gradients, self._hull(tensor)
         known = gradients.get(tensor)

@@ -4,8 +4,9 @@
     gradient over a box of the output ──input_gradients──▶ gradients over the demand of that box
                                       ──weight_gradients─▶ added to the weights' own
 
-The boxes come from outside: an operator knows nothing of tiles, groups or messages. What it does not know a formula for
-it runs again on the crops, under autograd.
+The boxes come from outside: an operator knows nothing of tiles, groups or messages. Callers have said that autograd
+records nothing (an executor says it for a whole round); what an operator knows no formula for it runs again on the
+crops, recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
 
 
@@ -93,8 +93,7 @@ class TileOperator:
         notes: Notes | None = None, may_overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
         """`out` of the output, from inputs that hold at least its demand; written to `into` where that is given."""
-        with torch.no_grad():
-            return placed(self._again(self._crops(inputs, out), out, context), into)
+        return placed(self._again(self._crops(inputs, out), out, context), into)
 
     def input_gradients(
         self,
@@ -177,7 +176,6 @@ def blank(box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(box.shape)
 
 
-@unrecorded
 def add_gradient(parameter: Tensor, part: Tensor) -> None:
     """Add to a weight's gradient; the first part, which must be the caller's to give, becomes it."""
     parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

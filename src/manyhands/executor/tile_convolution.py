@@ -22,7 +22,6 @@ from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
 from manyhands.graph.kernels import Flags, Packed, kernel_calls, product, takes_product
 from manyhands.graph.piece import Context
-from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 
@@ -156,14 +155,12 @@ class Convolution(_Convolution):
         assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held} is here"
         return box, _even_padding(box, raw)
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
         return placed(self._convolved(*self._data(inputs[0], out)), into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -200,7 +197,6 @@ class Convolution(_Convolution):
                 box = box.replace(axis, (first, last))
         return box, padding
 
-    @unrecorded
     def weight_gradients(
         self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
     ) -> None:
@@ -222,7 +218,6 @@ class TransposedConvolution(_Convolution):
         )
         return Box((*out.intervals[:2], rows, columns))
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -241,7 +236,6 @@ class TransposedConvolution(_Convolution):
             Held(out, made).view(common).copy_(Held(full, convolved).view(common))
         return made
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -261,7 +255,6 @@ class TransposedConvolution(_Convolution):
         like = self._like_input(demand.shape, gradient)
         return [Held(demand, self._derived(spread, like, [0, 0], [True, False, False])[0])]
 
-    @unrecorded
     def weight_gradients(
         self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
     ) -> None:

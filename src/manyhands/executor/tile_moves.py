@@ -12,13 +12,11 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, wide
 from manyhands.facts.boxes import Box
 from manyhands.graph.piece import Context
 from manyhands.graph.random_ops import RANDOM_CALLS, dropped
-from manyhands.graph.recording import unrecorded
 
 
 class Concatenation(TileOperator):
     """Maps one after the other along their channels."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -55,7 +53,6 @@ class Concatenation(TileOperator):
 class Regrouping(TileOperator):
     """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -102,7 +99,6 @@ class Regrouping(TileOperator):
 class Slice(TileOperator):
     """A range of channels, rows or columns."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -128,7 +124,6 @@ class Slice(TileOperator):
 class Padding(TileOperator):
     """A constant around the map; less than nothing cuts."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -173,7 +168,6 @@ class Padding(TileOperator):
 class Shuffle(TileOperator):
     """Channels to neighbours (pixel_shuffle) or neighbours to channels (pixel_unshuffle)."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -182,7 +176,6 @@ class Shuffle(TileOperator):
         made = self._moved(inputs[0].view(demand), "unshuffle" in self.node.target)
         return placed(Held(self._full(demand, out), made).view(out), into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -218,14 +211,12 @@ class Shuffle(TileOperator):
 class ChannelShuffle(TileOperator):
     """Channels dealt out among groups, place by place; the way back deals them the other way."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
         return placed(torch.channel_shuffle(inputs[0].view(out).contiguous(), self.node.arguments[1]), into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -246,7 +237,6 @@ class ChannelShuffle(TileOperator):
 class Dropout(TileOperator):
     """All kinds of dropout: the part of the mask that belongs to the box, drawn again for the gradient."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -258,7 +248,6 @@ class Dropout(TileOperator):
         made = torch.mul(data, factor, out=into)
         return made if offset is None else made.add_(offset)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],

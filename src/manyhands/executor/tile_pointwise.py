@@ -13,7 +13,6 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, pl
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Node, Value, Weight
 from manyhands.graph.piece import Context
-from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 
@@ -91,7 +90,6 @@ class Activation(TileOperator):
         self.from_output = self.output.name in self.op.derives_from
         self.slopes_in_place = self.node.target in ("aten.relu.default", "aten.leaky_relu.default")
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -102,7 +100,6 @@ class Activation(TileOperator):
         made: Tensor = self.call(data, *self.numbers, out=into)
         return made
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -146,7 +143,6 @@ class _Combination(TileOperator):
 class Sum(_Combination):
     """a + k·b, a - k·b, k·b - a."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -159,7 +155,6 @@ class Sum(_Combination):
         made: Tensor = call(first, second, alpha=alpha, out=into)
         return made
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -184,7 +179,6 @@ class Sum(_Combination):
 class Product(_Combination):
     """a · b, also with a number."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -192,7 +186,6 @@ class Product(_Combination):
         first, second = self._operands(inputs, out)
         return torch.mul(first, second, out=into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -215,7 +208,6 @@ class Product(_Combination):
 class Copy(TileOperator):
     """The same numbers again."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,

@@ -13,7 +13,6 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, wide
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Adaptive, Window
 from manyhands.graph.piece import Context
-from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 
@@ -46,7 +45,6 @@ class MaxPool(_WindowPool):
     notes: to make smaller numbers of them takes as long as to find them again.
     """
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -60,7 +58,6 @@ class MaxPool(_WindowPool):
             notes["places"] = Held(out, places)
         return placed(made, into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -122,7 +119,6 @@ def _halved_backward(data: Tensor, gradient: Tensor) -> Tensor:
 class AveragePool(_WindowPool):
     """The mean of each window, by the divisors of the whole map."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -132,7 +128,6 @@ class AveragePool(_WindowPool):
         made = _aten.avg_pool2d.default(data, self.windows, self.stride, [0, 0], False, True, 1)
         return torch.div(made, self._divisors(out, made), out=made if into is None else into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -173,7 +168,6 @@ class AveragePool(_WindowPool):
 class AdaptiveAveragePool(TileOperator):
     """Means over windows whose bounds follow from the whole axes; as two products with narrow matrices."""
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -183,7 +177,6 @@ class AdaptiveAveragePool(TileOperator):
         rows, columns = (self._means(axis, demand, out, data) for axis in (2, 3))
         return placed(torch.matmul(rows, torch.matmul(data, columns.t())), into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],

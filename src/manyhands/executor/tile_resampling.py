@@ -17,7 +17,6 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Blocks, Window
 from manyhands.graph.piece import Context
 from manyhands.graph.read_rules import resampling_factors, resampling_scales
-from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 
@@ -35,7 +34,6 @@ class Resampling(TileOperator):
         self.changed = [axis for axis, rule in enumerate(rules, start=2) if not isinstance(rule, Window)]
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]] = {}
 
-    @unrecorded
     def forward(
         self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
         notes: Notes | None = None, may_overwrite: bool = False,
@@ -53,7 +51,6 @@ class Resampling(TileOperator):
             data = self._gathered(data, axis, demand, out)
         return placed(data, into)
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],

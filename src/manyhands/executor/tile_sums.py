@@ -25,7 +25,6 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Weight
 from manyhands.graph.piece import Context
-from manyhands.graph.recording import unrecorded
 
 _aten = torch.ops.aten
 
@@ -230,7 +229,6 @@ class Normalisation(SumsOperator):
         times = moments.mean.numel() // self.channels
         return parameter.detach() if times == 1 else parameter.detach().repeat(times)
 
-    @unrecorded
     def forward(
         self,
         inputs: Sequence[Held],
@@ -274,7 +272,6 @@ class Normalisation(SumsOperator):
         leading = (data.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
         return torch.addcmul(offset.view(leading), data, scale.view(leading), out=into)
 
-    @unrecorded
     def own_backward_row(
         self, inputs: Sequence[Held | None], gradient: Held, over: Box, state: State, beyond: Sequence[Pair] = ()
     ) -> Tensor:
@@ -308,7 +305,6 @@ class Normalisation(SumsOperator):
         found = total.view(2, -1)
         return found if self.weight is None else found * self.weight.detach()
 
-    @unrecorded
     def input_gradients(
         self,
         inputs: Sequence[Held | None],
@@ -349,7 +345,6 @@ class Normalisation(SumsOperator):
             Held(out, found).view(inside).add_(self._affine(inputs[0].view(inside), slope, offset))
         return [Held(out, found)]
 
-    @unrecorded
     def rim_gradient(self, gradient: Tensor, state: State) -> Tensor:
         """The input's gradient where nothing is corrected: in places that belong to other tiles."""
         assert state.moments is not None
@@ -380,7 +375,6 @@ class Normalisation(SumsOperator):
             self._zeros_and_ones = torch.zeros_like(like), torch.ones_like(like)
         return self._zeros_and_ones
 
-    @unrecorded
     def weight_gradients(
         self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None,
         state: State | None = None,
@@ -409,13 +403,11 @@ class BatchNorm(Normalisation):
         self.running_mean, self.running_variance = self._weight(mean), self._weight(variance)
         self.momentum = float(momentum)
 
-    @unrecorded
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         if owned.is_empty:
             return inputs[0].tensor.new_zeros(1 + 2 * self.channels)
         return own_moments(inputs[0].view(owned))
 
-    @unrecorded
     def merged(self, rows: Sequence[Tensor], shares: Sequence[int]) -> State:
         """The moments of all; the running statistics follow them."""
         moments = merged(list(rows))
@@ -429,7 +421,6 @@ class BatchNorm(Normalisation):
         """Whether it normalises by the batch at hand."""
         return bool(self.by_batch) and (context.training or self.running_mean is None)
 
-    @unrecorded
     def forward(
         self,
         inputs: Sequence[Held],
@@ -511,7 +502,6 @@ class GroupNorm(Normalisation):
         given = (*given, *(None for _ in range(3)))
         return given[2], given[3], 1e-5 if given[4] is None else given[4]
 
-    @unrecorded
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         """Means and variances of what is owned, for each sample and group."""
         samples = inputs[0].tensor.shape[0]
@@ -520,7 +510,6 @@ class GroupNorm(Normalisation):
         data = inputs[0].view(owned).reshape(1, samples * self.groups, -1)
         return own_moments(data)[1:]
 
-    @unrecorded
     def merged(self, rows: Sequence[Tensor], shares: Sequence[int]) -> State:
         together = self.channels // self.groups
         counted = [

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.executor.boxes import cut_out, dtype_of, holds, place_of
+from manyhands.executor.boxes import cut_out, dtype_of, holds, in_common, place_of
 from manyhands.executor.tile_base import formatted_like, memory_of
 from manyhands.executor.tile_operators import (
     Held,
@@ -58,6 +58,17 @@ class TileFlight:
     """Their gradients."""
 
 
+class _Room(NamedTuple):
+    """Memory for all that is ever here of a tensor."""
+
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.memory_format
+    rests: list[tuple[slice, ...]]
+    """Places beside what is about to be written."""
+
+
 class TileRunner:
     """Runs the actions of one device in a tiled stage, in rounds that autograd does not record."""
 
@@ -85,7 +96,7 @@ class TileRunner:
             else:
                 self.pieces[index] = Piece(graph, weights, index, index + 1)
         self.ways = TileWays(geometry, device, frozenset(self.operators))
-        self._rests: dict[tuple[str, Box], list[tuple[slice, ...]]] = {}
+        self._rooms: dict[tuple[str, Box], _Room] = {}
         self._formats = self._channels_last(kernels)
         self._buffers = dict(self._buffer_boxes())
 
@@ -132,15 +143,19 @@ class TileRunner:
 
     def _room(self, tensor: str, inside: Box) -> Held:
         """Memory for all that is ever here of a tensor: zeros but for `inside`, which is about to be written."""
+        found = self._rooms.get((tensor, inside))
+        if found is None:
+            found = self._rooms[tensor, inside] = self._room_for(tensor, inside)
+        memory = torch.empty(found.shape, dtype=found.dtype, device=self.torch_device, memory_format=found.layout)
+        for place in found.rests:
+            memory[place] = 0
+        return Held(found.box, memory)
+
+    def _room_for(self, tensor: str, inside: Box) -> _Room:
         box = self._buffer(tensor)
         layout = torch.channels_last if tensor in self._formats else torch.contiguous_format
-        memory = torch.empty(box.shape, dtype=self._dtype(tensor), device=self.torch_device, memory_format=layout)
-        rests = self._rests.get((tensor, inside))
-        if rests is None:
-            rests = self._rests[tensor, inside] = [place_of(rest, box) for rest in without([box], inside)]
-        for place in rests:
-            memory[place] = 0
-        return Held(box, memory)
+        rests = [place_of(rest, box) for rest in without([box], inside)]
+        return _Room(box, box.shape, self._dtype(tensor), layout, rests)
 
     def _value(self, flight: TileFlight, tensor: str) -> Held:
         found = flight.values.get(tensor)
@@ -151,7 +166,10 @@ class TileRunner:
     # Forward
 
     def flight(self, micro_batch: int) -> TileFlight:
-        return self.flights.setdefault(micro_batch, TileFlight())
+        found = self.flights.get(micro_batch)
+        if found is None:
+            found = self.flights[micro_batch] = TileFlight()
+        return found
 
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
@@ -208,7 +226,7 @@ class TileRunner:
             options["notes"] = flight.notes.setdefault(index, {})
         pieces = flight.beyond.get(way.inputs[0])
         if pieces is not None:
-            parts = [(one, box) for one in (*inputs, *pieces) if not (box := one.box.intersect(out)).is_empty]
+            parts = [(one, box) for one in (*inputs, *pieces) if (box := in_common(one.box, out)) is not None]
             if name in self.ways.in_pieces:
                 made = [Held(box, operator.forward([one], box, context, **options)) for one, box in parts]
                 flight.values[name], flight.beyond[name] = made[0], made[1:]
@@ -309,8 +327,7 @@ class TileRunner:
                 return held.view(box)
         found = Held(box, torch.zeros(box.shape, dtype=self._dtype(tensor), device=self.torch_device))
         for held in several:
-            common = held.box.intersect(box)
-            if not common.is_empty:
+            if (common := in_common(held.box, box)) is not None:
                 found.view(common).copy_(held.view(common))
         return found.tensor
 
@@ -319,8 +336,8 @@ class TileRunner:
         operator, way, made = self.operators[index], self.ways.backward(index), self.ways.forward(index).out
         found = flight.rims[way.inputs[0]] = []
         for piece in flight.beyond.get(self.ways.piecewise[index], ()):
-            box = piece.box if made is None else piece.box.intersect(made)
-            if box.is_empty:
+            box = piece.box if made is None else in_common(piece.box, made)
+            if box is None or box.is_empty:
                 continue
             gradient = self._rim(flight, way.name, box)
             if isinstance(operator, Normalisation):
@@ -423,8 +440,7 @@ class TileRunner:
                 own.tensor.copy_(known.view(box))
             flight.gradients[tensor] = known = own
             flight.fresh.add(tensor)
-        common = part.box.intersect(within)
-        if not common.is_empty:
+        if (common := in_common(part.box, within)) is not None:
             known.view(common).add_(part.view(common))
 
     # What crosses to other devices and other stages

@@ -38,12 +38,8 @@ class FixedOrder:
         self._place = 0
 
     def next(self, state: DeviceState) -> Answer:
-        return self.next_action() or DONE
-
-    def next_action(self) -> Action | None:
-        """None: that was all."""
         if self._place == len(self.actions):
-            return None
+            return DONE
         self._place += 1
         return self.actions[self._place - 1]
 
