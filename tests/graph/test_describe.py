@@ -16,7 +16,7 @@ from manyhands.facts.network import Network
 from manyhands.graph.capture import capture
 from manyhands.graph.describe import _without_onednn, describe
 from manyhands.graph.graph import Graph
-from manyhands.graph.piece import Context, Piece, run_step
+from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
@@ -60,7 +60,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for step in steps:
             before = total
-            run_step(step, slots, samples, Context(samples=samples))
+            run_steps([step], slots, samples, Context(samples=samples))
             keep.extend(slots[place] for place in step.outputs)
             held.append(total - before)
     return held

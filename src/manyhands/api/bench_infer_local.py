@@ -94,10 +94,10 @@ def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int,
         "latency_one_worker_seconds": statistics.median(one.latencies),
         "latency_two_workers_seconds": statistics.median(two.latencies),
         "speedup_2_setting": f"{subject} decoupled ({subject.decoupled_text}), workers of one thread each on a core of "
-        f"its own, {blocks} blocks in turns. One sample at a time, seconds from asking to the answer (inside: from the "
-        f"first computing to the last), medians of {samples}: one {listed(one.latencies)}, two "
-        f"{listed(two.latencies)}. A stream of {STREAM_SAMPLES} samples, from answer to answer: one "
-        f"{listed(one.intervals)}, two {listed(two.intervals)}. One: {one.text}; two: {two.text}",
+        f"its own, {blocks} blocks in turns. One sample at a time, seconds from asking to the answer, medians of "
+        f"{samples} (inside: from the first computing to the last, of {TRIAL_SAMPLES} that were traced): one "
+        f"{listed(one.latencies)}, two {listed(two.latencies)}. A stream of {STREAM_SAMPLES} samples, from answer to "
+        f"answer: one {listed(one.intervals)}, two {listed(two.intervals)}. One: {one.text}; two: {two.text}",
     }
 
 
@@ -130,14 +130,13 @@ class _Side:
         except ManyhandsError:
             return float("inf")
 
-    def _run(self, turns: int, way: str, at_once: int = 0, batch: int = 1) -> Ran:
+    def _run(self, turns: int, way: str, at_once: int = 0, batch: int = 1, *, traced: bool = False) -> Ran:
         plan = msgspec.structs.replace(self._plan, batch_size=batch * self._plan.batch_size)
-        return self._stand.run(plan, turns, at_once, kernels=self._ways[way])
+        return self._stand.run(plan, turns, at_once, traced=traced, kernels=self._ways[way])
 
     def measure(self, samples: int) -> None:
-        ran = self._run(samples, self._way)
-        self.latencies.append(ran.latency)
-        self.inside.append(ran.inside)
+        self.latencies.append(self._run(samples, self._way).latency)
+        self.inside.append(self._run(TRIAL_SAMPLES, self._way, traced=True).inside)
         self.intervals.append(self._run(WARM_UPS, self._way, STREAM_SAMPLES, self._batch).interval)
 
     @property

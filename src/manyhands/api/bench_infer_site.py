@@ -97,12 +97,13 @@ class Stand:
         self.sample = torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     def run(
-        self, plan: Plan, turns: int, at_once: int = 0, *, memory: bool = False,
+        self, plan: Plan, turns: int, at_once: int = 0, *, memory: bool = False, traced: bool = True,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> Ran:  # fmt: skip
-        """Samples one by one, and then some at once. With `memory` the first of them counts tensor bytes."""
+        """Samples one by one, and then some at once. With `memory` the first of them counts tensor bytes; `traced`:
+        when each action began and ended is noted, which takes a little."""
         own = self.kernels if kernels is None else kernels
-        spans = range(WARM_UPS, turns) if plan.steps_per_round == 1 else range(0)
+        spans = range(WARM_UPS, turns) if traced and plan.steps_per_round == 1 else range(0)
         order = Order(
             self.graph, plan, RunState(dict(self.graph.state)), 0, kernels=dict.fromkeys(plan.devices, own),
             trace_steps=spans, memory_step=0 if memory else -1, wait_limit_seconds=ANSWER_SECONDS,

@@ -69,10 +69,10 @@ class ChannelRunner(ForwardOnly):
         self._reading = {
             first: found
             for first, tensors in zip(geometry.group_starts, geometry.reading)
-            if (found := [(name, alias, boxes) for name, boxes in tensors[device].items()
+            if (found := [(name, alias, boxes, joined_shape(boxes)) for name, boxes in tensors[device].items()
                           if (alias := self.local.name(name, boxes)) != name])
         }  # fmt: skip
-        """First operator of a group -> what is put together for it: tensor, its local name, its boxes."""
+        """First operator of a group -> what is put together for it: tensor, its local name, its boxes, their shape."""
         bounds = sorted(bounds_of(own, ()) | self._reading.keys())
         calls = kernel_calls(self.local.graph, kernels)
         self.pieces = {a: Piece(self.local.graph, weights, *self.local.range(a, b), kernels=calls)
@@ -151,7 +151,7 @@ class ChannelRunner(ForwardOnly):
 
     def _assemble(self, flight: ChannelFlight, first: int) -> None:
         """What a group reads of others' channels, put together with its own."""
-        for name, alias, boxes in self._reading[first]:
+        for name, alias, boxes, shape in self._reading[first]:
             if alias in flight.values:
                 continue
             own = flight.values[name]
@@ -161,7 +161,7 @@ class ChannelRunner(ForwardOnly):
                 recipe = self._recipes[alias] = recipe_for(boxes, [(self._held(name),), *(held for held, _ in arrived)])
             parts = [own, *(data for _, data in arrived)]
             pieces = [narrowed(parts[number], steps) for number, steps in recipe]
-            flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, joined_shape(boxes)))
+            flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
 
     def _add_up(self, flight: ChannelFlight, op: Op) -> None:
         """Everybody's partial sums, in the order of the devices, and the bias."""

@@ -18,7 +18,7 @@ from manyhands.graph import ops
 from manyhands.graph.document import weights_in
 from manyhands.graph.graph import Graph, Node, tree_leaves
 from manyhands.graph.limits import LARGEST_LIST
-from manyhands.graph.piece import Context, Piece, Step, run_step
+from manyhands.graph.piece import Context, Piece, Step, run_steps
 from manyhands.graph.weights import Weights
 
 LARGEST_RECURRENT_STEPS = 4096
@@ -133,7 +133,7 @@ def _run(step: Step, slots: list[Any], samples: int) -> None:
         _check_probability(node)
     if node.several:
         _check_parts(node, step.build(slots, samples))
-    run_step(replace(step, frees=()), slots, samples, context)
+    run_steps([replace(step, frees=())], slots, samples, context)
 
 
 def _check_probability(node: Node) -> None:

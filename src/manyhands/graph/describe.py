@@ -18,7 +18,7 @@ from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
 from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
-from manyhands.graph.piece import Context, Piece, run_step
+from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
 from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
@@ -186,7 +186,7 @@ def _saved_at(graph: Graph, samples: int) -> list[int]:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             for step in steps:
                 before = saved.bytes
-                run_step(step, slots, samples, Context(samples=samples))
+                run_steps([step], slots, samples, Context(samples=samples))
                 keep.extend(slots[place] for place in step.outputs)
                 held.append(saved.bytes - before)
         return held

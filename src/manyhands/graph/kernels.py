@@ -312,6 +312,8 @@ class Packed:
         self.source = graph.network.tensors[data.name]
         self.shape: tuple[int, ...] = ()
         """Of the input that the weight is laid out for."""
+        g = self.geometry
+        self._given = (g.padding, g.stride, g.dilation, g.groups)
 
     def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> bool:
         """Lay the weight out, for nothing but calls of this convolution; whether it was not so before."""
@@ -344,11 +346,10 @@ class Packed:
         numbers: Sequence[float] = (), *, padding: list[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """With a weight that is laid out; `post`: the activation of the result, as oneDNN calls it, and its numbers."""
-        g = self.geometry
-        padding = g.padding if padding is None else padding
-        made: torch.Tensor = _onednn._convolution_pointwise.default(
-            reformat(data, True), weight, bias, padding, g.stride, g.dilation, g.groups, post, numbers, ""
-        )
+        given = self._given if padding is None else (padding, *self._given[1:])
+        if not data.is_contiguous(memory_format=torch.channels_last):
+            data = reformat(data, True)
+        made: torch.Tensor = _onednn._convolution_pointwise.default(data, weight, bias, *given, post, numbers, "")
         return made
 
     def added(
@@ -356,8 +357,9 @@ class Packed:
         post: str | None, *, overwrites: bool,
     ) -> torch.Tensor:  # fmt: skip
         """The same and `other`, over that or beside it, and the activation of the sum, if any."""
-        g, data = self.geometry, reformat(data, True)
-        given: tuple[Any, ...] = (weight, bias, g.padding, g.stride, g.dilation, g.groups, "add", 1.0, post, [], "")
+        if not data.is_contiguous(memory_format=torch.channels_last):
+            data = reformat(data, True)
+        given: tuple[Any, ...] = (weight, bias, *self._given, "add", 1.0, post, [], "")
         made: torch.Tensor = (
             _onednn._convolution_pointwise_.binary(other, data, *given)
             if overwrites

@@ -174,30 +174,30 @@ class Piece:
         for place, name in enumerate(self.inputs):
             slots[place] = values[name]
         samples = context.samples or self.samples_in(values)
-        for step in steps:
-            run_step(step, slots, samples, context)
+        run_steps(steps, slots, samples, context)
         if counters:
             torch._foreach_add_([slots[place] for place in counters], 1)
         place_of = self._slots.places
         return {name: slots[place_of[name]] for name in self.outputs}
 
 
-def run_step(step: Step, slots: list[Any], samples: int, context: Context) -> None:
-    """Run one compiled node on the list of values."""
-    arguments = step.build(slots, samples)
-    if step.random is not None:
-        result = step.random(step.node, context.seed, context.step, context.first_sample, *arguments)
-    elif step.options is None:
-        result = step.call(*arguments)
-    else:
-        result = step.call(*arguments, **step.options(slots, samples))
-    if step.node.several:
-        for place, value in zip(step.outputs, result):
-            slots[place] = value
-    else:
-        slots[step.outputs[0]] = result
-    for place in step.frees:
-        slots[place] = None
+def run_steps(steps: Iterable[Step], slots: list[Any], samples: int, context: Context) -> None:
+    """Run compiled nodes on the list of values. One loop: between two operators as little Python as can be."""
+    for step in steps:
+        arguments = step.build(slots, samples)
+        if step.random is not None:
+            result = step.random(step.node, context.seed, context.step, context.first_sample, *arguments)
+        elif step.options is None:
+            result = step.call(*arguments)
+        else:
+            result = step.call(*arguments, **step.options(slots, samples))
+        if step.node.several:
+            for place, value in zip(step.outputs, result):
+                slots[place] = value
+        else:
+            slots[step.outputs[0]] = result
+        for place in step.frees:
+            slots[place] = None
 
 
 def _counts(node: Node) -> bool:
