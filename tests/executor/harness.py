@@ -180,6 +180,7 @@ def run(
     schedule = schedule_of(graph, plan)
     plan, training = schedule.plan, schedule.plan.is_training
     devices = list(schedule.lowering.work)
+    assert set(kernels or ()) <= set(devices), f"kernels are told by device: {sorted(kernels or ())}"
     board = Switchboard([*devices, COORDINATOR], limit_seconds=limit_seconds)
     if fail is not None:
         board.fail_after(*fail)

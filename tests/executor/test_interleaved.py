@@ -23,7 +23,7 @@ SAMPLES = 2 * ROUND
 
 
 def stream(
-    graph: Graph, share: Share, count: int, samples: list[torch.Tensor]
+    graph: Graph, share: Share, count: int, samples: list[torch.Tensor], homes: dict[str, str] | None = None
 ) -> tuple[list[torch.Tensor], list[Executor]]:
     """Rounds of an interleaved stream on threads of this process; a round that is not full ends early."""
     devices = tuple(f"d{number}" for number in range(count))
@@ -32,7 +32,7 @@ def stream(
     stages = [Stage((0, last), devices, share)]
     if isinstance(share, ByTiles):  # the rest by channels, on the same devices
         stages = [Stage((0, end), devices, share), Stage((end, last), devices, ByChannels((1,) * count))]
-    plan = Plan(network.name, ROUND, tuple(stages), ROUND, "interleave")
+    plan = Plan(network.name, ROUND, tuple(stages), ROUND, "interleave", homes=homes or {})
     schedule = schedule_of(graph, plan)
     board = Switchboard([*devices, COORDINATOR], limit_seconds=20.0)
     executors = []
@@ -77,12 +77,13 @@ def stream(
 @pytest.mark.parametrize(
     ("share", "count"), [(ByChannels((1, 1)), 2), (ByChannels((1, 2, 1)), 3), (ByTiles((1, 1)), 2)], ids=str
 )
-@pytest.mark.parametrize("samples", [SAMPLES, SAMPLES - 1])
-def test_answers_come_in_order_and_are_right(share: Share, count: int, samples: int) -> None:
+@pytest.mark.parametrize(("samples", "home"), [(SAMPLES, ""), (SAMPLES - 1, ""), (SAMPLES - 1, "d1")])
+def test_answers_come_in_order_and_are_right(share: Share, count: int, samples: int, home: str) -> None:
+    """Whoever has the samples, if not all who read them, sends each on when it is begun: a last round has fewer."""
     model, graph = decoupled()
     torch.manual_seed(9)
     given = [torch.randn(1, 3, 8, 8, dtype=torch.float64) for _ in range(samples)]
-    answers, executors = stream(graph, share, count, given)
+    answers, executors = stream(graph, share, count, given, dict.fromkeys(graph.network.inputs, home) if home else None)
     assert len(answers) == samples
     for sample, answer in zip(given, answers):
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiled_cases import DRAWN, PICTURES, Case, case_of, small_case, unwritten_memory_noticed, zoo_case
-from tiled_networks import networks, same
+from tiled_networks import Together, networks, same
 from torch import nn
 
 from groups import slow_if
@@ -144,17 +144,38 @@ def test_the_zoo(name: str, way: str) -> None:
     case.check(plan)
 
 
-def test_maps_that_lie_in_two_formats() -> None:
+def last_where(case: Case, plan: Plan, *numbers: int) -> dict[str, dict[str, Kernel]]:
+    """Kernels of all devices: of convolutions at these places of a turn of two, in channels_last."""
+    convolutions = [op for op in case.network.ops if op.macs]
+    own = {op.name: Kernel(channels_last=number % 2 in numbers) for number, op in enumerate(convolutions)}
+    return dict.fromkeys(plan.devices, own)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("build", [chain, other_norms])
+def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ignore[no-untyped-def]
     """Pieces come as they travel, channels first, and are written among maps with channels last; one sample's rows lie
-    without gaps, those of several do not."""
+    without gaps, those of several do not. The same where convolutions take turns, whatever is exchanged where."""
     torch.manual_seed(3)
-    for samples in (1, 2):
-        case = case_of(chain(), (2, 16, 12), samples=samples)
-        plan, _ = beside(case, ByTiles((1, 2)))
-        convolutions = [op for op in case.network.ops if op.macs]
-        for kernels in ({op.name: Kernel(channels_last=True) for op in convolutions},
-                        {op.name: Kernel(channels_last=bool(n % 2)) for n, op in enumerate(convolutions)}):  # fmt: skip
-            case.check(plan, kernels=kernels)
+    case = case_of(build(), (2, 16, 12), samples=samples)
+    for share in (ByTiles((1, 2)), ByTiles((1,), (1, 1))):
+        plan, _ = beside(case, share)
+        before = resolve(case.plan(case.tiled(share)), case.network)
+        for numbers in ((0, 1), (0,), (1,)):
+            case.check(plan, kernels=last_where(case, plan, *numbers))
+            case.check(before, kernels=last_where(case, before, *numbers))
+
+
+@pytest.mark.parametrize("start", [3, 4, 5])
+def test_maps_of_five_axes_beside_channels_last(start: int) -> None:
+    """Channels in groups are an axis more for a while, which no such format has."""
+    torch.manual_seed(0)
+    module = nn.Sequential(same(2, 4), Together(), nn.Conv2d(6, 4, 3, padding=1, groups=2))
+    case = case_of(module, (2, 12, 10))
+    assert any(len(case.network.tensors[name].shape) == 5 for name in case.network.ops[start - 1].outputs)
+    share = ByTiles((1, 1), forward_groups=(0, case.network.ops[start].name))
+    plan = resolve(case.plan(case.tiled(share)), case.network)
+    case.check(plan, kernels=last_where(case, plan, 0, 1))
 
 
 @settings(DRAWN, max_examples=6)
@@ -208,6 +229,9 @@ def test_waiting_for_what_was_not_given() -> None:
         check(schedule, actions={**schedule.actions, "t1": turned})
     with pytest.raises(BadSchedule, match=r"t1 is to 'await s0 m0b \d+:\d+', and has not given its own part"):
         check_progress({**schedule.actions, "t1": turned})
+    never = tuple(action for action in own if not isinstance(action, Await))
+    with pytest.raises(BadSchedule, match=r"t1 gives its part to 'reduce .* later', and never waits for the others'"):
+        check(schedule, actions={**schedule.actions, "t1": never})
 
 
 class Shifted(nn.Module):

@@ -237,7 +237,7 @@ class Executor:
         self.settled_step = step
         self._landed, self._turning, self._answered = [], None, 0
         self._updates, self._begun = 0, {}
-        self._given.clear()
+        self._forget_flights()  # a round that was interrupted left its own
         policy = self.schedule.policy_of(self.device, steps)
         is_fed_singly = self.plan.order in ("replay", "interleave") and bool(self.feed)
         box = self.endpoint.mailbox
@@ -252,11 +252,7 @@ class Executor:
                 if is_slowed and isinstance(action, (Forward, Backward, Step, Send)):
                     self._take_longer(started)
                 self.recorder.took(action, began, time.monotonic())
-        for runner in self.runners.values():
-            for micro_batch in range(self.plan.micro_batches):
-                runner.drop(micro_batch)
-        self._fed.clear()
-        self._coding.forget()
+        self._forget_flights()
         if isinstance(policy, MiniBatches):
             steps = policy.count
         if steps:  # else nothing was fed
@@ -266,6 +262,14 @@ class Executor:
         self.result.seconds = time.monotonic() - start
         self.settled_step = step + steps
         return self.result
+
+    def _forget_flights(self) -> None:
+        for runner in self.runners.values():
+            for micro_batch in range(self.plan.micro_batches):
+                runner.drop(micro_batch)
+        self._fed.clear()
+        self._given.clear()
+        self._coding.forget()
 
     def _take_longer(self, started: float) -> None:
         """Where this device stands for a slower one: than it has computed since then, by its clock."""

@@ -216,10 +216,11 @@ class Normalisation(SumsOperator):
         return self.weights.tensors[argument.name] if isinstance(argument, Weight) else None
 
     def _features(self, tensor: Tensor) -> Tensor:
-        """A tensor with its features as the second axis."""
-        if not self.moments_of_samples:
-            return tensor
+        """A tensor with its features as the second axis. One sample's is itself: a view of it would lie in memory in an
+        order that PyTorch's backward kernel beside a tensor in another order takes for a third, and adds up wrongly."""
         samples, channels, rows, columns = tensor.shape
+        if not self.moments_of_samples or samples == 1:
+            return tensor
         return tensor.reshape(1, samples * channels, rows, columns)
 
     def _per_feature(self, parameter: Tensor | None, moments: Moments, default: float) -> Tensor:

@@ -108,7 +108,7 @@ class TileRunner:
     # What is kept, where, and for how long
 
     def _channels_last(self, kernels: Mapping[str, Kernel]) -> set[str]:
-        """Maps that a convolution reads in channels_last, or makes so, and what is made of them place by place."""
+        """Maps that a convolution reads in channels_last, or makes so, and what is made of them without one."""
         found: set[str] = set()
         for index in self.operators:
             op = self.network.ops[index]
@@ -117,10 +117,11 @@ class TileRunner:
                 found.update(name for name in (*op.inputs, *op.outputs) if name in self.geometry.maps)
             elif not op.macs and any(name in found for name in op.inputs):
                 found.update(name for name in op.outputs if name in self.geometry.maps)
-        return found
+        return {name for name in found if len(self.network.tensors[name].shape) == 4}
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Box]]:
-        """Of every map the box around all that is ever here, with room for the zeros that convolutions pad with."""
+        """Of every map the box around all that is ever here, with room for the zeros that convolutions pad with; of one
+        in pieces what is owned, for the others have memory of their own."""
         for name in self.geometry.maps:
             if name in self.ways.in_pieces:
                 yield name, self.ways.owned(name)
@@ -185,7 +186,9 @@ class TileRunner:
         return [one.tensor for one in held]
 
     def deltas(self) -> list[torch.Tensor]:
-        return [held.tensor for flight in self.flights.values() for held in flight.gradients.values()]
+        held = [one for flight in self.flights.values() for one in flight.gradients.values()]
+        held += [one for flight in self.flights.values() for rims in flight.rims.values() for one in rims]
+        return [one.tensor for one in held]
 
     def forward(self, action: Forward, context: Context) -> None:
         flight = self.flight(action.micro_batch)
@@ -335,9 +338,11 @@ class TileRunner:
         """Of what an operator in pieces reads, what belongs to others. Of a normalisation: no sums are in it."""
         operator, way, made = self.operators[index], self.ways.backward(index), self.ways.forward(index).out
         found = flight.rims[way.inputs[0]] = []
+        if made is None:
+            return
         for piece in flight.beyond.get(self.ways.piecewise[index], ()):
-            box = piece.box if made is None else in_common(piece.box, made)
-            if box is None or box.is_empty:
+            box = in_common(piece.box, made)
+            if box is None:
                 continue
             gradient = self._rim(flight, way.name, box)
             if isinstance(operator, Normalisation):
@@ -383,9 +388,10 @@ class TileRunner:
                 return
             gradient = self._zeros(way.name)
         options = self._options(flight, index)
-        if part == "inputs":
+        trains = way.trains and not way.over.is_empty
+        if part == "inputs" and trains:
             flight.waiting[index] = self._inputs(flight, way.inputs)
-        elif way.trains and not way.over.is_empty:
+        elif trains:
             inputs = flight.waiting.pop(index, None) or self._inputs(flight, way.inputs)
             has_sums = index in self.geometry.rim_first  # over all pieces, when its row was sent
             slopes = gradient.tensor if has_sums else gradient.view(way.over)

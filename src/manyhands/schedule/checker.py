@@ -50,13 +50,15 @@ class _World:
 
 
 def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[tuple[str, str], int]]:
-    """Every send has its receive and the reverse; every reduction is joined by exactly its members."""
+    """Every send has its receive and the reverse; every reduction is joined by exactly its members, and one that is
+    waited for later is."""
     sent: Counter[tuple[str, str, Message]] = Counter()
     received: Counter[tuple[str, str, Message]] = Counter()
     members: dict[ReduceKey, Counter[str]] = defaultdict(Counter)
     reductions: dict[ReduceKey, Reduce] = {}
     bytes_between: dict[tuple[str, str], int] = defaultdict(int)
     for device, own in actions.items():
+        awaited = {action.key for action in own if isinstance(action, Await)}
         for action in own:
             if isinstance(action, Send):
                 sent[(device, action.to, action.message)] += 1
@@ -66,6 +68,8 @@ def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[t
             elif isinstance(action, Reduce):
                 members[action.key][device] += 1
                 reductions[action.key] = action
+                if action.later and action.key not in awaited:
+                    raise BadSchedule(f"{device} gives its part to '{action}', and never waits for the others'.")
     for (source, target, message), count in (sent - received).items():
         raise BadSchedule(f"{source} sends {message} to {target} {count} time(s) more than {target} receives it.")
     for (source, target, message), count in (received - sent).items():

@@ -38,11 +38,12 @@ class InterleavedOrder(MiniBatches):
 
     def __init__(self, work: DeviceWork, count: int, chunks: Callable[[int], Sequence[Action]]) -> None:
         super().__init__(work, count)
+        self._pending.clear()  # a sample's inputs are sent when it is begun: later ones may not be there
         self._chunks = chunks
         self._lists: dict[int, Sequence[Action]] = {}
         self._places: dict[int, int] = {}
         """Micro-batch under way -> how many of its actions were begun."""
-        if not work.geometries:
+        if not work.geometries and not work.before:
             self.done = count
         self.answered = 0
         """Samples of which everything has been done, not only begun."""

@@ -66,7 +66,6 @@ class Schedule:
             return
         if self.plan.order == "interleave":
             for number in range(count):
-                yield from work.inputs(number)
                 yield from self.chunks(device, number)
             return
         for number in range(count):
@@ -100,11 +99,12 @@ class Schedule:
         return self.is_fixed or self.plan.order == "interleave"
 
     def chunks(self, device: str, number: int) -> tuple[Action, ...]:
-        """A forward pass of a micro-batch on a device, in parts that are short (order interleave)."""
+        """What a device does with a micro-batch, its forward pass in parts that are short (order interleave)."""
         found = self._chunks.get((device, number))
         if found is None:
-            passed = self.lowering.work[device].forward(number)
-            found = self._chunks[device, number] = tuple(in_chunks(passed, self.network))
+            work = self.lowering.work[device]
+            passed = in_chunks(work.forward(number), self.network)
+            found = self._chunks[device, number] = (*work.inputs(number), *passed)
         return found
 
     def _ahead(self, work: DeviceWork) -> int | None:
