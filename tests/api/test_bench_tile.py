@@ -79,7 +79,7 @@ def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
 
 @pytest.mark.slow
 def test_groupings_are_compared_with_both_extremes(subject: Subject, session: Session) -> None:
-    figures = bench_groups(subject, session, (2, 1), 1, 1, quiet)
+    figures = bench_groups(subject, session, (2, 1), 1, 1, 1, quiet)
     for link in ("fast", "slow"):
         over_one, over_every = (float(figures[f"grouping_gain_{link}_over_{x}"]) for x in ("one_group", "every_layer"))
         assert min(over_one, over_every) > 0

@@ -40,7 +40,7 @@ from manyhands.profiler.this_machine import identify
 from manyhands.runtime.processes import pin_process
 
 TUNING = 3
-"""Blocks in which grids are tried before anything counts."""
+"""Blocks in which grids, and later groupings, are tried before anything counts."""
 KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
 
 
@@ -146,7 +146,7 @@ def bench_tile(
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (7, 5)), say)
         figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
-        figures |= bench_groups(subject, session, square_grid(count), *((1, 1) if quick else (5, 3)), say)
+        figures |= bench_groups(subject, session, square_grid(count), *((1, 1, 1) if quick else (TUNING, 5, 3)), say)
     figures |= bench_memory(subject, quick, say)
     figures |= bench_resident(subject, *((1, 2) if quick else (5, 3)), say)
     if full:

@@ -182,7 +182,9 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
     return Cluster(cluster.name, devices, link)
 
 
-def bench_groups(subject: Subject, session: Session, grid: Grid, blocks: int, steps: int, say: Progress) -> Figures:
+def bench_groups(
+    subject: Subject, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
+) -> Figures:
     """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
     network, plan = subject.graph.network, subject.tiles(session.cluster.names, Way(grid))
@@ -195,10 +197,11 @@ def bench_groups(subject: Subject, session: Session, grid: Grid, blocks: int, st
     fast = Priced(plan, network, linked(session.cluster, Link(rate, delay)), profile)
     slow = Priced(plan, network, linked(session.cluster, SLOW), profile)
     rounds: list[dict[str, float]] = []
-    for block in range(blocks + 1):
-        say(f"groupings, block {block} of {blocks}" if block else "groupings, trying all")
+    for block in range(1 - trials, blocks + 1):
+        say(f"groupings, block {block} of {blocks}" if block > 0 else "groupings, trying all")
         rounds.append({g.name: bare_step_seconds(subject, session, fast.planned(g), steps) for g in fast.groupings})
-    tried, *counted = rounds  # chosen by a block that does not count
+    counted = rounds[trials:]  # chosen by those before, which do not count
+    tried = {g.name: statistics.median(one[g.name] for one in rounds[:trials]) for g in fast.groupings}
     figures: Figures = {}
     for link, priced, chosen, sides in (("fast", fast, tried, counted), ("slow", slow, slow.seconds, [slow.seconds])):
         best = min(chosen, key=chosen.__getitem__)
@@ -216,8 +219,9 @@ def bench_groups(subject: Subject, session: Session, grid: Grid, blocks: int, st
     gain = min(float(figures["grouping_gain_fast"]), float(figures["grouping_gain_slow"]))
     return {"grouping_gain": gain} | figures | {
         "grouping_setting": f"{subject}, {grid_text(grid)} tiles, the weights' reduction left out; one group and every "
-        f"layer each in the faster of two ways backward; fast: measured over loopback, chosen by one block, "
-        f"then {blocks} blocks of {steps} steps, medians; slow: simulated at 2 Mbit/s from the layers' measured seconds"
+        "layer each in the faster of two ways backward; fast: measured over loopback, chosen by the median of "
+        f"{trials} block(s), then {blocks} blocks of {steps} steps, medians; slow: simulated at 2 Mbit/s from the "
+        "layers' measured seconds"
     }  # fmt: skip
 
 

@@ -165,16 +165,19 @@ def opened(
     say: Say | None,
     command: str = "train",
     by_name: bool = False,
+    on_captured: Callable[[Graph], None] = lambda graph: None,
     on_opened: OnOpened | None = None,
     tensorboard: bool = False,
 ) -> Iterator[Opened]:
     """Capture the model, make the folder. An error in the middle says where to go on from; `by_name`: in the words of
-    the command line. `on_opened` is told of the folder, and may say where it is shown."""
+    the command line. `on_captured` may refuse before anything is made; `on_opened` is told of the folder, and may say
+    where it is shown."""
     if tensorboard:
         need_tensorboard()
     folder, resumed = resumed_from(folder, resume, say)
     last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
     graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
+    on_captured(graph)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         check_same(resumed, options, last_step)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from manyhands.api.public import cluster_of, network_of, plan, simulate
+from manyhands.facts.boxes import cut_points
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, OutOfMemory
 from manyhands.facts.network import Network
@@ -67,7 +69,8 @@ def _grid(given: tuple[int, int]) -> tuple[int, int]:
 
 def _weights(what: str, given: Sequence[float] | None, count: int) -> tuple[float, ...] | None:
     if given is not None and len(given) != count:
-        raise BadPlan(f"{what} has {len(given)} numbers; the grid has {count} {what}.")
+        numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
+        raise BadPlan(f"{what} has {numbers}; the grid has {count} {what.removeprefix('--')}.")
     return None if given is None else tuple(given)
 
 
@@ -175,6 +178,23 @@ def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileWi
         return TileWish()
     shape = parse_grid(grid) if grid is not None else (len(heights or (1,)), len(widths or (1,)))
     return TileWish(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
+
+
+def check_tiles(network: Network, wish: TileWish | None) -> None:
+    """Before anybody starts: every tile that was asked for has something of the picture."""
+    image = network.tensors[network.inputs[0]]
+    if wish is None or wish.grid is None or len(image.shape) != 4:
+        return
+    for what, count, weights, extent in (
+        ("rows", wish.grid[0], wish.rows, image.shape[2]), ("columns", wish.grid[1], wish.columns, image.shape[3]),
+    ):  # fmt: skip
+        if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
+            cut = f" as {','.join(f'{one:g}' for one in weights)}" if weights else ""
+            raise BadPlan(
+                f"{count} {what} of tiles cannot be cut out of the {extent} {what} of '{image.name}'{cut}: a tile "
+                f"would have 0 {what}.",
+                hint="Give a smaller grid, or tiles that differ less.",
+            )
 
 
 def priced_groups(made: Plan, network: Network, cluster: Cluster, profile: Profile | None) -> list[dict[str, Any]]:

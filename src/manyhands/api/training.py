@@ -19,6 +19,7 @@ from manyhands.api.job import Job, OnOpened, OnPlanned, OnStep, Planned, TrainRe
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
 from manyhands.api.session import Say, expect_session, measure, open_session
+from manyhands.api.tiling import check_tiles
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.given import batch_size_of, given
 from manyhands.data.laying import Laying
@@ -126,6 +127,7 @@ def train(
             name=name,
             say=say,
             by_name=by_name,
+            on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             on_opened=on_opened,
             tensorboard=tensorboard,
         ) as found,
