@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from manyhands.api import what_if
 from manyhands.api.limits import Limit, checked, limits_of, percent
 from manyhands.api.public import Planned, cluster_of, network_of, plan
@@ -347,10 +345,12 @@ class _Explainer:
         return result.seconds, result.joules_per_sample if self.best == "energy" else result.seconds
 
     def _timed(self, one: Plan) -> Plan:
-        """What is simulated: a step; of inference one answer by itself, or the stream as it is planned."""
-        if self.planned.objective is None or self._is_stream:
+        """What is simulated: a step; of inference one answer by itself, or a stream."""
+        if self.planned.objective is None:
             return one
-        return msgspec.structs.replace(one, micro_batches=1, batch_size=one.micro_batch_size)
+        from manyhands.api.planning_inference import as_asked
+
+        return as_asked(one, self.planned.objective)
 
     def _simulated(self, one: Plan) -> Simulation:
         return simulate_plan(self._timed(one), self.network, self.cluster, self.profile)

@@ -38,6 +38,11 @@ def _stream(plan: Plan, count: int) -> Plan:
     return msgspec.structs.replace(plan, micro_batches=count, batch_size=count * plan.micro_batch_size)
 
 
+def as_asked(plan: Plan, objective: str) -> Plan:
+    """What a plan is shown by: one answer by itself, or a stream that is long enough to be one."""
+    return _stream(plan, 1 if objective_named(objective) == "latency" else max(LONG, plan.micro_batches))
+
+
 def _simulated(plan: Plan, count: int, network: Network, cluster: Cluster, profile: Profile) -> Simulation:
     return simulate(_stream(plan, count), network, cluster, profile, keep_spans=False, within_memory=True)
 

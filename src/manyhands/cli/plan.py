@@ -264,7 +264,8 @@ class _Shown:
             )
             seconds = process_time() - began
             table = planning_inference.inference_table(planned, network)
-            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
+            shown = planning_inference.as_asked(planned.plan, objective)
+            result = public.simulate(shown, network, machines, known, keep_spans=False)
             say("why it is so, and what else would give")
             explained = explain(
                 planned, network, machines, known, with_what_if=self.what_if, planning_seconds=seconds,
@@ -283,7 +284,7 @@ class _Shown:
                 }
             )
             return
-        print_plan(planned.plan, network, machines, result)
+        print_plan(planned.plan, network, machines, result, explained.seconds)
         print_picture(planned.plan, network, machines)
         print_inference(table, objective)
         self._rest(planned, result, explained, "infer")

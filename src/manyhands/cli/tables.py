@@ -40,9 +40,13 @@ def share_text(share: Share, place: int) -> str:
     return "all"
 
 
-def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> None:
-    """Which device holds which layers and which part, and what that costs."""
+def print_plan(
+    plan: Plan, network: Network, cluster: Cluster, result: Simulation, sample_seconds: float | None = None
+) -> None:
+    """Which device holds which layers and which part, and what that costs. `sample_seconds`: of inference, what the
+    plan was chosen by; then what is shown of devices is for one pass of those that were simulated."""
     rows = []
+    passes = 1.0 if sample_seconds is None else result.samples / plan.micro_batch_size
     for number, stage in enumerate(plan.stages):
         first, last = layer_range(stage)
         names = (
@@ -55,9 +59,9 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
             rows.append(
                 [str(number) if place == 0 else "", f"{first}-{last - 1}  {names}" if place == 0 else "", device,
                  share_text(stage.share, place),
-                 f"{format_seconds(own.busy_seconds)}, {1 - result.idle_part(device):.0%}",
+                 f"{format_seconds(own.busy_seconds / passes)}, {1 - result.idle_part(device):.0%}",
                  f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}",
-                 format_bytes(own.bytes_sent), format_bytes(own.bytes_received)]
+                 format_bytes(own.bytes_sent / passes), format_bytes(own.bytes_received / passes)]
             )  # fmt: skip
     hidden = len(rows) - MOST_ROWS
     parts = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch(es)"
@@ -73,13 +77,16 @@ def print_plan(plan: Plan, network: Network, cluster: Cluster, result: Simulatio
     unused = [name for name in cluster.names if name not in plan.devices]
     if unused:
         typer.echo(f"Not used: {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}.")
-    rate = result.samples_per_second
+    rate = result.samples_per_second if sample_seconds is None else 1 / sample_seconds
+    speed = f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
     energy = f", {result.joules_per_sample:.3g} J a sample" if result.joules_per_sample else ""  # where watts are known
-    typer.echo(
-        f"Simulated: {format_seconds(result.seconds / plan.steps_per_round)} a step, "
-        f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} samples/s, "
-        f"{format_bytes(result.total_bytes / plan.steps_per_round)} between devices{energy}."
-    )
+    if sample_seconds is None:
+        times, passes = f"{format_seconds(result.seconds / plan.steps_per_round)} a step, {speed}", plan.steps_per_round
+    elif passes > 1:
+        times = f"{format_seconds(sample_seconds)} a sample in a stream, {speed}"
+    else:
+        times = f"{format_seconds(sample_seconds)} a sample, one at a time"
+    typer.echo(f"Simulated: {times}, {format_bytes(result.total_bytes / passes)} between devices{energy}.")
 
 
 def print_simulation(result: Simulation, cluster: Cluster) -> None:
