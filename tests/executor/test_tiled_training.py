@@ -7,7 +7,7 @@ with numbers that would be noticed: a device that reads what it was never sent c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -630,6 +630,20 @@ def test_small_buckets_are_reduced_while_backward_goes_on() -> None:
     case = zoo_case("mobilenetv2")
     ran = case.check(case.plan(case.tiled(ByTiles((1, 1))), micro_batches=2, bucket_bytes=1))
     assert sum(text.startswith("reduce s0 gradients") for text in ran.logs["t0"].actions) > 5
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 4), lambda: nn.BatchNorm2d(4)])
+def test_a_tile_that_neither_owns_nor_reads_any_row_of_a_normalised_map(norm: Callable[[], nn.Module]) -> None:
+    """Sixteen rows become four, of which the first tile has none: its part of the sums is zeros."""
+    torch.manual_seed(0)
+    module = nn.Sequential(same(2, 4), nn.AdaptiveAvgPool2d((4, 3)), norm(), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    case = case_of(module, (2, 16, 12), samples=4)
+    plan = case.plan(case.tiled(ByTiles((1, 3, 1), (1,), (0,), (0, 2))))
+    geometry = TileGeometry(plan, 0, case.network)
+    pooled = case.network.ops[1].outputs[0]
+    assert geometry.own("t0", pooled).is_empty
+    assert geometry.buffer("t0", pooled).shape[0] == 0
+    case.check(plan)
 
 
 def test_more_micro_batches_than_one_in_flight() -> None:

@@ -18,6 +18,8 @@ from groups import slow_if
 from hand_made import cluster as cluster_of
 from manyhands.api.public import simulate
 from manyhands.executor.boxes import packed_alone
+from manyhands.executor.tile_base import memory_of
+from manyhands.executor.tile_pointwise import Activation
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadSchedule
 from manyhands.facts.plan import ByTiles, Plan
@@ -164,6 +166,30 @@ def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ign
         for numbers in ((0, 1), (0,), (1,)):
             case.check(plan, kernels=last_where(case, plan, *numbers))
             case.check(before, kernels=last_where(case, before, *numbers))
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_an_activation_works_in_place_where_a_map_has_a_rim(is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch norm before it writes where the result belongs, among others' rows and zeros of padding."""
+    torch.manual_seed(3)
+    case = case_of(chain(), (2, 16, 12), samples=1)
+    share = ByTiles((1, 1))
+    plan = beside(case, share)[0] if is_beside else resolve(case.plan(case.tiled(share)), case.network)
+    places: list[bool] = []
+    activate = Activation.forward
+
+    def forward(self, inputs, out, context, into=None, **options):  # type: ignore[no-untyped-def]
+        if into is not None:
+            places.append(memory_of(into) == memory_of(inputs[0].tensor))
+        return activate(self, inputs, out, context, into, **options)
+
+    monkeypatch.setattr(Activation, "forward", forward)
+    case.check(plan, kernels=last_where(case, plan, 0, 1))
+    assert sum(places) >= 6  # of both tiles
+    places.clear()
+    case.check(plan, kernels=last_where(case, plan))
+    assert places  # rows of a map with channels first have gaps between them
+    assert not any(places)
 
 
 @pytest.mark.parametrize("start", [3, 4, 5])

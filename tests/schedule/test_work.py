@@ -219,6 +219,24 @@ def test_buckets_are_reduced_as_soon_as_they_are_complete() -> None:
     assert work.finish() == [Step(0)]
 
 
+def test_the_last_bucket_of_tiles_is_small() -> None:
+    """All wait for it with nothing to compute. Of samples it is not: there every bucket is a cut."""
+    large = msgspec.structs.replace(CHAIN.weights["w1"], shape=(64, 64))
+    network = msgspec.structs.replace(CHAIN, weights={n: w if n == "w0" else large for n, w in CHAIN.weights.items()})
+    size, small = large.bytes, CHAIN.weights["w0"].bytes
+
+    def buckets(share: ByTiles | BySamples, bucket_bytes: int) -> list[tuple[int, int]]:
+        plan = Plan("chain", 2, (Stage((0, 4), ("a", "b"), share),), bucket_bytes=bucket_bytes)
+        actions = Lowering(plan, network).work["a"].backward(0, is_last=True)
+        return [(one.first, one.bytes) for one in actions if isinstance(one, Reduce) and one.what == "gradients"]
+
+    assert small <= 2 * size // 16
+    assert buckets(ByTiles((1, 1)), 2 * size) == [(2, 2 * size), (1, size), (0, small)]
+    assert buckets(BySamples((1, 1)), 2 * size) == [(2, 2 * size), (0, size + small)]
+    assert buckets(ByTiles((1, 1)), 4 * size) == [(0, 3 * size + small)]  # all in one, as asked for
+    assert buckets(ByTiles((1, 1)), 15 * small) == [(3, size), (2, size), (1, size), (0, small)]
+
+
 def test_the_stage_before_does_not_wait_for_the_last_bucket() -> None:
     stages = (Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), BySamples((1, 1))))
     work = Lowering(Plan("chain", 2, stages), CHAIN).work["b"]

@@ -1,7 +1,7 @@
 """Convolutions on boxes, plain and transposed, by the kernel chosen for them.
 
-    input held with its padding in place      the convolution pads nothing
-    input held up to the border               equal zeros on both sides by the convolution, others beforehand
+    as much padding on both sides of an axis     by the convolution: the input is held up to the border
+    on one side, or not as much on the other     zeros in place, in the memory that holds the input
 
 Both gradients are calls of their own, so that weights can be derived while a halo travels (one call for both is no
 faster). The input's needs no values, and leaves out the padding on every axis that has as much of it on both sides.
@@ -128,6 +128,14 @@ class Convolution(_Convolution):
         """What is differentiated -> the box of the input's gradient, and the padding that it leaves out."""
 
     def raw_demand(self, number: int, out: Box) -> Box:
+        box, raw = self.demand(0, out), self._raw(out)
+        for axis in (2, 3) if not box.is_empty else ():
+            if not _is_even(box.intervals[axis], raw.intervals[axis]):
+                box = box.replace(axis, raw.intervals[axis])
+        return box
+
+    def _raw(self, out: Box) -> Box:
+        """What the windows cover, also beyond the border."""
         rows, columns = (
             (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
             for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
@@ -142,17 +150,20 @@ class Convolution(_Convolution):
         box, padding = known
         if padding is not None:
             return held.view(box), padding
-        raw = self.raw_demand(0, out)
+        raw = self._raw(out)
         if box.is_empty:  # nothing but padding
             return held.tensor.new_zeros(raw.shape), [0, 0]
         return widened(held.view(box), box, raw), [0, 0]
 
     def _to_read(self, held: Box, out: Box) -> tuple[Box, list[int] | None]:
-        raw, demand = self.raw_demand(0, out), self.demand(0, out)
+        raw, demand = self._raw(out), self.demand(0, out)
         if demand.is_empty:
             return demand, None
         box = raw.intersect(held)
         assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held} is here"
+        for axis in (2, 3):  # another reader may have wanted zeros on one side
+            if not _is_even(box.intervals[axis], raw.intervals[axis]):
+                box = box.replace(axis, demand.intervals[axis])
         return box, _even_padding(box, raw)
 
     def forward(
@@ -185,17 +196,8 @@ class Convolution(_Convolution):
         return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
 
     def _to_derive(self, out: Box) -> tuple[Box, list[int]]:
-        raw, box = self.raw_demand(0, out), self.demand(0, out)
-        padding = [0, 0]
-        if box.is_empty:
-            return box, padding
-        for axis in (2, 3):
-            (low, high), (first, last) = box.intervals[axis], raw.intervals[axis]
-            if low - first == last - high:
-                padding[axis - 2] = low - first
-            else:
-                box = box.replace(axis, (first, last))
-        return box, padding
+        box = self.raw_demand(0, out)
+        return box, _even_padding(box, self._raw(out)) or [0, 0]
 
     def weight_gradients(
         self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
@@ -267,7 +269,12 @@ class TransposedConvolution(_Convolution):
             self._collect(spread, inputs[0].view(demand), [0, 0], [False, True, False])
 
 
+def _is_even(inner: Interval, outer: Interval) -> bool:
+    """Whether as much is missing on both sides."""
+    return inner[0] - outer[0] == outer[1] - inner[1]
+
+
 def _even_padding(box: Box, raw: Box) -> list[int] | None:
     """The zeros on both sides that make `raw` of `box`; None where the sides differ."""
-    amounts = [(low - first, last - high) for (low, high), (first, last) in zip(box.intervals[2:], raw.intervals[2:])]
-    return [before for before, _ in amounts] if all(before == after for before, after in amounts) else None
+    pairs = list(zip(box.intervals[2:], raw.intervals[2:], strict=True))
+    return [low - first for (low, _), (first, _) in pairs] if all(_is_even(*pair) for pair in pairs) else None

@@ -23,7 +23,7 @@ from manyhands.graph import ops
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 
-__all__ = ["Held", "Normalisation", "Notes", "State", "SumsOperator", "TileOperator", "tile_operator"]
+__all__ = ["BatchNorm", "Held", "Normalisation", "Notes", "State", "SumsOperator", "TileOperator", "tile_operator"]
 
 _BY_NAME: dict[str, type[TileOperator]] = {
     "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
+from manyhands.executor.tile_base import Held, Notes, TileOperator, are_alike, placed, widened
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Adaptive, Window
 from manyhands.graph.piece import Context
@@ -53,10 +53,16 @@ class MaxPool(_WindowPool):
         if self._is_halving(data):
             wide = torch.maximum(data[..., 0::2], data[..., 1::2])
             return torch.maximum(wide[:, :, 0::2], wide[:, :, 1::2], out=into)
-        made, places = _aten.max_pool2d_with_indices.default(data, self.windows, self.stride, [0, 0], self.dilation)
+        settings = (self.windows, self.stride, [0, 0], self.dilation)
+        if into is not None and are_alike(data, into):
+            places = torch.empty_like(into, dtype=torch.int64)
+            made, _ = _aten.max_pool2d_with_indices.out(data, *settings, out=into, indices=places)
+        else:
+            made, places = _aten.max_pool2d_with_indices.default(data, *settings)
+            made = placed(made, into)
         if notes is not None:
             notes["places"] = Held(out, places)
-        return placed(made, into)
+        return cast(Tensor, made)
 
     def input_gradients(
         self,

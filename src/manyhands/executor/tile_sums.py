@@ -111,7 +111,7 @@ class GlobalPool(SumsOperator):
 
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         if owned.is_empty:
-            samples, channels = inputs[0].tensor.shape[:2]
+            samples, channels = owned.shape[:2]  # of the input there may be nothing at all
             return inputs[0].tensor.new_zeros(samples * channels)
         return inputs[0].view(owned).sum((2, 3)).flatten()
 
@@ -505,7 +505,7 @@ class GroupNorm(Normalisation):
 
     def own_row(self, inputs: Sequence[Held], owned: Box) -> Tensor:
         """Means and variances of what is owned, for each sample and group."""
-        samples = inputs[0].tensor.shape[0]
+        samples = owned.shape[0]
         if owned.is_empty:
             return inputs[0].tensor.new_zeros(2 * samples * self.groups)
         data = inputs[0].view(owned).reshape(1, samples * self.groups, -1)

@@ -31,6 +31,8 @@ class ForwardWay(msgspec.Struct, frozen=True):
     """Whether a backward pass will read what it notes."""
     is_last_reader: bool
     """Nothing reads its only input afterwards: its memory may become the output's."""
+    next: int | None
+    """The operator that alone reads what this one makes, all of it and no more, place by place."""
 
 
 class BackwardWay(msgspec.Struct, frozen=True):
@@ -98,7 +100,7 @@ class TileWays:
             out = self.out_box(index) if is_map else Box.whole(self.geometry.shape(name))
             found = self._forward[index] = ForwardWay(
                 name, tuple(read.tensor for read in op.reads), is_map, out, out.volume if is_map and out else 0,
-                is_map and index in self.differentiable, self._is_last_reader(index),
+                is_map and index in self.differentiable, self._is_last_reader(index), self._next(index),
             )  # fmt: skip
         return found
 
@@ -230,6 +232,15 @@ class TileWays:
         sent = any(self._sends(group.fetches, name) for group in self.geometry.groups)
         alone = len(op.inputs) == 1 and self.network.readers[name] == (index,) and name not in self.network.outputs
         return alone and self.geometry.is_made_here(name) and name not in self.kept and not sent
+
+    def _next(self, index: int) -> int | None:
+        name = self.network.ops[index].outputs[0]
+        readers = self.network.readers.get(name, ())
+        if len(readers) != 1 or readers[0] not in self._on_maps or not self._is_last_reader(readers[0]):
+            return None
+        op = self.network.ops[readers[0]]
+        is_alike = op.tiling == "local" and not op.weights and not self.geometry.reads_beyond(op)
+        return readers[0] if is_alike and self.out_box(readers[0]) == self.out_box(index) else None
 
     def _sends(self, moves: Any, tensor: str) -> bool:
         return any(move.source == self.device for move in moves.get(tensor, ()))

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, holds, in_common, place_of
-from manyhands.executor.tile_base import formatted_like, memory_of
+from manyhands.executor.tile_base import are_alike, formatted_like, memory_of
 from manyhands.executor.tile_operators import (
+    BatchNorm,
     Held,
     Normalisation,
     Notes,
@@ -23,7 +24,8 @@ from manyhands.executor.tile_operators import (
     TileOperator,
     tile_operator,
 )
-from manyhands.executor.tile_ways import TileWays
+from manyhands.executor.tile_pointwise import Activation
+from manyhands.executor.tile_ways import ForwardWay, TileWays
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
@@ -52,6 +54,8 @@ class TileFlight:
     """Of maps that are held in pieces, those that others own."""
     rims: dict[str, list[Held]] = field(default_factory=dict)
     """Their gradients, which are computed before those of this tile."""
+    rooms: dict[str, Held] = field(default_factory=dict)
+    """Memory of results to come, where what they are made of lies already."""
     gathered: dict[str, torch.Tensor] = field(default_factory=dict)
     """Outputs of the network, whole, on the device that computes the loss."""
     returned: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -182,6 +186,7 @@ class TileRunner:
         held = [one for flight in self.flights.values() for one in flight.values.values()]
         held += [one for flight in self.flights.values() for pieces in flight.beyond.values() for one in pieces]
         held += [one for flight in self.flights.values() for kept in flight.waiting.values() for one in kept]
+        held += [one for flight in self.flights.values() for one in flight.rooms.values()]
         held += [one for flight in self.flights.values() for note in flight.notes.values() for one in note.values()]
         return [one.tensor for one in held]
 
@@ -231,19 +236,47 @@ class TileRunner:
         if pieces is not None:
             parts = [(one, box) for one in (*inputs, *pieces) if (box := in_common(one.box, out)) is not None]
             if name in self.ways.in_pieces:
-                made = [Held(box, operator.forward([one], box, context, **options)) for one, box in parts]
+                room = self._room_ahead(flight, operator, way)
+                made = [
+                    Held(box, operator.forward([one], box, context, self._ahead(room, one, box), **options))
+                    for one, box in parts
+                ]
                 flight.values[name], flight.beyond[name] = made[0], made[1:]
                 return
-            held = flight.values[name] = self._room(name, out)
+            held = flight.values[name] = self._place(flight, name, out)
             for one, box in parts:
                 operator.forward([one], box, context, into=held.view(box), **options)
             return
         if self._buffers[name] == out:
             options["may_overwrite"] = way.is_last_reader
-            flight.values[name] = Held(out, operator.forward(inputs, out, context, **options))
+            into = self._ahead(self._room_ahead(flight, operator, way), inputs[0], out)
+            flight.values[name] = Held(out, operator.forward(inputs, out, context, into, **options))
             return
-        held = flight.values[name] = self._room(name, out)
+        held = flight.values[name] = self._place(flight, name, out)
         operator.forward(inputs, out, context, into=held.view(out), **options)
+
+    def _place(self, flight: TileFlight, tensor: str, inside: Box) -> Held:
+        ahead = flight.rooms.pop(tensor, None)
+        return self._room(tensor, inside) if ahead is None else ahead
+
+    def _room_ahead(self, flight: TileFlight, operator: TileOperator, way: ForwardWay) -> Held | None:
+        """Memory for what an activation will make of what a batch norm makes now, where that is more than one piece:
+        then the activation works in place."""
+        if way.next is None or not isinstance(operator, BatchNorm):
+            return None
+        then = self.operators[way.next]
+        name = then.output.name
+        if not isinstance(then, Activation) or way.out is None or name in self.ways.in_pieces:
+            return None
+        if way.name not in self.ways.in_pieces and self._buffers[name] == way.out:
+            return None
+        room = flight.rooms[name] = self._room(name, way.out)
+        return room
+
+    def _ahead(self, room: Held | None, given: Held, box: Box) -> torch.Tensor | None:
+        """The place for `box` in it, where it lies in memory as what is given does."""
+        into = None if room is None else room.view(box)
+        return into if into is not None and are_alike(given.view(box), into) else None
 
     def _compute_interior(self, flight: TileFlight, index: int, context: Context) -> None:
         out, name = self.ways.out_box(index), self.network.ops[index].outputs[0]

@@ -41,6 +41,9 @@ Moves = dict[str, tuple[Move, ...]]
 
 HEADER_BYTES = 16
 """A packed box carries its range (two doubles, so that any float's is exact) beside its bits."""
+LAST_BUCKET_PART = 16
+"""Where backward goes operator by operator, the last bucket of gradients has at most this part of the others' size: all
+wait for it when nothing is left to compute."""
 
 
 def packed_bits(codec: Codec | None, dtype: str) -> int:
@@ -513,12 +516,18 @@ class Lowering:
             return {}
         if geometry.stage.reduce == "gateway":
             return {}
-        found: dict[int, Reduce] = {}
-        pending, high = 0, geometry.last
         completed = completed_at(self.network, geometry.first, geometry.last)
+        sizes = {op: sum(self.network.weights[name].bytes for name in names) for op, names in completed.items()}
+        found: dict[int, Reduce] = {}
+        pending, high, to_come = 0, geometry.last, sum(sizes.values())
+        rest = 0  # of samples, every bucket is a cut through what autograd recorded
+        if isinstance(geometry, TileGeometry) and to_come > self.plan.bucket_bytes:
+            rest = self.plan.bucket_bytes // LAST_BUCKET_PART
         for op in range(geometry.last - 1, geometry.first - 1, -1):
-            pending += sum(self.network.weights[name].bytes for name in completed.get(op, ()))
-            if pending >= self.plan.bucket_bytes or (op == geometry.first and pending):
+            size = sizes.get(op, 0)
+            pending, to_come = pending + size, to_come - size
+            is_last_but_one = 0 < to_come <= rest <= pending and size > 0
+            if pending >= self.plan.bucket_bytes or is_last_but_one or (op == geometry.first and pending):
                 found[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending)
                 pending, high = 0, op
         return found
