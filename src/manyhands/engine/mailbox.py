@@ -106,7 +106,8 @@ class Mailbox:
         self._messages: dict[Key, _Message] = {}
         self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
-        self._interruption: ManyhandsError | None = None
+        self.interruption: ManyhandsError | None = None
+        """Why every wait fails; see `interrupt`."""
         self._news = 0
         self._sleepers = 0
         self._lock = threading.RLock()
@@ -131,7 +132,7 @@ class Mailbox:
             self._standing.clear()
             self._messages.clear()
             self._received.clear()
-            self._interruption = None
+            self.interruption = None
             self._tell()
 
     def expect(self, source: str, topic: str, size: int) -> None:
@@ -252,7 +253,7 @@ class Mailbox:
     def interrupt(self, error: ManyhandsError) -> None:
         """Every wait, now and later, fails with `error`, until the next generation opens."""
         with self._lock:
-            self._interruption = self._interruption or error
+            self.interruption = self.interruption or error
             self._tell()
 
     def deliver(self, peer: str, header: Header, payload: memoryview, came: int = 0) -> None:
@@ -357,12 +358,12 @@ class Mailbox:
 
     def check(self) -> None:
         """Raise if this device was interrupted: asked between actions, so that computing stops too."""
-        if self._interruption is not None:
-            raise self._interruption
+        if self.interruption is not None:
+            raise self.interruption
 
     def _check(self, source: str) -> None:
-        if self._interruption is not None:
-            raise self._interruption
+        if self.interruption is not None:
+            raise self.interruption
         if source in self._lost:
             raise self._lost[source]
 
@@ -381,7 +382,7 @@ class Mailbox:
             helper.begin_waiting()
 
         def is_over() -> bool:
-            return is_done() or self._interruption is not None or source in self._lost or self.generation != generation
+            return is_done() or self.interruption is not None or source in self._lost or self.generation != generation
 
         until, seen = time.monotonic() + self.limit_seconds, progress()
         left, may_help = self.limit_seconds, helper is not None

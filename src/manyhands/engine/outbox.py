@@ -164,7 +164,7 @@ class Outbox:
 
         Most messages are small and find the link idle: they pass without any of the bookkeeping below.
         """
-        if self._must_queue or start.length != start.bytes or self.is_blocked or self.has_work:
+        if self._must_queue or start.length != start.bytes or self.is_blocked:
             return False
         if not self.writing.acquire(blocking=False):
             return False

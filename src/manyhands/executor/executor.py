@@ -285,7 +285,8 @@ class Executor:
         box = self.endpoint.mailbox
         if isinstance(policy, FixedOrder):
             for action in policy.actions:
-                box.check()
+                if box.interruption is not None:
+                    raise box.interruption
                 yield action
             box.check()
             return
@@ -541,8 +542,8 @@ class Executor:
         rows = {self.device: row}
         for source, target, name in self._hops_of(reduce):
             if target == self.device:
-                other = torch.empty_like(row, device="cpu")
-                self.endpoint.mailbox.receive(source, self.step, name, [other])
+                came = self.endpoint.mailbox.take(source, self.step, name)
+                other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
                 rows[source] = other if row.is_cpu else other.to(row.device)
         return [rows[name] for name in reduce.devices]
 

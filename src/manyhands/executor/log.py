@@ -109,12 +109,15 @@ class Recorder:
     step: int = 0
     is_watched: bool = False
     """This round is. All devices look at the same ones: they have been through as many."""
+    is_traced: bool = False
+    """Whether it matters now when an action ends."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
         self.step, self._round, self._seconds = step, [], {}
         self.glimpses = []
         self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)
+        self.is_traced = self.is_watched or step in self.trace_steps
         if len(self._known) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
             self._known.clear()
 
@@ -133,11 +136,6 @@ class Recorder:
 
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it matters now when an action ends."""
-        return self.is_watched or self.step in self.trace_steps
 
     def span(self, action: Action, text: str, start: float, end: float) -> None:
         if not self.is_traced:

@@ -191,8 +191,10 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
     a look at its format."""
     if not one.is_cpu or not other.is_cpu:
         return False
-    formats = (torch.contiguous_format, torch.channels_last)
-    return any(one.is_contiguous(memory_format=kind) and other.is_contiguous(memory_format=kind) for kind in formats)
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    last = torch.channels_last
+    return one.is_contiguous(memory_format=last) and other.is_contiguous(memory_format=last)
 
 
 def format_of(tensor: Tensor) -> torch.memory_format | None:

@@ -9,8 +9,7 @@ faster). The input's needs no values, and leaves out the padding on every axis t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +52,12 @@ class _Convolution(TileOperator):
             call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
             self.packed = call if isinstance(call, Packed) else None
 
-    def _flags(self) -> AbstractContextManager[None]:
-        return Flags(self.kernel) if self.has_flags and self.kernel is not None else nullcontext()
+    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As its kernel wants it."""
+        if not self.has_flags or self.kernel is None:
+            return function(*arguments)
+        with Flags(self.kernel):
+            return function(*arguments)
 
     def _formatted(self, tensor: Tensor) -> Tensor:
         """In the format its kernel reads; without a kernel, as it is."""
@@ -68,22 +71,20 @@ class _Convolution(TileOperator):
                 self.packed.pack(self.weights, tuple(data.shape), padding)
                 self.weight = self.weights.tensors[self.packed.weight]
             return self.packed(data, self.weight, self.bias, padding=padding)
-        with self._flags():
-            made: Tensor = _aten.convolution.default(
-                self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding, self.dilation,
-                self.transposed, [0, 0], self.groups,
-            )  # fmt: skip
+        made: Tensor = self._called(
+            torch.convolution, self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding,
+            self.dilation, self.transposed, [0, 0], self.groups,
+        )  # fmt: skip
         return made
 
     def _derived(self, gradient: Tensor, data: Tensor, padding: list[int], mask: list[bool]) -> list[Tensor]:
         if self.is_product:
             return self._product_derived(self._formatted(gradient), data, mask)
         bias_shape = None if self.bias is None else list(self.bias.shape)
-        with self._flags():
-            found: list[Tensor] = _aten.convolution_backward.default(
-                self._formatted(gradient), data, self._formatted(self.weight), bias_shape, self.stride, padding,
-                self.dilation, self.transposed, [0, 0], self.groups, mask,
-            )  # fmt: skip
+        found: list[Tensor] = self._called(
+            _aten.convolution_backward.default, self._formatted(gradient), data, self._formatted(self.weight),
+            bias_shape, self.stride, padding, self.dilation, self.transposed, [0, 0], self.groups, mask,
+        )  # fmt: skip
         return found
 
     def _product_derived(self, gradient: Tensor, data: Tensor, mask: list[bool]) -> list[Tensor]:

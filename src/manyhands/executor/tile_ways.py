@@ -5,6 +5,7 @@ so it is asked of the geometry once, and a step looks it up.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ class BackwardWay(msgspec.Struct, frozen=True):
     """Those of the inputs whose values the derivative reads."""
     derives_output: bool
     trains: bool
+    """Whether this tile has a part of its weights' gradients."""
     over: Box
     """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
     out: Box
@@ -67,11 +69,14 @@ class TileWays:
         self._computed, self._maps = geometry.computed[device], geometry.maps
         self._on_maps = on_maps
         """Operators that read maps."""
-        self._own: dict[str, Box] = {}
-        self._collecting: dict[str, Box] = {}
-        self._shares: dict[int, list[int]] = {}
-        self._forward: dict[int, ForwardWay] = {}
-        self._backward: dict[int, BackwardWay] = {}
+        self.is_grouped = geometry.share.backward_groups is not None
+        """Backward by groups of its own; else it is the adjoint of forward."""
+        self.forward, self.backward = cache(self._forward), cache(self._backward)
+        self.owned, self.collected_box, self.shares = (
+            cache(self._owned),
+            cache(self._collected_box),
+            cache(self._shares),
+        )
         ops = range(geometry.first, geometry.last)
         self.differentiable = frozenset(index for index in ops if self._is_differentiable(index))
         self.fetched_in_pieces = frozenset(self.network.ops[index].inputs[0] for index in geometry.rim_first)
@@ -91,43 +96,38 @@ class TileWays:
         self.done_forward = self._needed_forward()
         """Operator -> values that nothing reads once it has run forward."""
 
-    def forward(self, index: int) -> ForwardWay:
-        found = self._forward.get(index)
-        if found is None:
-            op = self.network.ops[index]
-            name = op.outputs[0]
-            is_map = name in self.geometry.maps
-            out = self.out_box(index) if is_map else Box.whole(self.geometry.shape(name))
-            found = self._forward[index] = ForwardWay(
-                name, tuple(read.tensor for read in op.reads), is_map, out, out.volume if is_map and out else 0,
-                is_map and index in self.differentiable, self._is_last_reader(index), self._next(index),
-            )  # fmt: skip
-        return found
+    def _forward(self, index: int) -> ForwardWay:
+        op = self.network.ops[index]
+        name = op.outputs[0]
+        is_map = name in self.geometry.maps
+        out = self.out_box(index) if is_map else Box.whole(self.geometry.shape(name))
+        return ForwardWay(
+            name, tuple(read.tensor for read in op.reads), is_map, out, out.volume if is_map and out else 0,
+            is_map and index in self.differentiable, self._is_last_reader(index), self._next(index),
+        )  # fmt: skip
 
-    def backward(self, index: int) -> BackwardWay:
-        found = self._backward.get(index)
-        if found is None:
-            op, maps = self.network.ops[index], self.geometry.maps
-            inputs = tuple(read.tensor for read in op.reads)
-            flows = [self._flows(name) for name in inputs]
-            corrected = None
-            if op.inputs[0] in maps:
-                corrected = self._collected(index, op.inputs[0]) if self.is_grouped else self.owned(op.inputs[0])
-            found = self._backward[index] = BackwardWay(
-                name=op.outputs[0],
-                inputs=inputs,
-                derived=tuple(name if name in op.derives_from else None for name in inputs),
-                derives_output=op.outputs[0] in op.derives_from,
-                trains=self._trains(op),
-                over=self._weight_box(index),
-                out=self._own_part(index) if index in self.piecewise else self._gradient_box(index),
-                corrected=corrected,
-                maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
-                others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
-                wanted=tuple(flows),
-                collected=tuple(self._collected(index, n) if flow else _NOTHING for flow, n in zip(flows, inputs)),
-            )
-        return found
+    def _backward(self, index: int) -> BackwardWay:
+        op, maps = self.network.ops[index], self.geometry.maps
+        inputs = tuple(read.tensor for read in op.reads)
+        flows = [self._flows(name) for name in inputs]
+        corrected = None
+        if op.inputs[0] in maps:
+            corrected = self._collected(index, op.inputs[0]) if self.is_grouped else self.owned(op.inputs[0])
+        over = self._weight_box(index)
+        return BackwardWay(
+            name=op.outputs[0],
+            inputs=inputs,
+            derived=tuple(name if name in op.derives_from else None for name in inputs),
+            derives_output=op.outputs[0] in op.derives_from,
+            trains=self._trains(op) and not over.is_empty,
+            over=over,
+            out=self._own_part(index) if index in self.piecewise else self._gradient_box(index),
+            corrected=corrected,
+            maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
+            others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
+            wanted=tuple(flows),
+            collected=tuple(self._collected(index, n) if flow else _NOTHING for flow, n in zip(flows, inputs)),
+        )
 
     # Boxes
 
@@ -153,40 +153,25 @@ class TileWays:
     def _is_sent(self, tensor: str) -> bool:
         return any(tensor in group.fetches for group in self.geometry.groups)
 
-    @property
-    def is_grouped(self) -> bool:
-        """Backward by groups of its own; else it is the adjoint of forward."""
-        return self.geometry.share.backward_groups is not None
-
     def out_box(self, index: int) -> Box | None:
         """What this device computes of an operator on maps; None: nothing."""
         box = self._computed.get(self.network.ops[index].outputs[0])
         return None if box is None or box.is_empty else box
 
-    def owned(self, tensor: str) -> Box:
-        found = self._own.get(tensor)
-        if found is None:
-            found = self._own[tensor] = self.geometry.own(self.device, tensor)
-        return found
+    def _owned(self, tensor: str) -> Box:
+        return self.geometry.own(self.device, tensor)
 
-    def shares(self, index: int) -> list[int]:
+    def _shares(self, index: int) -> list[int]:
         """How many places of the map that an operator reads each device owns."""
-        found = self._shares.get(index)
-        if found is None:
-            name = self.network.ops[index].inputs[0]
-            boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
-            found = self._shares[index] = [box.shape[2] * box.shape[3] for box in boxes]
-        return found
+        name = self.network.ops[index].inputs[0]
+        boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
+        return [box.shape[2] * box.shape[3] for box in boxes]
 
-    def collected_box(self, tensor: str) -> Box:
+    def _collected_box(self, tensor: str) -> Box:
         """The box of a tensor's gradient that this device collects."""
-        found = self._collecting.get(tensor)
-        if found is None:
-            found = self.geometry.gradient_box(self.device, tensor)
-            if tensor in self.in_pieces:
-                found = self.owned(tensor)  # what belongs to others has left
-            self._collecting[tensor] = found
-        return found
+        if tensor in self.in_pieces:
+            return self.owned(tensor)  # what belongs to others has left
+        return self.geometry.gradient_box(self.device, tensor)
 
     def _weight_box(self, index: int) -> Box:
         name = self.network.ops[index].outputs[0]

@@ -6,6 +6,7 @@ kept for exactly as long as something will read it, and weight gradients are com
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,11 +26,11 @@ from manyhands.executor.tile_operators import (
     tile_operator,
 )
 from manyhands.executor.tile_pointwise import Activation
-from manyhands.executor.tile_ways import ForwardWay, TileWays
+from manyhands.executor.tile_ways import BackwardWay, ForwardWay, TileWays
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
-from manyhands.graph.piece import Context, Piece
+from manyhands.graph.piece import Context, Piece, counters
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce
 from manyhands.schedule.tiles import TileGeometry
@@ -87,7 +88,7 @@ class TileRunner:
     ) -> None:
         self.graph, self.network, self.geometry, self.device = graph, graph.network, geometry, device
         self.weights, self.torch_device = weights, torch_device
-        self.flights: dict[int, TileFlight] = {}
+        self.flights: defaultdict[int, TileFlight] = defaultdict(TileFlight)
         self.elements = 0
         """Elements of maps computed forward so far: the share this device has of the work."""
         self.operators: dict[int, TileOperator] = {}
@@ -99,6 +100,10 @@ class TileRunner:
                 self.operators[index] = tile_operator(graph, index, weights, kernels.get(op.name))
             else:
                 self.pieces[index] = Piece(graph, weights, index, index + 1)
+        nodes = graph.nodes[geometry.first : geometry.last]
+        self._counters = {geometry.first + place: name for place, name in counters(nodes, graph.outputs).items()}
+        """Operators that count batches -> their buffers: the last of them counts for all."""
+        self._counts_at = max(self._counters, default=-1)
         self.ways = TileWays(geometry, device, frozenset(self.operators))
         self._rooms: dict[tuple[str, Box], _Room] = {}
         self._formats = self._channels_last(kernels)
@@ -170,12 +175,6 @@ class TileRunner:
 
     # Forward
 
-    def flight(self, micro_batch: int) -> TileFlight:
-        found = self.flights.get(micro_batch)
-        if found is None:
-            found = self.flights[micro_batch] = TileFlight()
-        return found
-
     def drop(self, micro_batch: int) -> None:
         self.flights.pop(micro_batch, None)
 
@@ -196,7 +195,7 @@ class TileRunner:
         return [one.tensor for one in held]
 
     def forward(self, action: Forward, context: Context) -> None:
-        flight = self.flight(action.micro_batch)
+        flight = self.flights[action.micro_batch]
         if action.part == "interior":
             self._compute_interior(flight, action.first, context)
             return
@@ -213,7 +212,11 @@ class TileRunner:
 
     def _compute_whole(self, flight: TileFlight, index: int, context: Context) -> None:
         piece = self.pieces[index]
-        if self.graph.nodes[index].updates and not context.training:
+        if self.graph.nodes[index].updates and not (context.training and context.moves_buffers):
+            return
+        if index in self._counters:
+            if index == self._counts_at:
+                torch._foreach_add_([self.weights.tensors[name] for name in self._counters.values()], 1)
             return
         made = piece({name: flight.values[name].tensor for name in piece.inputs}, context)
         for name, tensor in made.items():
@@ -225,7 +228,7 @@ class TileRunner:
         if out is None:
             return
         inputs = self._inputs(flight, way.inputs)
-        options = self._options(flight, index)
+        options: dict[str, Any] = {"state": flight.states[index]} if index in flight.states else {}
         if not way.is_map:
             flight.values[name] = Held(out, operator.forward(inputs, out, context, **options))
             return
@@ -238,7 +241,7 @@ class TileRunner:
             if name in self.ways.in_pieces:
                 room = self._room_ahead(flight, operator, way)
                 made = [
-                    Held(box, operator.forward([one], box, context, self._ahead(room, one, box), **options))
+                    Held(box, operator.forward([one], box, context, _inside(room, one, box), **options))
                     for one, box in parts
                 ]
                 flight.values[name], flight.beyond[name] = made[0], made[1:]
@@ -249,7 +252,8 @@ class TileRunner:
             return
         if self._buffers[name] == out:
             options["may_overwrite"] = way.is_last_reader
-            into = self._ahead(self._room_ahead(flight, operator, way), inputs[0], out)
+            room = None if way.next is None else self._room_ahead(flight, operator, way)
+            into = None if room is None else _inside(room, inputs[0], out)
             flight.values[name] = Held(out, operator.forward(inputs, out, context, into, **options))
             return
         held = flight.values[name] = self._place(flight, name, out)
@@ -273,11 +277,6 @@ class TileRunner:
         room = flight.rooms[name] = self._room(name, way.out)
         return room
 
-    def _ahead(self, room: Held | None, given: Held, box: Box) -> torch.Tensor | None:
-        """The place for `box` in it, where it lies in memory as what is given does."""
-        into = None if room is None else room.view(box)
-        return into if into is not None and are_alike(given.view(box), into) else None
-
     def _compute_interior(self, flight: TileFlight, index: int, context: Context) -> None:
         out, name = self.ways.out_box(index), self.network.ops[index].outputs[0]
         if out is None:
@@ -297,17 +296,17 @@ class TileRunner:
             into = flight.values[way.name].view(box)
             self.operators[index].forward(self._inputs(flight, way.inputs), box, context, into=into)
 
-    def _options(self, flight: TileFlight, index: int) -> dict[str, Any]:
-        return {"state": flight.states[index]} if index in flight.states else {}
-
     def _inputs(self, flight: TileFlight, names: tuple[str, ...]) -> list[Held]:
-        return [flight.values.get(name) or self._value(flight, name) for name in names]
+        try:
+            return [*map(flight.values.__getitem__, names)]
+        except KeyError:
+            return [self._value(flight, name) for name in names]
 
     # Sums over the whole map
 
     def own_row(self, reduce: Reduce, context: Context) -> torch.Tensor:
         """This tile's part of the sums at an operator."""
-        flight, index = self.flight(reduce.micro_batch), reduce.first
+        flight, index = self.flights[reduce.micro_batch], reduce.first
         operator = self.operators[index]
         assert isinstance(operator, SumsOperator)
         if not reduce.backward:
@@ -320,7 +319,7 @@ class TileRunner:
         return operator.own_backward_row(inputs, gradient, way.over, flight.states[index], pairs)
 
     def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
-        flight, index = self.flight(reduce.micro_batch), reduce.first
+        flight, index = self.flights[reduce.micro_batch], reduce.first
         operator = self.operators[index]
         assert isinstance(operator, SumsOperator)
         if reduce.backward:
@@ -331,7 +330,7 @@ class TileRunner:
     # Backward
 
     def backward(self, action: Backward, context: Context) -> None:
-        flight = self.flight(action.micro_batch)
+        flight = self.flights[action.micro_batch]
         if action.part == "rim":
             self._differentiate_rims(flight, action.first, context)
             return
@@ -420,11 +419,10 @@ class TileRunner:
             if not adds_up:
                 return
             gradient = self._zeros(way.name)
-        options = self._options(flight, index)
-        trains = way.trains and not way.over.is_empty
-        if part == "inputs" and trains:
+        options: dict[str, Any] = {"state": flight.states[index]} if index in flight.states else {}
+        if part == "inputs" and way.trains:
             flight.waiting[index] = self._inputs(flight, way.inputs)
-        elif trains:
+        elif way.trains:
             inputs = flight.waiting.pop(index, None) or self._inputs(flight, way.inputs)
             has_sums = index in self.geometry.rim_first  # over all pieces, when its row was sent
             slopes = gradient.tensor if has_sums else gradient.view(way.over)
@@ -434,19 +432,18 @@ class TileRunner:
         if adds_up:
             options |= {"total": flight.totals[index], "corrected": way.corrected}
         if self.ways.is_grouped and any(way.others):
-            self._input_gradients(flight, index, gradient, way.maps, way.out, context, options)
-            self._input_gradients(flight, index, gradient, way.others, way.over, context, options)
+            self._input_gradients(flight, index, way, gradient, way.maps, way.out, context, options)
+            self._input_gradients(flight, index, way, gradient, way.others, way.over, context, options)
         else:
             options["may_overwrite"] = not part and way.name in flight.fresh
-            self._input_gradients(flight, index, gradient, way.wanted, way.out, context, options)
+            self._input_gradients(flight, index, way, gradient, way.wanted, way.out, context, options)
 
     def _input_gradients(
-        self, flight: TileFlight, index: int, gradient: Held, wanted: tuple[bool, ...], out: Box, context: Context,
-        options: dict[str, Any],
+        self, flight: TileFlight, index: int, way: BackwardWay, gradient: Held, wanted: tuple[bool, ...], out: Box,
+        context: Context, options: dict[str, Any],
     ) -> None:  # fmt: skip
-        if out.is_empty or not any(wanted):
+        if not any(wanted) or out.is_empty:
             return
-        way = self.ways.backward(index)
         inputs = [None if name is None else self._value(flight, name) for name in way.derived]
         output = self._value(flight, way.name) if way.derives_output else None
         given = formatted_like(gradient.view(out), [*inputs, output])
@@ -486,11 +483,11 @@ class TileRunner:
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """A box of a tensor, to be sent."""
-        held = self.flight(micro_batch).values[tensor]
+        held = self.flights[micro_batch].values[tensor]
         return cut_out(held.tensor, held.box, box)
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        flight = self.flight(micro_batch)
+        flight = self.flights[micro_batch]
         if tensor in self.ways.fetched_in_pieces:
             flight.beyond.setdefault(tensor, []).append(Held(box, data))
             return
@@ -503,7 +500,7 @@ class TileRunner:
 
     def gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """A box of a tensor's gradient, to be sent; zeros where none flowed back."""
-        flight = self.flight(micro_batch)
+        flight = self.flights[micro_batch]
         for rim in flight.rims.get(tensor, ()):
             if holds(rim.box, box):
                 return cut_out(rim.tensor, rim.box, box)
@@ -513,13 +510,13 @@ class TileRunner:
         return cut_out(found.tensor, found.box, box)
 
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        self._add(self.flight(micro_batch), tensor, Held(box, data), box, fresh=True)
+        self._add(self.flights[micro_batch], tensor, Held(box, data), box, fresh=True)
 
     # The network's outputs
 
     def outputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """What the network returns, whole: on the device that has gathered it."""
-        flight = self.flight(micro_batch)
+        flight = self.flights[micro_batch]
         found = {}
         for name in self.graph.outputs:
             if name not in self.geometry.maps:
@@ -539,11 +536,11 @@ class TileRunner:
         return flight.gathered[name]
 
     def put_output(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        self._gathered(self.flight(micro_batch), tensor)[box.slices()] = data
+        self._gathered(self.flights[micro_batch], tensor)[box.slices()] = data
 
     def take_gradients(self, micro_batch: int, found: Mapping[str, torch.Tensor]) -> None:
         """The loss' gradients of what the network returned."""
-        flight = self.flight(micro_batch)
+        flight = self.flights[micro_batch]
         for name, tensor in found.items():
             if name in self.network.inputs or not self.network.tensors[name].differentiable:
                 continue
@@ -557,14 +554,14 @@ class TileRunner:
         flight.gathered.clear()
 
     def output_gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        returned = self.flight(micro_batch).returned.get(tensor)
+        returned = self.flights[micro_batch].returned.get(tensor)
         if returned is None:
             return torch.zeros(box.shape, dtype=self._dtype(tensor))
         return cut_out(returned, Box.whole(returned.shape), box)
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
         """This device's part of what the network returns, for whoever started a stream."""
-        flight = self.flight(micro_batch)
+        flight = self.flights[micro_batch]
         return [
             cut_out(flight.values[name].tensor, flight.values[name].box, box)
             for name in self.graph.outputs
@@ -574,9 +571,15 @@ class TileRunner:
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
         """The first tensor at hand with a number that is none."""
-        values = self.flight(micro_batch).values
+        values = self.flights[micro_batch].values
         for name in (*self.network.inputs, *self.network.producer):
             held = values.get(name)
             if held is not None and held.tensor.is_floating_point() and not bool(torch.isfinite(held.tensor).all()):
                 return name
         return None
+
+
+def _inside(room: Held | None, given: Held, box: Box) -> torch.Tensor | None:
+    """The place for `box` in a room, where it lies in memory as what is given does."""
+    into = None if room is None else room.view(box)
+    return into if into is not None and are_alike(given.view(box), into) else None

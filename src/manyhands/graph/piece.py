@@ -7,7 +7,7 @@ one, and knows nothing of devices or messages. Autograd records inside a piece a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,13 +131,12 @@ class Piece:
         all are counted up at once."""
         found = self._counted.get((training, moves_buffers))
         if found is None:
-            steps = self.steps(training, moves_buffers)
-            uses = Counter(name for node in self.nodes for name in weights_of(node))
-            read = {name for node in self.nodes for name in values_of(node)} | set(self.outputs)
-            counts = [s for s in steps if _counts(s.node) and uses[s.node.updates] == 1 and s.node.name not in read]
-            rest = tuple(step for step in steps if step not in counts)
-            places = tuple(self._slots.of(_weight_slot(step.node.updates)) for step in counts)
-            found = self._counted[training, moves_buffers] = rest, places
+            steps, names = self.steps(training, moves_buffers), set(counters(self.nodes, self.outputs).values())
+            rest = tuple(step for step in steps if step.node.updates not in names)
+            counted = (step.node.updates for step in steps if step.node.updates in names)
+            found = self._counted[training, moves_buffers] = (
+                rest, tuple(self._slots.of(_weight_slot(name)) for name in counted)
+            )  # fmt: skip
         return found
 
     def fresh_slots(self) -> list[Any]:
@@ -200,9 +199,16 @@ def run_steps(steps: Iterable[Step], slots: list[Any], samples: int, context: Co
             slots[place] = None
 
 
-def _counts(node: Node) -> bool:
-    """Whether an operator adds one to a buffer."""
-    return node.target == "aten.add_.Tensor" and node.arguments == (Weight(node.updates), 1) and not node.options
+def counters(nodes: Sequence[Node], outputs: Iterable[str]) -> dict[int, str]:
+    """Those of some nodes that count batches: they add one to a buffer which nothing else reads. Place -> buffer."""
+    uses = Counter(name for node in nodes for name in weights_of(node))
+    read = {name for node in nodes for name in values_of(node)} | set(outputs)
+    return {
+        place: node.updates
+        for place, node in enumerate(nodes)
+        if node.target == "aten.add_.Tensor" and node.arguments == (Weight(node.updates), 1) and not node.options
+        if uses[node.updates] == 1 and node.name not in read
+    }
 
 
 def _weight_slot(name: str) -> str:
