@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -69,6 +70,17 @@ def test_architecture_names_every_room() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     for path in (ROOT / "src" / "manyhands").glob("*/__init__.py"):
         assert f"`{path.parent.name}/`" in text, path.parent.name
+
+
+@pytest.mark.parametrize("room", ["facts", "graph", "planner", "schedule", "simulator"])
+def test_hints_are_for_python_too(room: str) -> None:
+    """What both a command and a call from Python may hear of has its options in brackets."""
+    for path in (ROOT / "src" / "manyhands" / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "hint":
+                parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                words = re.sub(r"\([^)]*\)|manyhands .*", "", "".join(map(str, parts)))
+                assert not re.search(r"(^| )--[a-z]", words), f"{path}:{node.value.lineno}"
 
 
 def test_no_code_on_the_wire() -> None:

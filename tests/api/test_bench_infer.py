@@ -211,6 +211,9 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
         bench_infer(only=["synk"])
     with pytest.raises(BadValue, match="--full"):
         bench_infer(quick=True, full=True)
+    with pytest.raises(BadValue, match="'tpu'") as error:
+        bench_infer(compute="tpu")
+    assert "cpu, cuda" in error.value.hint
     assert set(scope_of(False, False, "cpu").pairs) == set(PAIRS)
     assert scope_of(False, True, "cuda").accuracy.compute == "cuda"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import manyhands as mh
+from blood_cells import blood_cells
 from manyhands.api.jobs import Wish, build_model, loss_of, train_job
 from manyhands.api.tiling import tile_wish
 from manyhands.data.sets import DataSets, load
@@ -19,7 +21,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import assert_close, train, workers
+from real_runs import Ran, assert_close, train, workers
 
 pytestmark = pytest.mark.xdist_group("detection_training")  # its workers are started once
 
@@ -94,26 +96,50 @@ def detector() -> Detector:
     return Detector().double()
 
 
-@pytest.mark.slow
-def test_tiles_have_the_loss_curve_of_one_device(cluster: Coordinator, data: DataSets, tmp_path: Path) -> None:
-    given = {"data": data.train, "loss": region_loss, "optimizer": Optimizer("SGD", lr=1e-3, momentum=0.9)}
+def tiles_and_one_device(
+    cluster: Coordinator, folder: Path, model: Callable[[], nn.Module], data: DataSets, **options: Any
+) -> tuple[Ran, Ran]:
+    """A run of each, with the same losses and weights; every tile computed its planned share."""
     tiled, one = (
-        train(cluster, plan, tmp_path / plan, model=detector(), batch_size=4, steps=STEPS, test=data.test,
-              tiles=tile_wish("2x1", None, None) if plan == "tiles" else None, **given)
+        train(cluster, plan, folder / plan, model=model(), data=data.train, loss=region_loss,
+              tiles=tile_wish("2x1", None, None) if plan == "tiles" else None, **options)
         for plan in ("tiles", "single")
     )  # fmt: skip
     tiled.assert_as_planned()
     assert isinstance(tiled.result.plan.stages[0].share, ByTiles)
     assert all(log.elements > 0 for log in tiled.result.logs.values())
     assert tiled.result.losses == pytest.approx(one.result.losses, rel=1e-10)
-    assert len(set(one.result.losses)) == STEPS
+    assert len(set(one.result.losses)) == options["steps"]
     assert_close(tiled.state, one.state)
+    return tiled, one
+
+
+@pytest.mark.slow
+def test_tiles_have_the_loss_curve_of_one_device(cluster: Coordinator, data: DataSets, tmp_path: Path) -> None:
+    sgd = Optimizer("SGD", lr=1e-3, momentum=0.9)
+    tiled, one = tiles_and_one_device(
+        cluster, tmp_path, detector, data, optimizer=sgd, batch_size=4, steps=STEPS, test=data.test
+    )
     for ran in (tiled, one):
         assert ran.result.test is not None
         assert (ran.result.test.samples, ran.result.accuracy) == (2, None)
     assert tiled.result.test is not None
     assert one.result.test is not None
     assert tiled.result.test.loss == pytest.approx(one.result.test.loss, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_yolov2_on_blood_cells(cluster: Coordinator, tmp_path: Path) -> None:
+    """All of it, on real pictures; groups are the planner's choice. At larger rates rounding soon grows."""
+    cells = blood_cells(tmp_path / "cells", 96)
+
+    def yolov2() -> nn.Module:
+        torch.manual_seed(1)
+        return build_model("yolov2", cells).double()
+
+    sgd = Optimizer("SGD", lr=1e-5)
+    tiled, _ = tiles_and_one_device(cluster, tmp_path, yolov2, cells, optimizer=sgd, batch_size=2, steps=5)
+    assert len(tiled.result.plan.stages) == 1, "tiles up to the loss"
 
 
 def test_the_model_is_told_the_classes_and_the_loss_is_the_detectors(data: DataSets) -> None:

@@ -21,7 +21,7 @@ from hand_made import even_profile
 from manyhands.api import inference
 from manyhands.api.inference import Inference, captured_at_rest, told
 from manyhands.api.session import Session
-from manyhands.facts.errors import BadData, BadPlan, UnknownName
+from manyhands.facts.errors import BadData, BadPlan, CaptureFailed, UnknownName
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
@@ -214,6 +214,22 @@ def test_inputs_that_are_none(cluster: Coordinator, inputs: Any, words: str) -> 
         mh.infer(used(), inputs, cluster=cluster, plan=plan_called("single", names(cluster)))
 
 
+@pytest.mark.parametrize("kind", ["model", "graph", "array"])
+def test_a_forgotten_batch_axis_is_said_to_be(kind: str) -> None:
+    model, sample = used(), Pictures(1).pictures[0]
+    graph = captured_at_rest(model, sample, granularity="blocks", name="")
+    shape = ", ".join(map(str, sample.shape))
+    inputs = sample.numpy() if kind == "array" else sample
+    with pytest.raises(BadData, match=rf"shape \({shape}\).*axis is missing.*takes \(samples, {shape}\)") as error:
+        mh.infer(graph if kind == "graph" else model, inputs, cluster="away.yaml")
+    assert "x[None]" in error.value.hint
+
+
+def test_inputs_of_a_wrong_shape_are_not_said_to_lack_an_axis() -> None:
+    with pytest.raises(CaptureFailed, match="channels"):
+        mh.infer(used(), torch.zeros(4, 7, 8, 8), cluster="away.yaml")
+
+
 def test_plans_of_every_kind(cluster: Coordinator, tmp_path: Path) -> None:
     model, pictures, devices = used(), Pictures(3).pictures, names(cluster)
     wanted = answers(model, pictures)
@@ -223,7 +239,9 @@ def test_plans_of_every_kind(cluster: Coordinator, tmp_path: Path) -> None:
     training = shared(devices[:2], 2, 1)
     for plan in ("auto", "single", "pipeline", str(file), file, training):
         assert_near(mh.infer(graph, pictures, cluster=cluster, plan=plan), wanted)
-    assert_near(mh.infer(graph, pictures, cluster=cluster, objective="throughput"), wanted)
+    with Inference.open(graph, cluster=cluster, objective="throughput") as running:
+        assert_near(torch.stack(list(running.map(pictures))), wanted)
+        assert running.predicted_of(1) > running.predicted_of(1000) >= 0.99 * running.predicted_seconds
     with pytest.raises(UnknownName, match="sinlge"):
         mh.infer(graph, pictures, cluster=cluster, plan="sinlge")
     with pytest.raises(UnknownName, match="speed"):

@@ -71,6 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
         (("--input", "away"), "away: there is no such file", "digits"),
         (("--input", "colour.npy"), "samples of 3x16x16; the network takes 1x16x16", "--shape 3x16x16"),
         (("--input", "broken"), "x.png (no picture of a known format)", "Delete or repair"),
+        (("--input", "tiny.txt"), "tiny.txt: the picture cannot be read", "PNG"),
         (("--input", "six.npy", "--output", "x.txt"), "written as .npy or .jsonl", "answers.jsonl"),
         (("--input", "six.npy", "--weights", "away"), "no such run folder", "ls runs"),
         (("--input", "six.npy", "--weights", "tiny.txt"), "not a safetensors file", "save_file"),
@@ -113,6 +114,9 @@ class OneDevice:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def predicted_of(self, samples: int) -> float:
+        return 0.5 * samples
 
     def submit(self, sample: Tensor, limit_seconds: float = 0.0) -> Future[Any]:
         found: Future[Any] = Future()
@@ -163,6 +167,16 @@ def test_answers_as_a_table(alone: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "The weights are random" in said
     assert re.search(r"Accuracy: \d+\.\d% of 355 samples", said)
     assert "... and 335 more" in said
+
+
+def test_throughput_is_predicted_of_the_samples_at_hand(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(OneDevice, "objective", "throughput")
+    infer("--input", "pictures")
+    said = capsys.readouterr().out
+    assert "Predicted: 1 s a sample of 2 in a row." in said
+    assert "samples/s, predicted 1.0;" in said
 
 
 def test_a_failure_leaves_no_half_written_array(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

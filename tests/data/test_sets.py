@@ -40,7 +40,26 @@ def test_paths_that_lead_nowhere_or_to_something_else(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1,2\n")
     with pytest.raises(BadFile, match=r"'\.csv' is not the suffix of a data file") as caught:
         load(str(tmp_path / "a.csv"))
-    assert ".npz" in caught.value.hint
+    assert caught.value.hint == "Give a .npz file or a folder of data."
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("bccd.tar.gz", "mkdir -p bccd && tar xzf bccd.tar.gz -C bccd"),
+        ("BCCD.TGZ", "mkdir -p BCCD && tar xzf BCCD.TGZ -C BCCD"),
+        ("cells.tar", "mkdir -p cells && tar xf cells.tar -C cells"),
+        ("my cells.zip", "mkdir -p 'my cells' && unzip 'my cells.zip' -d 'my cells'"),
+    ],
+)
+def test_an_archive_must_be_unpacked_and_how(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(b"packed")
+    with pytest.raises(BadFile, match="is a packed archive") as caught:
+        load(name)
+    assert caught.value.hint == f"Unpack it first and give the folder: {command}"
 
 
 def test_a_name_goes_before_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,7 @@ class Tied(nn.Module):
     ("module", "words"),
     [
         (Tied(), ["'other.weight'", "'one.weight'"]),
-        (Chunked(), ["operator chunk", "several tensors"]),
+        (Chunked(), ["operator chunk after layer 'stem'", "several tensors"]),
         (Functional(), ["operator conv2d"]),
         (Branching(), ["Branching", "torch.fx"]),
         (OtherInTraining(), ["in training"]),

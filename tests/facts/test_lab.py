@@ -66,7 +66,7 @@ def test_rounded_up_has_two_digits_and_is_no_less(number: float) -> None:
 def test_a_scale_that_does_not_fit_is_refused_with_one_that_does() -> None:
     with pytest.raises(LabError, match="need more than 80% of this machine's 2 core") as found:
         play(Cluster.lab("env-b", scale=2), core_gflops=60, cores=[0, 1])
-    fits = float(found.value.hint.split()[2])
+    fits = float(found.value.hint.split()[1].removeprefix("scale="))
     assert play(Cluster.lab("env-b", scale=fits), core_gflops=60, cores=[0, 1]).scale == fits
 
 

@@ -254,7 +254,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "forward_groups": ["conv1", "conv3"]}},
-        r"stages\[1\].share.forward_groups is \[1, 3\]; its first group must start at layer 2",
+        r"stages\[1\].share.forward_groups is \['conv1', 'conv3'\]; its first group must start at layer 2",
+    ),
+    (
+        {"stages.1.devices": ["d1", "d2"], "stages.1.share": {**TILES, "backward_groups": ["conv2", "conv4", "conv3"]}},
+        r"share.backward_groups is \['conv2', 'conv4', 'conv3'\]; it must increase",
     ),
     ({"stages.0.share": {"by": "channels", "groups": [1, 1]}}, "share.groups has 2 numbers; there are 1 devices"),
     (

@@ -17,7 +17,13 @@ from typer.testing import CliRunner
 
 from hand_made import CHANNELS, chain, changed
 from manyhands.api.networks import load_network
-from manyhands.api.planning_inference import inference_table, plan_for, replan_inference, sample_seconds
+from manyhands.api.planning_inference import (
+    inference_table,
+    plan_for,
+    replan_inference,
+    sample_seconds,
+    stream_seconds,
+)
 from manyhands.api.public import plan as make_plan
 from manyhands.api.public import simulate
 from manyhands.cli.main import app
@@ -380,6 +386,17 @@ def test_a_pipeline_answers_as_often_as_its_slowest_stage() -> None:
     stage = sum(own.layer_seconds(layer, 1)[0] for layer in (0, 1))
     assert found.candidates[0].seconds == pytest.approx(stage, rel=1e-6)  # the delay is waited for once
     assert found.plan.batch_size == found.plan.micro_batches == 1
+
+
+def test_few_samples_take_longer_each_than_those_of_a_long_stream(tiny: Network) -> None:
+    cluster = preset("env-c")
+    times = estimate_cluster(tiny, cluster)
+    plan = plan_for(tiny, cluster, times, objective="throughput", strategy="pipeline").plan
+    size, steady = plan.micro_batch_size, sample_seconds(plan, tiny, cluster, times, "throughput")
+    taken = {count: stream_seconds(plan, tiny, cluster, times, count) for count in (1, size, 3 * size, 1000 * size)}
+    assert taken[1] == taken[size] == pytest.approx(size * sample_seconds(plan, tiny, cluster, times))
+    assert taken[3 * size] > 1.2 * 3 * size * steady
+    assert taken[1000 * size] == pytest.approx(1000 * size * steady, rel=0.05)
 
 
 def test_a_split_starts_where_the_input_is_and_is_cut_where_it_is_fastest() -> None:

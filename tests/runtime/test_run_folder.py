@@ -170,8 +170,9 @@ def test_what_a_run_cannot_go_on_with(cluster: Coordinator, tmp_path: Path) -> N
     for changed in ({"seed": 6}, {"optimizer": ADAM}, {"shuffle": False}, {"data": Pictures(5 * BATCH)}):
         with pytest.raises(BadValue, match="would not go on as it was"):
             train(cluster, plan, folder, steps=4, resume=True, **changed)  # type: ignore[arg-type]
-    with pytest.raises(BadValue, match="2 of 2 steps: there is nothing to go on with"):
+    with pytest.raises(BadValue, match="2 of 2 steps: there is nothing to go on with") as error:
         train(cluster, plan, folder, steps=2, resume=True)
+    assert "steps= (" in error.value.hint
     with pytest.raises(BadFile, match="no such run folder"):
         train(cluster, plan, folder, steps=2, resume=tmp_path / "none")
     (tmp_path / "empty").mkdir()

@@ -109,7 +109,7 @@ def check_same(loaded: checkpoint.Checkpoint, options: Options, last_step: int) 
     if loaded.step >= last_step:
         raise BadValue(
             f"The run has done {loaded.step} of {last_step} steps: there is nothing to go on with.",
-            hint="Ask for more: --epochs or --steps.",
+            hint="Ask for more: epochs= or steps= (--epochs, --steps).",
         )
     now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options.facts))  # as it was written
     for key, value in now.items():

@@ -19,6 +19,7 @@ from manyhands.api.bench_infer_networks import RESNET50, SUBJECTS, Library, Subj
 from manyhands.api.bench_infer_simulated import FAST, PAIRS, SCALING, WEAK, bench_simulated
 from manyhands.api.bench_infer_sync import bench_sync
 from manyhands.api.bench_parts import check_asked, measure_parts
+from manyhands.api.joining import parse_compute
 from manyhands.profiler.bench_capture import Figures, Progress
 
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
@@ -134,6 +135,7 @@ def bench_infer(
 ) -> Figures:
     """Every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
     check_asked(PARTS, only, quick, full)
+    compute = parse_compute(compute)
     say = on_progress or (lambda text: None)
     bench = Bench(scope_of(quick, full, compute), pictures, out, say)
     return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

@@ -22,7 +22,7 @@ from manyhands.api.tuning import same_batches
 from manyhands.data.laying import Laying
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import ByTiles, Plan, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
@@ -95,8 +95,8 @@ class Subject:
 
     # Plans
 
-    def plan(self, *stages: Stage) -> Plan:
-        return resolve(Plan(self.graph.name, 1, stages, optimizer_slots=0), self.graph.network)
+    def plan(self, *stages: Stage, batch_size: int = 1) -> Plan:
+        return resolve(Plan(self.graph.name, batch_size, stages, optimizer_slots=0), self.graph.network)
 
     def single(self, device: str) -> Plan:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
@@ -112,6 +112,13 @@ class Subject:
         starts = geometry.start_names(geometry.beside_sums(through_windows=True))
         share = msgspec.structs.replace(share, forward_groups=starts)
         return self.plan(msgspec.structs.replace(plan.stages[0], share=share))
+
+    def by_samples(self, devices: Sequence[str], batch_size: int) -> Plan:
+        """Data parallel: as even as can be; where there are fewer samples than devices, the last ones are idle."""
+        count = min(len(devices), batch_size)
+        share = BySamples(tuple(batch_size // count + (place < batch_size % count) for place in range(count)))
+        stage = Stage((0, len(self.graph.network.layers)), tuple(devices[:count]), share)
+        return self.plan(stage, batch_size=batch_size)
 
     def in_turn(self, devices: Sequence[str]) -> Plan:
         """Layer partitioning: as many multiply-accumulates for each device as can be, one after another."""

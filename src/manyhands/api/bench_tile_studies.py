@@ -1,10 +1,11 @@
-"""The paper's studies, for `manyhands bench tile --full`: six Raspberry Pi 3 by the catalogue, simulated, as plots.
+"""The paper's studies, for `manyhands bench tile --full`: Raspberry Pis by the catalogue, simulated, as plots.
 
 fig_5_2c    what an interior tile communicates, by batch size        the paper's cost model
 fig_5_2de   groupings by the ratio of communication to computation   the paper's cost model
 fig_6_1     where a step's time goes, and the speed-up               simulated, 1-6 devices of 1-4 tiles
 fig_6_3     batches of 1-8 samples by three groupings                simulated, 6 devices of 4 tiles
 fig_6_4     forward and backward at 0.05-1 Mbit/s                    simulated, 6 devices of 4 tiles
+fig_6_6     batches of 1-16 samples, data parallel, layer partition  simulated, 2 devices of 4 cores
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from manyhands.observe.tile_studies import (
     draw_components,
     draw_cost_ratios,
     draw_rates,
+    draw_rivals,
     draw_speedups,
 )
 from manyhands.planner.grouping import Costs, communication_components, cost_sweep, group_tiles, kernel_layers
-from manyhands.schedule.actions import Action, Backward, Receive, Reduce, Send, Step
+from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step
 from manyhands.simulator.simulate import simulate
 
 CLUSTER = "pi3x6"
+CLUSTER_OF_RIVALS = "decnn-880"
+"""Its Pi 4 stand for the CPUs of the paper's Jetson Nanos: four cores of about the same speed, and as much memory."""
 SLOTS = 4
 """Tiles on a device at most: one for each core."""
 GRID_OF_CHAPTER_5 = (3, 3)
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
 BATCHES = (1, 2, 4, 8)
+BATCHES_OF_RIVALS = (1, 2, 4, 8, 16)
 RATES_MBIT = (0.05, 0.1, 0.2, 0.5, 1.0)
 GROUPINGS = {"1 group": ONE_GROUP[1], "every layer": EVERY_LAYER[1], "optimal": "optimal, deltas"}
 """As the paper has them: groups of deltas backward."""
@@ -55,6 +60,8 @@ class Pis:
     subject: Subject
     devices: int
     tiles: int
+    of: str = CLUSTER
+    """A preset cluster."""
 
     @property
     def network(self) -> Network:
@@ -62,10 +69,10 @@ class Pis:
 
     @cached_property
     def cluster(self) -> Cluster:
-        whole = with_slots(preset(CLUSTER), SLOTS)
-        names = [n for device in preset(CLUSTER).names[: self.devices] for n in slot_names(device, SLOTS)[: self.tiles]]
+        whole = with_slots(preset(self.of), SLOTS)
+        names = [n for device in preset(self.of).names[: self.devices] for n in slot_names(device, SLOTS)[: self.tiles]]
         links = tuple(link for link in whole.links if link.sender in names and link.receiver in names)
-        return Cluster(CLUSTER, tuple(map(whole.device, names)), whole.link, links)
+        return Cluster(self.of, tuple(map(whole.device, names)), whole.link, links)
 
     @cached_property
     def plan(self) -> Plan:
@@ -81,6 +88,18 @@ class Pis:
         cluster = linked(self.cluster, link) if link is not None else self.cluster
         plan = resolve(msgspec.structs.replace(self.plan, batch_size=batch_size), self.network)
         return Priced(plan, self.network, cluster, estimate_cluster(self.network, cluster))
+
+    def ways(self, batch_size: int) -> dict[str, Plan]:
+        """A batch by tiles, by samples, and by layers with a sample as a micro-batch."""
+        names = self.cluster.names
+        in_turn = msgspec.structs.replace(
+            self.subject.in_turn(names), batch_size=batch_size, micro_batches=batch_size, warm_up="P-p"
+        )
+        return {
+            "tiles": resolve(msgspec.structs.replace(self.plan, batch_size=batch_size), self.network),
+            "data parallel": self.subject.by_samples(names, batch_size),
+            "layer partition": resolve(in_turn, self.network),
+        }
 
     def split(self) -> StepSplit:
         """Where the time of a step goes: computing, waiting for boundary data, waiting for the weights' sums."""
@@ -99,11 +118,15 @@ def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Fig
     pis = Pis(subject, 2, 2) if quick else Pis(subject, 6, SLOTS)
     figures |= _batches(pis, out, say)
     figures |= _rates(pis, out, say)
+    rivals = Pis(subject, 2, 2 if quick else SLOTS, CLUSTER_OF_RIVALS)
+    figures |= _rivals(rivals, out, say)
     return figures | {
         "studies": str(out),
         "studies_setting": f"{subject}; chapter 5 by the paper's cost model on a 3x3 grid; chapter 6 simulated "
-        f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; no such "
-        "device was measured",
+        f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; "
+        f"Fig. 6.6 on {rivals.devices} Pi 4 ({CLUSTER_OF_RIVALS}), {rivals.tiles} cores of each, for the CPUs of the "
+        "paper's two Jetson Nanos: data parallel leaves cores idle where samples are fewer, a partition by layers has "
+        "as even multiply-accumulates as can be and passes on sample by sample (1F1B); no such device was measured",
     }
 
 
@@ -186,6 +209,25 @@ def _rates(pis: Pis, out: Path, say: Progress) -> Figures:
     }
 
 
+def _rivals(pis: Pis, out: Path, say: Progress) -> Figures:
+    found: dict[str, list[float]] = {"tiles": [], "data parallel": [], "layer partition": []}
+    profile = estimate_cluster(pis.network, pis.cluster)
+    for batch_size in BATCHES_OF_RIVALS:
+        say(f"Fig. 6.6, batch {batch_size}")
+        for name, plan in pis.ways(batch_size).items():
+            found[name].append(simulate(plan, pis.network, pis.cluster, profile, keep_spans=False).seconds)
+    draw_rivals(BATCHES_OF_RIVALS, found, out / "fig_6_6.png")
+    figures: Figures = {}
+    for number, batch_size in enumerate(BATCHES_OF_RIVALS):
+        tiles, samples, layers = (own[number] for own in found.values())
+        figures |= {
+            f"fig_6_6_batch_{batch_size}_tiles_seconds": tiles,
+            f"fig_6_6_batch_{batch_size}_data_parallel_over_tiles": samples / tiles,
+            f"fig_6_6_batch_{batch_size}_layer_partition_over_tiles": layers / tiles,
+        }
+    return figures
+
+
 def _ways(priced: Priced, plan: Plan) -> dict[str, float]:
     """Seconds of the forward pass and of the backward pass, each alone, without the weights' sums."""
     actions = without_weights(plan, priced.network)
@@ -200,4 +242,4 @@ def _ways(priced: Priced, plan: Plan) -> dict[str, float]:
 def _is_backward(action: Action) -> bool:
     if isinstance(action, (Send, Receive)):
         return action.message.kind in ("gradient", "halo-gradient", "output-gradient")
-    return isinstance(action, (Backward, Step)) or (isinstance(action, Reduce) and action.backward)
+    return isinstance(action, (Backward, Step)) or (isinstance(action, (Reduce, Await)) and action.backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from manyhands.api.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
 from manyhands.api.job import REJOIN_SECONDS
-from manyhands.api.planning_inference import InferenceReplanner, plan_for, sample_seconds
+from manyhands.api.planning_inference import InferenceReplanner, plan_for, sample_seconds, stream_seconds
 from manyhands.api.public import read_plan
 from manyhands.api.pulling import Pulled
 from manyhands.api.session import Say, Session, expect_session, measure, open_session
@@ -25,7 +25,7 @@ from manyhands.data.loader import length
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import runs_here
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, unknown
+from manyhands.facts.errors import BadData, CaptureFailed, ManyhandsError, unknown
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
@@ -46,6 +46,8 @@ THROUGHPUT_LADDER = (1, 4)
 """Numbers of samples that are measured where several may share a batch."""
 MANY_ROUNDS = 10**6
 """Nobody knows how many there will be."""
+MOST_OF_A_SAMPLE = 2**28
+"""Bytes of inputs that may be one sample, whose batch axis was forgotten."""
 
 
 def infer(
@@ -72,9 +74,11 @@ def infer(
     first = next(samples, None)
     if first is None:
         raise BadData("There are no samples.", hint="Give one at least.")
-    with Inference.open(
-        model, first, cluster=cluster, plan=plan, objective=objective, granularity=granularity, name=name, say=say
-    ) as running:
+    objective_named(objective)
+    if not isinstance(model, Graph):
+        expect_session(cluster)
+    graph = _graph_of(model, inputs, first, granularity=granularity, name=name)
+    with Inference.open(graph, cluster=cluster, plan=plan, objective=objective, say=say) as running:
         return joined(running.graph, list(running.map(itertools.chain([first], samples))))
 
 
@@ -98,6 +102,40 @@ def samples_of(inputs: torch.Tensor | Dataset[Any] | Iterable[Any]) -> Iterator[
 def _input(sample: Any) -> Any:
     """Of a data set's (input, target)."""
     return sample[0] if isinstance(sample, (tuple, list)) else sample
+
+
+def _graph_of(model: nn.Module | Graph, inputs: Any, first: Any, *, granularity: str, name: str) -> Graph:
+    """The graph of a model that takes such samples."""
+
+    def taking(sample: Any) -> Graph:
+        graph = model
+        if not isinstance(graph, Graph):
+            graph = captured_at_rest(graph, sample, granularity=granularity, name=name)
+        named_sample(graph, sample)
+        return graph
+
+    try:
+        return taking(first)
+    except (BadData, CaptureFailed) as error:
+        if not hasattr(inputs, "__array__") or not _fits(taking, torch.as_tensor(inputs)):
+            raise
+        shape = ", ".join(map(str, inputs.shape))
+        raise BadData(
+            f"The inputs have shape ({shape}), as one sample has: the batch axis is missing. "
+            f"The model takes (samples, {shape}).",
+            hint="For one sample give x[None], or x.unsqueeze(0).",
+        ) from error
+
+
+def _fits(taking: Callable[[Any], Graph], sample: torch.Tensor) -> bool:
+    """Whether all of what was given is one sample; too much for one is not tried."""
+    if sample.nbytes > MOST_OF_A_SAMPLE:
+        return False
+    try:
+        taking(sample)
+    except ManyhandsError:
+        return False
+    return True
 
 
 def captured_at_rest(model: nn.Module, example: Any, *, granularity: str, name: str) -> Graph:
@@ -229,6 +267,13 @@ class Inference:
             yield from pulled.answers()
         finally:
             pulled.stop()
+
+    def predicted_of(self, samples: int) -> float:
+        """Simulated seconds a sample by the first plan: of so many in a row, where throughput is the objective."""
+        if self.objective == "latency":
+            return self.predicted_seconds
+        first = self.streaming.order.plan
+        return stream_seconds(first, self.graph.network, self.cluster, self.profile, samples) / samples
 
     @property
     def plan(self) -> Plan:

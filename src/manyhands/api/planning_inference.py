@@ -75,6 +75,15 @@ def sample_seconds(
     return _steady(plan, network, cluster, profile)
 
 
+def stream_seconds(plan: Plan, network: Network, cluster: Cluster, profile: Profile, samples: int) -> float:
+    """Simulated seconds of a stream by a plan, from the first of so many samples to the last answer."""
+    count = -(-samples // plan.micro_batch_size)
+    begun = _simulated(plan, min(count, LONG), network, cluster, profile).seconds
+    if count <= LONG:
+        return begun
+    return begun + (count - LONG) * plan.micro_batch_size * _steady(plan, network, cluster, profile)
+
+
 def plan_for(
     network: Network | str,
     cluster: Cluster | str | Path,

@@ -128,11 +128,12 @@ def infer(
                 known, machines, wish, chosen, objective, show.say, home=home, others_may_join=bool(listen or cluster)
             ) as running,
         ):  # fmt: skip
-            show.ready(running, known)
+            predicted = running.predicted_of(len(samples)) if samples else running.predicted_seconds
+            show.ready(running, known, predicted, len(samples) if samples else None)
             if samples is None:
                 _serve(running, known, (host, serve or 0), bearer, time_limit, show, json)
             else:
-                told = _answer_all(running, known, samples, output, top, raw, show)
+                told = _answer_all(running, known, samples, predicted, output, top, raw, show)
     if samples is None:
         return
     if json:
@@ -144,9 +145,12 @@ def infer(
 
 
 def _samples(known: Known, source: str) -> Samples:
+    """What is to be answered; the first of it is looked at, before anybody is started for it."""
     from manyhands.data.samples import read_samples
 
-    return read_samples(source, known.wanted)
+    samples = read_samples(source, known.wanted)
+    next(iter(samples), None)
+    return samples
 
 
 def _check_served(known: Known, port: int | None) -> None:
@@ -160,8 +164,9 @@ def _check_served(known: Known, port: int | None) -> None:
 
 
 def _answer_all(
-    running: Inference, known: Known, samples: Samples, output: str, top: int, raw: bool, show: InferShow
-) -> dict[str, Any]:
+    running: Inference, known: Known, samples: Samples, predicted: float, output: str, top: int, raw: bool,
+    show: InferShow,
+) -> dict[str, Any]:  # fmt: skip
     """Everything in order; what --json prints."""
     from manyhands.api.answering_stream import UNDER_WAY, Output, Tally, in_order
 
@@ -194,7 +199,7 @@ def _answer_all(
         **tally.told(),
         "network": running.graph.name,
         "objective": running.objective,
-        "predicted_seconds": running.predicted_seconds,
+        "predicted_seconds": predicted,
         "reruns": running.reruns,
         "recoveries": list(running.recoveries),
         "weights": known.note,

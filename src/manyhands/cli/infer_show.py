@@ -28,8 +28,8 @@ class InferShow(Show):
     def __init__(self, *, quiet: bool) -> None:
         super().__init__("manyhands infer", quiet=quiet)
 
-    def ready(self, running: Inference, known: Known) -> None:
-        """What will be done, and by whom."""
+    def ready(self, running: Inference, known: Known, predicted: float, count: int | None) -> None:
+        """What will be done, and by whom. `predicted`: seconds a sample, of `count`; None: nobody knows how many."""
         if self.quiet:
             return
         from manyhands.cli.tables import share_text
@@ -43,7 +43,9 @@ class InferShow(Show):
             first, last = layer_range(stage)
             shares = [f"{device} ({share_text(stage.share, place)})" for place, device in enumerate(stage.devices)]
             typer.echo(f"  layers {first}-{last - 1}: {', '.join(shares)}")
-        typer.echo(f"Predicted: {format_seconds(running.predicted_seconds)} a sample. {known.note}")
+        many = " of a long stream" if count is None else f" of {count:,} in a row"
+        of = "" if running.objective == "latency" else many
+        typer.echo(f"Predicted: {format_seconds(predicted)} a sample{of}. {known.note}")
         sys.stdout.flush()
 
     def begin_with(self, running: Inference, count: int) -> None:

@@ -7,6 +7,7 @@ files, pictures with boxes (Pascal VOC); else it is one with a sub-folder of pic
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,14 @@ _ABSENT = {
     "3dchair": "the folder rendered_chairs",
 }
 _OR_ELSE = "A folder of pictures or a .npz file may be given too."
+_UNPACKING = {
+    ".tar.gz": "tar xzf",
+    ".tgz": "tar xzf",
+    ".tar.bz2": "tar xjf",
+    ".tar.xz": "tar xJf",
+    ".tar": "tar xf",
+    ".zip": "unzip",
+}
 _CHOSEN = re.compile(r"(.+):(\d[\d,-]*)")
 """A data set and some of its classes: digits:0-4."""
 
@@ -76,9 +85,7 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
             return load_jpeg_copy(path, input_shape=input_shape)
         return load_arrays(path, input_shape=input_shape)
     if path.exists():
-        raise BadFile(
-            f"{path}: '{path.suffix}' is not the suffix of a data file.", hint=f"Write a .npz file. {_OR_ELSE}"
-        )
+        raise _not_data(path)
     if len(path.parts) > 1:
         raise BadFile(
             f"{path}: there is no such file or folder.",
@@ -91,6 +98,21 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
         )
     error = unknown("data set", name, (*NAMES, *STAND_INS))
     raise UnknownName(error.message, hint=f"{error.hint} {_OR_ELSE}".strip())
+
+
+def _not_data(path: Path) -> BadFile:
+    """What to say of a file that is no .npz file."""
+    suffix = next((one for one in _UNPACKING if path.name.lower().endswith(one)), "")
+    if not suffix:
+        return BadFile(
+            f"{path}: '{path.suffix}' is not the suffix of a data file.", hint="Give a .npz file or a folder of data."
+        )
+    file, folder = shlex.quote(str(path)), shlex.quote(path.name[: -len(suffix)])
+    into = "-d" if suffix == ".zip" else "-C"
+    return BadFile(
+        f"{path}: is a packed archive, not a data file.",
+        hint=f"Unpack it first and give the folder: mkdir -p {folder} && {_UNPACKING[suffix]} {file} {into} {folder}",
+    )
 
 
 def _named(name: str, input_shape: tuple[int, ...] | None) -> DataSets:

@@ -134,11 +134,20 @@ def _dropout(node: fx.Node) -> nn.Module:
 
 
 def place(node: fx.Node) -> str:
-    """A layer for a person: its path, and the operator."""
+    """A layer for a person: its path, and the operator; outside of all layers, the one before it."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(node.target) if node.op == "call_module" else next(reversed(list(stack)), "")
     what = "" if node.op == "call_module" else f"operator {operator_name(node)}"
-    return f"layer '{path}'" + (f" ({what})" if what else "") if path else what or f"layer '{node.name}'"
+    if not path and what:
+        return what + _after(node)
+    return f"layer '{path or node.name}'" + (f" ({what})" if what else "")
+
+
+def _after(node: fx.Node) -> str:
+    """The last layer on the way to an operator."""
+    while node.op != "call_module" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return f" after layer '{node.target}'" if node.op == "call_module" else ""
 
 
 def operator_name(node: fx.Node) -> str:

@@ -96,7 +96,7 @@ def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Play
         raise LabError(
             f"At scale {scale:g} the devices of {asked.cluster.name} need more than {BUSIEST:.0%} of this machine's "
             f"{len(cores)} core(s).",
-            hint=f"Give --scale {rounded_up(least):g} or more.",
+            hint=f"Give scale={rounded_up(least):g} (--scale {rounded_up(least):g}) or more.",
         )
     placed, _ = _packed(asked.cluster.devices, asked.slots, len(cores))
     seats = []

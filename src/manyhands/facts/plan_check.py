@@ -11,7 +11,7 @@ from manyhands.facts.boxes import cut_points
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
 from manyhands.facts.network import Network
-from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Single, Stage
+from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Share, Single, Stage
 
 BITS = (2, 4, 8, 16, 32)
 MOST_SAMPLES = 10**9
@@ -48,7 +48,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
     _check_devices(resolved, network, cluster)
     _check_warm_up(resolved)
     for index, stage in enumerate(stages):
-        _check_share(resolved, index, stage, network)
+        _check_share(resolved, index, stage, network, plan.stages[index].share)
         _check_eager(resolved, index, stage, network)
     _check_tied_weights(stages, network)
     _check_replay(resolved, network)
@@ -183,7 +183,8 @@ def _check_warm_up(plan: Plan) -> None:
                 )
 
 
-def _check_share(plan: Plan, index: int, stage: Stage, network: Network) -> None:
+def _check_share(plan: Plan, index: int, stage: Stage, network: Network, given: Share) -> None:
+    """`given`: with layers as they were named."""
     share, count, field = stage.share, len(stage.devices), f"stages[{index}]"
     if isinstance(share, Single):
         if count != 1:
@@ -194,7 +195,8 @@ def _check_share(plan: Plan, index: int, stage: Stage, network: Network) -> None
     elif isinstance(share, BySamples):
         _check_samples(plan, field, share, stage, network)
     elif isinstance(share, ByTiles):
-        _check_tiles(field, share, stage, network)
+        assert isinstance(given, ByTiles)
+        _check_tiles(field, share, stage, network, given)
     elif isinstance(share, ByChannels):
         _check_channels(plan, field, share, count)
 
@@ -221,7 +223,7 @@ def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, netwo
             )
 
 
-def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> None:
+def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, given: ByTiles) -> None:
     slots, count = len(share.rows) * len(share.columns), len(stage.devices)
     if slots != count:
         grid = f"{len(share.rows)}x{len(share.columns)} = {slots} tiles"
@@ -233,16 +235,16 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network) -> 
     for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):
         if groups is None:
             continue
-        starts = group_ops(groups, network)
+        starts, named = group_ops(groups, network), list(getattr(given, name))
         if not starts or starts[0] != start:
             raise BadPlan(
-                f"{field}.share.{name} is {list(groups)}; its first group must start at layer {first}, "
-                "where the stage starts."
+                f"{field}.share.{name} is {named}; its first group must start at layer {first}, "
+                "where the stage starts.",
+                hint=f"Begin with {first}: [{first}, ...].",
             )
         if any(a >= b for a, b in pairwise(starts)) or starts[-1] >= end:
             raise BadPlan(
-                f"{field}.share.{name} is {list(groups)}; it must increase and stay below layer {last}, "
-                "where the stage ends."
+                f"{field}.share.{name} is {named}; it must increase and stay below layer {last}, where the stage ends."
             )
     image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
     if image is not None and len(image.shape) == 4 and image.shape[2] * image.shape[3] > 1:
@@ -365,7 +367,7 @@ def _check_loss(plan: Plan, network: Network) -> None:
         return
     last = plan.stages[-1]
     what = "The loss is neither a mean nor a sum over samples, so it needs all samples of the batch in one place"
-    hint = "Use micro_batches: 1 and a single device for the last stage (--plan single)."
+    hint = "Use micro_batches: 1 and a single device for the last stage: strategy 'single' (--share single)."
     if plan.micro_batches > plan.steps_per_round:
         raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
     if len(last.devices) > 1 and isinstance(last.share, BySamples):

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manyhands.observe.figures import finish_axes, new_figure, write_figure
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
+
 _COLOURS = {"1 group": "#E45756", "every layer": "#4C78A8", "optimal": "#54A24B"}
+_WAYS = {"tiles": "#54A24B", "data parallel": "#4C78A8", "layer partition": "#F58518"}
 _PARTS = {"computing": "#4C78A8", "boundary data": "#F58518", "weights": "#B279A2"}
 _BYTES = 4
 """Of an element."""
@@ -105,13 +111,35 @@ def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]],
     """Fig. 6.3: a step's time by batch size and grouping."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
-    width = 0.8 / len(seconds)
-    for number, (name, own) in enumerate(seconds.items()):
-        places = [place + (number - (len(seconds) - 1) / 2) * width for place in range(len(batches))]
-        axes.bar(places, own, width * 0.92, label=name, color=_COLOURS[name])
-    axes.set_xticks(range(len(batches)), list(map(str, batches)))
+    _bars_by_batch(axes, batches, seconds, _COLOURS)
     finish_axes(axes, "batch size", "seconds of a step", "Fig. 6.3: batches and groupings (simulated)")
     return write_figure(figure, path)
+
+
+def draw_rivals(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
+    """Fig. 6.6: a step's time by batch size, of tiles and of the other ways; above those, how many times tiles'."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    for name, bars in _bars_by_batch(axes, batches, seconds, _WAYS).items():
+        if name != "tiles":
+            texts = [f"{other / own:.2f}x" for other, own in zip(seconds[name], seconds["tiles"], strict=True)]
+            axes.bar_label(bars, texts, padding=2, fontsize=7)
+    title = "Fig. 6.6: three ways to share a batch (simulated; above bars: how many times tiles')"
+    finish_axes(axes, "batch size", "seconds of a step", title)
+    return write_figure(figure, path)
+
+
+def _bars_by_batch(
+    axes: Axes, batches: Sequence[int], seconds: Mapping[str, Sequence[float]], colours: Mapping[str, str]
+) -> dict[str, BarContainer]:
+    """Beside each other at every batch size, one bar for each name."""
+    width = 0.8 / len(seconds)
+    bars = {}
+    for number, (name, own) in enumerate(seconds.items()):
+        places = [place + (number - (len(seconds) - 1) / 2) * width for place in range(len(batches))]
+        bars[name] = axes.bar(places, own, width * 0.92, label=name, color=colours[name])
+    axes.set_xticks(range(len(batches)), list(map(str, batches)))
+    return bars
 
 
 def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:

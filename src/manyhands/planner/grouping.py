@@ -293,7 +293,7 @@ def _chain(network: Network) -> Iterator[int]:
 def _no_chain(network: Network, why: str) -> BadValue:
     return BadValue(
         f"The paper's cost model is one of chains of convolutions and poolings; in {network.name} {why}.",
-        hint="Leave --costs out: real plans are priced for any network.",
+        hint="Leave the costs out (--costs): real plans are priced for any network.",
     )
 
 

@@ -159,5 +159,5 @@ def _transfer(task: Task, source: str, target: str, size: int) -> float:
 def one_sample_only(task: Task) -> BadPlan:
     return BadPlan(
         f"A single sample of {task.network.name} cannot be shared by samples.",
-        hint="Ask for throughput (--for throughput), or share it by tiles, channels or as a pipeline.",
+        hint="Ask for objective='throughput' (--for throughput), or share it by tiles, channels or as a pipeline.",
     )

@@ -33,7 +33,8 @@ def samples(task: Task) -> Plan:
     if size < len(names):
         raise BadPlan(
             f"A micro-batch of {size} sample(s) cannot be shared by {len(names)} devices: each takes at least one.",
-            hint="Use a larger batch, fewer micro-batches or fewer devices, or let --share auto leave some out.",
+            hint="Use a larger batch, fewer micro-batches or fewer devices, or let strategy 'auto' (--share auto) "
+            "leave some out.",
         )
     speeds = [1.0 / task.step_seconds(name, max(1, size // len(names))) for name in names]
     counts = proportional(size, speeds)

@@ -167,7 +167,7 @@ def ranked_mixed(task: Task, price: Price) -> list[Candidate]:
         raise refusal or BadPlan(
             f"There is no mixed plan of {task.network.name} for cluster {task.cluster.name} with batches of "
             f"{task.batch_size}: it takes two devices, and layers that can be shared in two ways.",
-            hint="Leave the choice to --share auto.",
+            hint="Leave the choice to strategy 'auto' (--share auto).",
         )
     return sorted(found, key=lambda one: one.seconds)
 

@@ -41,7 +41,7 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
         raise BadPlan(
             f"{network.name} cannot be tiled: layer {network.layers[0].name} does not make maps with rows and "
             f"columns{why}.",
-            hint="Share it by samples, or as a pipeline: --share samples, --share pipeline.",
+            hint="Share it by samples, or as a pipeline: strategy 'samples' (--share samples), or 'pipeline'.",
         )
     speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
     by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]

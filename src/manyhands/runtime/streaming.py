@@ -135,7 +135,7 @@ class Streaming:
                 if left <= 0:
                     raise TimedOut(
                         f"{len(self._waiting)} samples wait, and for {limit_seconds:g} s there was no room for more.",
-                        hint="Ask more slowly, or take more devices: --devices.",
+                        hint="Ask more slowly, or take a cluster of more devices (--devices).",
                     )
                 self._change.wait(left)
             if self._is_over_for_good:

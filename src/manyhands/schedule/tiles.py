@@ -122,7 +122,7 @@ class TileGeometry(StageGeometry):
             f"stages[{self.index}] is shared by tiles, but layer {layer.name} has the operator {op.name} "
             f"({op.target}){where}{made}: it cannot be cut into rows and columns.",
             hint=f"End the tiled stage before layer {layer.name} and continue with another share "
-            "(--share tiles does so by itself).",
+            "(strategy 'tiles', --share tiles, does so by itself).",
         )
 
     def adds_up(self, op: Op) -> bool:
