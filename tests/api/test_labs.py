@@ -10,8 +10,17 @@ from manyhands.api import job, labs, session
 from manyhands.api.labs import lab_cluster
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadFile, BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.lab import LabCluster, play
 from real_runs import assert_close, shared, train
+
+
+@pytest.mark.parametrize(("gflops", "scale", "limit"), [(50.0, 1.0, 5.0), (10.0, 1.0, 20.0), (50.0, 8.0, 40.0)])
+def test_a_device_with_little_of_a_core_is_given_time(gflops: float, scale: float, limit: float) -> None:
+    """At least that of the lab's scale; a tenth of a core hears nothing for ten times as long."""
+    devices = tuple(Device(name=name, gflops=speed, memory_bytes=10**9) for name, speed in (("a", 50.0), ("b", gflops)))
+    asked = LabCluster(Cluster("two", devices, Link(1e6, 0.0)), scale=scale)
+    played = play(asked, core_gflops=100.0 / scale, cores=[0, 1])
+    assert labs.SILENCE_SECONDS * labs._patience(played) == pytest.approx(limit)
 
 
 def test_what_is_typed(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_every_core_has_room_and_shares_are_as_speeds(
         assert set(seat.cores) <= set(range(cores))
         assert seat.memory_bytes == 10**9
     assert sum(seat.share for seat in played.seats) <= BUSIEST * cores * (1 + 1e-9)
+    assert played.slowest_share == min(1.0, *(seat.share for seat in played.seats))
     if slots == 1:
         for core in range(cores):
             assert sum(seat.share for seat in played.seats if seat.cores == (core,)) <= BUSIEST * (1 + 1e-9)

@@ -84,6 +84,12 @@ def _check_possible() -> None:
         raise LabError(f"There can be no lab here: {why}")
 
 
+def _patience(played: Played) -> float:
+    """How many times longer than usual to wait for anybody. What a whole core does in two seconds without hearing, a
+    device with a tenth of one does in twenty."""
+    return max(1.0, played.scale, 2.0 / (played.slowest_share * SILENCE_SECONDS))
+
+
 @contextlib.contextmanager
 def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds: float) -> Iterator[Session]:
     """Workers on the devices of a lab that is there only for them; else plain processes behind shaped links."""
@@ -105,7 +111,7 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
             0,
             new_token(),
             logs=logs,
-            patience=max(1.0, played.scale),
+            patience=_patience(played),
             silence_seconds=SILENCE_SECONDS,
             announce=False,
         ) as coordinator,

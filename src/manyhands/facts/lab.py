@@ -73,6 +73,11 @@ class Played(msgspec.Struct, frozen=True):
     seats: tuple[Seat, ...]
     traces: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def slowest_share(self) -> float:
+        """Of one core: so much the device has that has least."""
+        return min(1.0, *(seat.share for seat in self.seats))
+
     def seat(self, device: str) -> Seat:
         for seat in self.seats:
             if seat.device == device:
