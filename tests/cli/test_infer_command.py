@@ -232,7 +232,7 @@ class Client:
 
 def worker(command: Command, name: str) -> psutil.Process:
     """The process of one worker, by its own name."""
-    children = psutil.Process(command.process.pid).children()
+    children = psutil.Process(command.process.pid).children(recursive=True)
     return next(child for child in children if name in child.cmdline())
 
 

@@ -109,17 +109,19 @@ class Ran:
                 first, last = samples_of(geometries[0], device)
                 assert log.samples == (last - first) * rounds
 
-    def assert_equals(self, weights: Mapping[str, torch.Tensor], losses: Sequence[float]) -> None:
+    def assert_equals(
+        self, weights: Mapping[str, torch.Tensor], losses: Sequence[float], tolerance: float = TOLERANCE
+    ) -> None:
         """Every device's weights and buffers are those of one device, every weight is somewhere, and so is the loss."""
         self.raise_first()
         for device, own in self.weights.items():
             for name, tensor in own.items():
                 difference = relative(tensor, weights[name])
-                assert difference <= TOLERANCE, (device, name, difference)
+                assert difference <= tolerance, (device, name, difference)
         network = self.schedule.network
         assert {name for own in self.weights.values() for name in own} == {n for op in network.ops for n in op.weights}
         for step, (one, other) in enumerate(zip(self.losses, losses, strict=True)):
-            assert abs(one - other) <= TOLERANCE * max(1.0, abs(other)), step
+            assert abs(one - other) <= tolerance * max(1.0, abs(other)), step
 
 
 def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 import msgspec
@@ -190,6 +191,28 @@ def test_an_activation_works_in_place_where_a_map_has_a_rim(is_beside: bool, mon
     case.check(plan, kernels=last_where(case, plan))
     assert places  # rows of a map with channels first have gaps between them
     assert not any(places)
+
+
+GROUPS = {
+    "every layer": ByTiles((1, 1)),
+    "one group": ByTiles((1, 2), (1, 1), (0,)),
+    "one group of deltas": ByTiles((2, 1), (1,), (0,), (0,)),
+    "some of both": ByTiles((1, 1), (2, 1), (0, 5, 9), (0, 3, 8)),
+    "beside sums": ByTiles((1, 2)),
+}
+
+
+@cache
+def single_precision() -> Case:
+    torch.manual_seed(3)
+    return case_of(chain(), (2, 16, 12), samples=4, steps=10, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_ten_steps_in_float32(groups: str) -> None:
+    case = single_precision()
+    plan, _ = beside(case, GROUPS[groups]) if groups == "beside sums" else (case.plan(case.tiled(GROUPS[groups])), None)
+    case.check(plan, 1e-4)
 
 
 @pytest.mark.parametrize("start", [3, 4, 5])

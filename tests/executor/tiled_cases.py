@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SGD, Batch, Ran, alone, held, run
+from harness import SGD, TOLERANCE, Batch, Ran, alone, held, run
 from hypothesis import HealthCheck, Phase, currently_in_test_context, note, settings
 from tiled_networks import ZOO, Shape
 from torch import Tensor, nn
@@ -58,14 +58,14 @@ def unwritten_memory_noticed() -> Iterator[None]:
         patch.undo()
 
 
-def stirred(module: nn.Module) -> nn.Module:
+def stirred(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """In float64, to be trained, and with no bias at zero: one whose gradient is zero (before a norm) would be compared
     with its own rounding."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.rand_like(parameter) - 0.5)
-    return module.double().train()
+    return module.to(dtype).train()
 
 
 def target_shape(module: nn.Module, x: Tensor) -> tuple[int, ...]:
@@ -106,26 +106,29 @@ class Case:
         devices = tuple(f"t{number}" for number in range(len(share.rows) * len(share.columns)))
         return Stage((first, self.count if last is None else last), devices, share, reduce=reduce)
 
-    def check(self, plan: Plan, **options: Any) -> Ran:
+    def check(self, plan: Plan, tolerance: float = TOLERANCE, **options: Any) -> Ran:
         if currently_in_test_context():
             note(str(plan))
         ran = run(self.graph, plan, self.batches, SGD, seed=7, **options)
         ran.assert_as_planned(len(self.batches))
-        ran.assert_equals(*self.expected(plan.micro_batches))
+        ran.assert_equals(*self.expected(plan.micro_batches), tolerance)
         for executor in ran.executors.values():
             assert not held(executor)
         return ran
 
 
-def case_of(module: nn.Module, shape: Shape, *, samples: int = 2, steps: int = 2, seed: int = 0) -> Case:
+def case_of(
+    module: nn.Module, shape: Shape, *, samples: int = 2, steps: int = 2, seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Case:  # fmt: skip
     """Mean squares against a random target."""
     if currently_in_test_context():
         note(f"{shape} {module}")
-    module = stirred(module)
+    module = stirred(module, dtype)
     torch.manual_seed(seed)
-    x = torch.randn(samples, *shape, dtype=torch.float64)
+    x = torch.randn(samples, *shape, dtype=dtype)
     target = target_shape(module, x)
-    y = torch.randn(target, dtype=torch.float64)
+    y = torch.randn(target, dtype=dtype)
     graph = capture(module, x, loss=functional.mse_loss, target=y, granularity="operators", name="drawn")
     batches = [(torch.randn_like(x), torch.randn_like(y)) for _ in range(steps)]
     return Case(graph, batches)

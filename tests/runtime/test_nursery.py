@@ -72,6 +72,21 @@ def test_a_child_runs_a_command_and_says_how_it_ended(nursery: Nursery, tmp_path
     right.send_signal(signal.SIGTERM)  # nobody is there: nothing happens
 
 
+def test_a_child_is_found_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
+    """`ps` and `pgrep -f` show what it runs, not what its parent does; more than there is room for is cut."""
+    child = waiting(nursery, tmp_path / "x")
+    assert soon(lambda: "x" in psutil.Process(child.pid).cmdline())
+    shown = [word for word in psutil.Process(child.pid).cmdline() if word]
+    assert shown[1:5] == ["-m", "manyhands", "worker", "--join"]
+    assert shown[-2:] == ["--parent", str(nursery.process.pid)]
+    child.kill()
+    long = run(nursery, tmp_path / "long", "worker", "--join", "127.0.0.1:9", "--wait", "60", "--token", 1000 * "y")
+    assert soon(lambda: "worker" in psutil.Process(long.pid).cmdline())
+    assert psutil.Process(long.pid).cmdline()[-1].startswith("yyy")
+    long.kill()
+    assert {child.wait(30), long.wait(30)} == {-signal.SIGKILL}
+
+
 def test_a_child_is_waited_for_where_many_files_are_open() -> None:
     """Descriptors beyond those that select() counts to."""
     resource = pytest.importorskip("resource")

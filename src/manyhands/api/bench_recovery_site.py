@@ -240,8 +240,7 @@ class Site:
             process = local.processes[name]
             end_process(process.pid)
             process.wait()
-            words = [str(word) for word in process.args]  # type: ignore[union-attr]
-            before = tuple(words[: words.index("worker") - 3])  # what brings it into a lab
+            before = local.started_as[name].before  # what brings it into a lab
             wanted.append(WorkerProcess((name,), session.cluster.device(name).compute, before, name))
         if wait:
             session.coordinator.start_workers(wanted, session.threads, JOIN_SECONDS)

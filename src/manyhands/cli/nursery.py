@@ -16,7 +16,7 @@ from manyhands.facts.errors import BadValue
 _NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.runtime.service")
 
 
-def nursery(door: Annotated[int, typer.Option("--door")]) -> None:
+def nursery(door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = "") -> None:
     """Loads what workers need, then has a child for each that is asked for."""
     from manyhands.runtime.nursery import tend
     from manyhands.runtime.processes import is_to_load_everything

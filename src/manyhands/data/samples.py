@@ -84,7 +84,8 @@ def read_picture(
             pixels = eight_bits(image).convert(mode).resize((width, height), decoder.Resampling.BILINEAR)
     except Exception as error:  # Pillow's decoders raise nearly anything
         raise BadData(
-            f"{name}: the picture cannot be read: {reason(error)}.", hint=f"Read are: {', '.join(FORMATS)}."
+            f"{name}: the picture cannot be read: {reason(error)}.",
+            hint=f"Read are: {', '.join(FORMATS)}; arrays as .npy.",
         ) from error
     array = numpy.array(pixels, dtype=numpy.float32).reshape(height, width, channels)
     value = torch.from_numpy(array).permute(2, 0, 1).contiguous()

@@ -471,10 +471,9 @@ class BatchNorm(Normalisation):
                 total=total,
                 corrected=corrected,
             )
-        with torch.no_grad():  # captured in evaluation mode: a fixed factor for each channel
-            moments = self._running()
-            factor = moments.inverse(self.epsilon) * self._per_feature(self.weight, moments, 1.0)
-            return [Held(out, gradient * factor.view(1, -1, 1, 1)) if wanted[0] else None]
+        moments = self._running()  # captured in evaluation mode: a fixed factor for each channel
+        factor = moments.inverse(self.epsilon) * self._per_feature(self.weight, moments, 1.0)
+        return [Held(out, gradient * factor.view(1, -1, 1, 1)) if wanted[0] else None]
 
     def weight_gradients(
         self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None,

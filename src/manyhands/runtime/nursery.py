@@ -11,6 +11,7 @@ where nobody has asked for a while and no child is left; its children end with i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -32,6 +33,8 @@ IDLE_SECONDS = 60.0
 """Without children, so long nobody asks: it ends."""
 _LARGEST_BYTES = 16 * 2**20
 _NUMBER = struct.Struct("<q")
+_ROOM = "." * 256
+"""An argument of the nursery's: where the kernel keeps it, its children put their own."""
 _UNKNOWN_ENDING = -signal.SIGKILL
 """Where the nursery ended first: the kernel has killed its children."""
 
@@ -98,7 +101,7 @@ class Nursery:
     def __init__(self, threads: int, *, trains: bool = False) -> None:
         """`trains`: it also loads what PyTorch's optimisers need, which takes as long again."""
         near, far = socket.socketpair()
-        words = [sys.executable, "-m", "manyhands", "nursery", "--door", str(far.fileno())]
+        words = [sys.executable, "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if trains:
             environment[LOAD_VARIABLE] = "1"
@@ -265,6 +268,18 @@ def _become(wanted: Wanted, output: int) -> None:
     if output > 2:
         os.close(output)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _show([sys.executable, "-m", "manyhands", *wanted.words])
+
+
+def _show(words: Sequence[str]) -> None:
+    """Have `ps` and `pgrep` show these as the command of this process, as far as there is room for them."""
+    with open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as shown:
+        start, end = map(int, stat.read().rpartition(b")")[2].split()[45:47])
+        if end - start != len(shown.read()):
+            return  # not where it should be
+    text = b"".join(word.encode() + b"\0" for word in words)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _read(door: socket.socket, size: int) -> bytes:

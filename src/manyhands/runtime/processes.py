@@ -63,6 +63,8 @@ class LocalWorkers:
 
     processes: dict[str, Child | subprocess.Popen[bytes]] = field(default_factory=dict)
     """By the workers' names; several may be in one process."""
+    started_as: dict[str, WorkerProcess] = field(default_factory=dict)
+    """The same, as they were asked for."""
     logs: Path | None = None
     _logged: dict[str, str] = field(default_factory=dict)
     """Worker -> whose log has its words."""
@@ -107,6 +109,7 @@ class LocalWorkers:
                         stderr=output, start_new_session=True,
                     )  # fmt: skip
             self.processes |= dict.fromkeys(one.names, process)
+            self.started_as |= dict.fromkeys(one.names, one)
             self._logged |= dict.fromkeys(one.names, name)
 
     def pin(self, cores: Mapping[str, int]) -> None:
@@ -167,6 +170,7 @@ class LocalWorkers:
             self._signal(signal.SIGKILL)
             self._wait(_ASKED_SECONDS)
             self.processes.clear()
+            self.started_as.clear()
 
     def kill(self) -> None:
         """All end, and nobody waits for it."""
