@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,23 @@ def test_a_child_is_found_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
     assert psutil.Process(long.pid).cmdline()[-1].startswith("yyy")
     long.kill()
     assert {child.wait(30), long.wait(30)} == {-signal.SIGKILL}
+
+
+def test_a_signal_in_the_middle_of_a_wait_may_ask_too(nursery: Nursery, tmp_path: Path) -> None:
+    """The second Ctrl-C kills workers while the first one's end waits for them, in one thread."""
+    child = waiting(nursery, tmp_path / "x")
+
+    def handler(number: int, frame: object) -> None:
+        assert child.poll() is None
+        child.kill()
+        assert child.wait(30) == -signal.SIGKILL
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        assert child.wait(30) == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_child_is_waited_for_where_many_files_are_open() -> None:

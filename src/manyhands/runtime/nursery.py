@@ -62,7 +62,8 @@ class Child:
     def __init__(self, pid: int, ending: int) -> None:
         self.pid, self._ending = pid, ending
         self.returncode: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """A signal's handler may ask in the middle of a wait of the same thread."""
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,6 +78,7 @@ class Child:
                 ready.register(self._ending, select.POLLIN)
                 if not ready.poll(None if timeout is None else max(0.0, 1e3 * timeout)):
                     raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+            if self.returncode is None:  # nor was it read by whoever asked meanwhile
                 told = os.read(self._ending, _NUMBER.size)
                 self.returncode = _NUMBER.unpack(told)[0] if len(told) == _NUMBER.size else _UNKNOWN_ENDING
                 os.close(self._ending)
