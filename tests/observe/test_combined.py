@@ -44,6 +44,7 @@ ACTIONS: list[Action] = [
 def measured(device: str, zero: float = 1e6) -> list[MeasuredSpan]:
     """What a device's own recorder makes of one of each action, on a clock that has run for days."""
     recorder = Recorder(DeviceLog(device), trace_steps=range(1))
+    recorder.begin(0)
     for number, action in enumerate(ACTIONS):
         recorder.took(action, zero + number, zero + number + 0.5)
     reduce = Reduce(0, "gradients", 0, 4, ("a", "b"), 4)
