@@ -19,7 +19,7 @@ from manyhands.api.bench_infer import PARTS, bench_infer, scope_of
 from manyhands.api.bench_infer_accuracy import Accuracy, Way
 from manyhands.api.bench_infer_drawn import draw_lab, draw_memory, draw_scores, draw_simulated
 from manyhands.api.bench_infer_lab import Extent, Measured, bench_lab, lab_figures, lab_of
-from manyhands.api.bench_infer_networks import GROUPS, RESNET50, Known, Library, Subject
+from manyhands.api.bench_infer_networks import GROUPS, RESNET50, Known, Library, Subject, half_graph
 from manyhands.api.bench_infer_simulated import (
     ALL,
     ALONE,
@@ -45,8 +45,9 @@ from manyhands.api.bench_parts import KEPT, failed
 from manyhands.api.planning_inference import plan_for, sample_seconds
 from manyhands.cli.bench import app
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.errors import BadPlan, BadValue, UnknownName
+from manyhands.facts.errors import BadPlan, BadValue, Refused, UnknownName
 from manyhands.facts.presets import preset
+from manyhands.facts.reads import Dealt
 
 TINY = Subject("tiny", 1.5, (1, 16, 16), paper_seconds=0.3)
 SLOW = {ONE: Timed(1.0, 1.0), ALONE: Timed(0.5, 0.5)}
@@ -206,6 +207,15 @@ def test_the_drawn_networks_answer_with_numbers(library: Library) -> None:
 # Parts
 
 
+def test_a_bare_half_is_half_of_the_network_and_exchanges_nothing(library: Library) -> None:
+    subject = Subject("resnet18", 1.5, (3, 64, 64))
+    whole, half = library.graph(subject, decoupled=True).network, half_graph(subject).network
+    convolutions = [[op.macs for op in network.ops if "conv" in op.target] for network in (whole, half)]
+    assert sorted(convolutions[0]) == sorted(2 * macs for macs in convolutions[1])
+    assert any(isinstance(rule, Dealt) for op in whole.ops for read in op.reads for rule in read.rules)
+    assert not any(isinstance(rule, Dealt) for op in half.ops for read in op.reads for rule in read.rules)
+
+
 def test_what_cannot_be_asked_for_is_refused() -> None:
     with pytest.raises(UnknownName, match="synk"):
         bench_infer(only=["synk"])
@@ -213,6 +223,8 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
         bench_infer(quick=True, full=True)
     with pytest.raises(BadValue, match="'tpu'") as error:
         bench_infer(compute="tpu")
+    with pytest.raises(Refused, match="cuda:99 was asked for"):
+        bench_infer(compute="cuda:99")
     assert "cpu, cuda" in error.value.hint
     assert set(scope_of(False, False, "cpu").pairs) == set(PAIRS)
     assert scope_of(False, True, "cuda").accuracy.compute == "cuda"
@@ -277,6 +289,7 @@ def test_the_command_measures_every_figure(tmp_path: Path) -> None:
         "worst_vs_rivals",
         "scheme3_gain",
         "speedup_2",
+        "limit_2",
         "speedup_2_stream",
         "memory_reduction_4",
         "scheme3_memory",

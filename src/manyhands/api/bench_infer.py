@@ -21,6 +21,7 @@ from manyhands.api.bench_infer_sync import bench_sync
 from manyhands.api.bench_parts import check_asked, measure_parts
 from manyhands.api.joining import parse_compute
 from manyhands.profiler.bench_capture import Figures, Progress
+from manyhands.runtime.joining import prepare_gpu
 
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
 TRAINED = replace(SHORT, blocks=(1, 1, 1), samples=3_000)
@@ -135,7 +136,8 @@ def bench_infer(
 ) -> Figures:
     """Every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
     check_asked(PARTS, only, quick, full)
-    compute = parse_compute(compute)
+    if parse_compute(compute) != "cpu":
+        prepare_gpu(compute)
     say = on_progress or (lambda text: None)
     bench = Bench(scope_of(quick, full, compute), pictures, out, say)
     return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

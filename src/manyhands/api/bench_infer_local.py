@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from manyhands.api.bench_infer_networks import Library, Subject
+from manyhands.api.bench_infer_networks import GROUPS, Library, Subject, half_graph, one_core
 from manyhands.api.bench_infer_simulated import ALL, ALONE, BOTH, COATES, COATES_DECOUPLED, MODNN, MODNN_DECOUPLED, ONE
 from manyhands.api.bench_infer_site import WARM_UPS, Ran, Stand, interleaved, listed
 from manyhands.api.bench_tile_setup import usable
@@ -16,16 +16,19 @@ from manyhands.api.planning_inference import plan_for
 from manyhands.api.session import open_session
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
-from manyhands.facts.plan import Plan
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.profile import Kernel
 from manyhands.profiler.bench_capture import Figures, Progress
+from manyhands.profiler.kernels import choose_kernels
 
 DEVICES = 4
 ROUND = 8
 TRIAL_SAMPLES = 6
 TRIALS = 3
-BATCHES = (1, 2, 4, 8)
+BATCHES = (1, 4, 8, 16)
 STREAM_SAMPLES = 64
+DEFAULT_KERNELS = "PyTorch's default"
 
 
 def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Figures, dict[str, int]]:
@@ -64,19 +67,20 @@ def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Fig
 
 def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int, say: Progress) -> Figures:
     """Channels on two workers of one thread against the same decoupled network on one of them: one sample at a time,
-    and a stream, each side in the batches that suit it best."""
-    graph = library.graph(subject, decoupled=True)
+    beside two halves that exchange nothing; and a stream, each side in the batches that suit it best."""
+    whole, half = library.graph(subject, decoupled=True), half_graph(subject)
     chosen = library.known(subject, decoupled=True).profile.kernels
-    ways: dict[str, Mapping[str, Kernel]] = {"PyTorch's default": {}}
-    if chosen:
-        ways["chosen"] = chosen
+    say("choosing kernels of a half")
+    with one_core():
+        chosen_of_half = choose_kernels(half, 1, threads=1, seconds=library.seconds, training=False).kernels
     with open_session(Cluster.local(2), threads=1, pin=usable()) as session:
-        stand = Stand(session, graph, {})
-        network, cluster = graph.network, session.cluster
+        cluster = session.cluster
+        stand = Stand(session, whole, {})
         sides = {
-            name: _Side(stand, plan_for(network, cluster, strategy=strategy).plan, ways)
+            name: _Side(stand, plan_for(whole.network, cluster, strategy=strategy).plan, chosen, BATCHES)
             for name, strategy in (("one", "single"), ("two", "channels"))
         }
+        sides["halves"] = _Side(Stand(session, half, {}), _one_each(half.network, cluster), chosen_of_half)
         for name, side in sides.items():
             say(f"kernels and batches of {name}")
             side.tune()
@@ -84,29 +88,47 @@ def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int,
             say(f"two cores against one, block {block + 1} of {blocks}")
             for side in sides.values():
                 side.measure(samples)
-    one, two = sides["one"], sides["two"]
+    one, two, halves = sides.values()
     return {
         "speedup_2": _ratio(one.latencies, two.latencies),
+        "limit_2": _ratio(one.latencies, halves.latencies),
         "speedup_2_stream": _ratio(one.intervals, two.intervals),
         "speedup_2_inside": _ratio(one.inside, two.inside),
         "interval_one_worker_seconds": statistics.median(one.intervals),
         "interval_two_workers_seconds": statistics.median(two.intervals),
         "latency_one_worker_seconds": statistics.median(one.latencies),
         "latency_two_workers_seconds": statistics.median(two.latencies),
+        "latency_bare_halves_seconds": statistics.median(halves.latencies),
         "speedup_2_setting": f"{subject} decoupled ({subject.decoupled_text}), workers of one thread each on a core of "
         f"its own, {blocks} blocks in turns. One sample at a time, seconds from asking to the answer, medians of "
         f"{samples} (inside: from the first computing to the last, of {TRIAL_SAMPLES} that were traced): one "
-        f"{listed(one.latencies)}, two {listed(two.latencies)}. A stream of {STREAM_SAMPLES} samples, from answer to "
-        f"answer: one {listed(one.intervals)}, two {listed(two.intervals)}. One: {one.text}; two: {two.text}",
+        f"{listed(one.latencies)}, two {listed(two.latencies)}, bare halves {listed(halves.latencies)}. A stream of "
+        f"{STREAM_SAMPLES} samples, from answer to answer: one {listed(one.intervals)}, two {listed(two.intervals)}. "
+        f"One: {one.text}; two: {two.text}; bare halves: {halves.text}",
+        "limit_2_setting": f"bare halves: each worker has a network of its own with half of the groups "
+        f"({GROUPS // 2} groups, x{subject.widen / 2:g}, no shuffle); both compute a sample at once and exchange "
+        "nothing: what halving alone could give on this machine",
     }
+
+
+def _one_each(network: Network, cluster: Cluster) -> Plan:
+    """Every device computes a sample of its own; where one alone is asked for, all the same."""
+    plan = plan_for(network, cluster, objective="throughput", strategy="samples").plan
+    share = BySamples((1,) * len(cluster.names))
+    (stage,) = plan.stages
+    return msgspec.structs.replace(
+        plan, batch_size=len(cluster.names), stages=(msgspec.structs.replace(stage, share=share),)
+    )
 
 
 class _Side:
     """A plan by the kernels and in the batches that suit it best, as far as a trial tells."""
 
-    def __init__(self, stand: Stand, plan: Plan, ways: Mapping[str, Mapping[str, Kernel]]) -> None:
-        self._stand, self._plan, self._ways = stand, plan, ways
-        self._way, self._batch = next(iter(ways)), 1
+    def __init__(self, stand: Stand, plan: Plan, chosen: Mapping[str, Kernel], batches: tuple[int, ...] = ()) -> None:
+        """`batches`: those that are tried for streams; none: no stream is measured."""
+        self._stand, self._plan, self._batches = stand, plan, batches
+        self._ways: dict[str, Mapping[str, Kernel]] = {DEFAULT_KERNELS: {}} | ({"chosen": chosen} if chosen else {})
+        self._way, self._batch = DEFAULT_KERNELS, 1
         self._trials: dict[str, float] = {}
         self.intervals: list[float] = []
         self.latencies: list[float] = []
@@ -114,12 +136,13 @@ class _Side:
 
     def tune(self) -> None:
         """The best of several trials of each: on a machine that others use too, one says little."""
-        latencies = {way: min(self._tried(way) for _ in range(TRIALS)) for way in self._ways}
-        self._way = min(latencies, key=latencies.__getitem__)
-        rounds = [{batch: self._tried(self._way, batch) for batch in BATCHES} for _ in range(TRIALS)]
-        intervals = {batch: min(one[batch] for one in rounds) for batch in BATCHES}
-        self._batch = min(intervals, key=intervals.__getitem__)
-        self._trials = latencies | {f"batches of {batch}": seconds for batch, seconds in intervals.items()}
+        self._trials = {way: min(self._tried(way) for _ in range(TRIALS)) for way in self._ways}
+        self._way = min(self._trials, key=self._trials.__getitem__)
+        if self._batches:
+            rounds = [{batch: self._tried(self._way, batch) for batch in self._batches} for _ in range(TRIALS)]
+            intervals = {batch: min(one[batch] for one in rounds) for batch in self._batches}
+            self._batch = min(intervals, key=intervals.__getitem__)
+            self._trials |= {f"batches of {batch}": seconds for batch, seconds in intervals.items()}
 
     def _tried(self, way: str, batch: int = 0) -> float:
         """Seconds of a sample alone, or in a stream of batches; infinite where a plan cannot run this way."""
@@ -137,13 +160,15 @@ class _Side:
     def measure(self, samples: int) -> None:
         self.latencies.append(self._run(samples, self._way).latency)
         self.inside.append(self._run(TRIAL_SAMPLES, self._way, traced=True).inside)
-        self.intervals.append(self._run(WARM_UPS, self._way, STREAM_SAMPLES, self._batch).interval)
+        if self._batches:
+            self.intervals.append(self._run(WARM_UPS, self._way, STREAM_SAMPLES, self._batch).interval)
 
     @property
     def text(self) -> str:
         tried = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in self._trials.items())
         shares = " | ".join(f"{'+'.join(stage.devices)} {stage.share}" for stage in self._plan.stages)
-        return f"{shares}, kernels {self._way}, streams in batches of {self._batch} (tried: {tried})"
+        streams = f", streams in batches of {self._batch}" if self._batches else ""
+        return f"{shares}, kernels {self._way}{streams} (tried: {tried})"
 
 
 def _ratio(ones: list[float], twos: list[float]) -> float:

@@ -88,9 +88,19 @@ def network_graph(subject: Subject, *, decoupled: bool) -> Graph:
         module: nn.Module = build(subject.model)
     if decoupled:
         module = decouple(module, GROUPS, SHUFFLES, subject.widen, inputs=subject.shape)
+    return _drawn_graph(module, subject, f"{subject.model}_decoupled" if decoupled else subject.model)
+
+
+def half_graph(subject: Subject) -> Graph:
+    """Half of the decoupled network's groups as a network of its own, which has nothing to exchange."""
+    with torch.device("meta"):
+        module = decouple(build(subject.model), GROUPS // 2, 0, subject.widen / 2, inputs=subject.shape)
+    return _drawn_graph(module, subject, f"{subject.model}_half")
+
+
+def _drawn_graph(module: nn.Module, subject: Subject, name: str) -> Graph:
     module = module.to_empty(device="cpu").eval()
     _draw(module)
-    name = f"{subject.model}_decoupled" if decoupled else subject.model
     return at_rest(captured_at_rest(module, torch.zeros(subject.shape), granularity="blocks", name=name))
 
 

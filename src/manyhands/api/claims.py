@@ -210,6 +210,7 @@ CLAIMS: tuple[Claim, ...] = (
           form="points", paper="decnn_accuracy"),
     Claim("infer", "speedup_2", "speed of decoupled ResNet-50 on two cores over one, one sample at a time",
           aim=least(1.8)),
+    Claim("infer", "limit_2", "the same of two halves of it that exchange nothing: what halving alone gives there"),
     Claim("infer", "speedup_2_stream", "the same of a stream, each side in the batches that suit it best"),
     # One planner over all
     Claim("auto", "mixed_share", "of 60 drawn scenarios, won by a plan none of the papers can make", how="simulated",
