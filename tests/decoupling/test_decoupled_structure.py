@@ -242,6 +242,12 @@ def test_decoupled_names() -> None:
 # Refusals
 
 
+def test_a_picture_in_the_place_of_a_number_is_named_in_few_words() -> None:
+    with pytest.raises(BadValue, match=r"^groups=tensor.* must be a number from 1") as caught:
+        decouple(registry.build("tiny"), torch.zeros(1, 1, 16, 16))  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 150
+
+
 class Chunked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

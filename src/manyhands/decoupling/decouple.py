@@ -6,6 +6,7 @@ trace ──▶ read: which widths must agree ──▶ group convolutions, plac
 from __future__ import annotations
 
 from math import prod
+from reprlib import repr as brief
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -99,10 +100,14 @@ def decouple(
 
 def _check(groups: int, shuffles: int | str, widen: float, weights: str) -> None:
     if not isinstance(groups, int) or not 1 <= groups <= MOST_GROUPS:
-        raise BadValue(f"groups={groups!r} must be a number from 1 to {MOST_GROUPS}.", hint="The paper has groups=4.")
+        raise BadValue(
+            f"groups={brief(groups)} must be a number from 1 to {MOST_GROUPS}.", hint="The paper has groups=4."
+        )
     if shuffles != ALL and (not isinstance(shuffles, int) or isinstance(shuffles, bool) or shuffles < 0):
-        raise BadValue(f'shuffles={shuffles!r} must be a number, or "all".', hint="The paper has shuffles=3.")
+        raise BadValue(f'shuffles={brief(shuffles)} must be a number, or "all".', hint="The paper has shuffles=3.")
     if not isinstance(widen, (int, float)) or not 0 < widen <= MOST_WIDEN:
-        raise BadValue(f"widen={widen!r} must be above 0 and at most {MOST_WIDEN:g}.", hint="The paper has widen=1.5.")
+        raise BadValue(
+            f"widen={brief(widen)} must be above 0 and at most {MOST_WIDEN:g}.", hint="The paper has widen=1.5."
+        )
     if weights not in ("fresh", "original"):
-        raise BadValue(f"weights={weights!r} is unknown.", hint='Use "fresh" or "original".')
+        raise BadValue(f"weights={brief(weights)} is unknown.", hint='Use "fresh" or "original".')
