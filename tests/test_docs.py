@@ -240,7 +240,11 @@ def run(block: Block, folder: Path, seconds: float) -> None:
     }  # fmt: skip
     environment.pop("PYTEST_CURRENT_TEST", None)
     if block.language in SHELL:
-        words = ["bash", "-euo", "pipefail", "-c", block.text]
+        script = (
+            folder / ".block.sh"
+        )  # whose words are not the shell's own: a block may look for a process by its words
+        script.write_text(block.text)
+        words = ["bash", "-euo", "pipefail", str(script)]
     else:
         words = [sys.executable, "-c", block.text]
     log = folder / ".output.txt"

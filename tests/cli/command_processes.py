@@ -84,8 +84,9 @@ class Command:
 
 
 def _interruptible() -> None:
-    """A shell's background jobs ignore Ctrl-C; these do not."""
+    """A shell's background jobs ignore Ctrl-C, and those of nohup a terminal that is closed; these do not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def leftovers(mark: str, limit_seconds: float = 20.0) -> list[str]:
