@@ -41,6 +41,8 @@ from manyhands.runtime.processes import pin_process
 
 TUNING = 3
 """Blocks in which grids, and later groupings, are tried before anything counts."""
+SPEED_BLOCKS, SPEED_STEPS = 12, 3
+"""Many short blocks: on a machine that others use too, cores become slower by half and fast again within seconds."""
 KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
 
 
@@ -71,11 +73,12 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
             sides = {
                 "one": lambda: subject.step_seconds(session, single, steps),
                 "parts": lambda: parts.step_seconds(steps),
-                "torch": lambda: statistics.median(rival.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
-                "partition": lambda: subject.step_seconds(session, in_turn, steps),
             } | {
                 str(way): lambda way=way: subject.step_seconds(session, subject.tiles(names, way), steps)
                 for way in counted
+            } | {
+                "torch": lambda: statistics.median(rival.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
+                "partition": lambda: subject.step_seconds(session, in_turn, steps),
             }  # fmt: skip
             rounds.append({name: measured() for name, measured in sides.items()})
     tiles = str(best)
@@ -144,7 +147,7 @@ def bench_tile(
         "machine": identify(1).text, "kernels": kernels_text(choice), "kernel_gain": choice.gain, "quick": int(quick),
     }  # fmt: skip
     with workers(count) as session:
-        figures |= bench_speed(subject, session, *((1, 1) if quick else (7, 5)), say)
+        figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)
         figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
         figures |= bench_groups(subject, session, square_grid(count), *((1, 1, 1) if quick else (TUNING, 5, 3)), say)
     figures |= bench_memory(subject, quick, say)
