@@ -119,7 +119,8 @@ def test_every_file_is_valid_at_any_moment(
     assert looks > 10
     assert read_all(folder) >= FILES | PICTURES | {"trace.json", checkpoint.MODEL_FILE}
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [events[0], *events[-2:]] == ["started", "evaluated", "finished"]
+    said = [event for event in events if event != "note"]  # on a busy machine, that a prediction was off
+    assert [said[0], *said[-2:]] == ["started", "evaluated", "finished"]
     assert len(list((folder / "checkpoints").iterdir())) == 3
     fresh = network()
     fresh.load_state_dict(load_file(ran.result.checkpoint / checkpoint.MODEL_FILE))
