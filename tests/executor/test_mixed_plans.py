@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiled_cases import DRAWN, PICTURES, Case, case_of, tail_of, unwritten_memory_noticed, zoo_case
 from tiled_networks import mixed_networks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from drawn_plans import mixed_plans
 from manyhands.executor.executor import Executor
@@ -140,3 +141,33 @@ def test_a_network_with_skips_norms_and_excitation_in_every_way(way: str) -> Non
     ran = check(with_batches(case, plan), plan)
     crossing = max(len(found) for _, _, found in ran.schedule.lowering.between)
     assert crossing == (3 if way.startswith("tiles") else 2)
+
+
+class TermsOfASum(nn.Module):
+    """What a later stage adds up are two results of an earlier one: both get the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 5, padding=2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        out: Tensor = self.last(self.wide(functional.max_pool2d(made + torch.tanh(made), 2)).mean((2, 3)))
+        return out
+
+
+def test_two_gradients_in_one_memory_are_handed_back_to_a_stage_of_the_same_device() -> None:
+    """The tile on t0 reads all rows, so what it hands back is whole, and t1's part is added to it: once to each."""
+    case = case_of(TermsOfASum(), (2, 4, 6))
+    network = case.network
+    start = next(n for n, layer in enumerate(network.layers) if network.ops[layer.first].target == "aten.add.Tensor")
+    end = network.find_layer("wide") + 1
+    stages = (
+        Stage((0, start), ("t0",)), Stage((start, end), ("t0", "t1"), ByTiles((1, 1), (1,), (start,))),
+        Stage((end, case.count), ("t1",)),
+    )  # fmt: skip
+    plan = Plan("drawn", 4, stages, 2, "gpipe")
+    ran = check(with_batches(case, plan), plan)
+    handed = [(tensor, box.shape) for _, _, tensor, box in ran.schedule.lowering.handed_back("t0")]
+    assert len(handed) == 2
+    assert {shape[2:] for _, shape in handed} == {(4, 6)}

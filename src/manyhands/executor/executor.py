@@ -403,10 +403,11 @@ class Executor:
                 self.runners[consumer].put_value(micro_batch, tensor, box, data)
 
     def _hand_back(self, stage: int, micro_batch: int) -> None:
-        """The gradients of what a stage was given by earlier stages on this device."""
+        """The gradients of what a stage was given by earlier stages on this device. Copies: what others give back of a
+        tensor is added in place, and one gradient may be that of two (of the terms of a sum)."""
         for producer, consumer, tensor, box in self._handed_back:
             if consumer == stage:
-                data = self.runners[stage].gradient(micro_batch, tensor, box).to(self.torch_device)
+                data = self.runners[stage].gradient(micro_batch, tensor, box).to(self.torch_device, copy=True)
                 self.runners[producer].add_gradient(micro_batch, tensor, box, data)
 
     def _pass_begins(self, stage: int = -1, micro_batch: int = -1) -> None:
