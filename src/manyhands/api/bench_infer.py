@@ -41,7 +41,7 @@ class Scope:
     """Plans of a method that are looked at as streams."""
     measure_seconds: float = 8.0
     """Of a network, the first time."""
-    blocks: int = 7
+    blocks: int = 5
     samples: int = 12
     """Of a block, two cores against one."""
     lab: Extent = LAB
