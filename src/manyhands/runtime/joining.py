@@ -56,7 +56,7 @@ def prepare_gpu(compute: str) -> None:
     """Refuse one that is not there; compute as the others do: the same bits every time, no numbers cut short."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(compute.partition(":")[2] or 0) >= count:
-        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.")
+        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.", hint="Use --compute cpu.")
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
