@@ -290,7 +290,8 @@ def test_the_command_measures_every_figure(tmp_path: Path) -> None:
         "scheme3_gain",
         "speedup_2",
         "limit_2",
-        "speedup_2_stream",
+        "speedup_2_latency",
+        "limit_2_latency",
         "memory_reduction_4",
         "scheme3_memory",
     ):

@@ -83,7 +83,9 @@ sys.exit(name == "partly")
         return real([sys.executable, "-c", code, command[-1]])
 
     monkeypatch.setattr(bench_all, "_process", process)
-    monkeypatch.setattr(bench_all, "_impossible", lambda name, host: "you are not root." if name == "lab" else "")
+    monkeypatch.setattr(
+        bench_all, "_impossible", lambda name, host, quick: "you are not root." if name == "lab" else ""
+    )
 
 
 @pytest.mark.usefixtures("pretended")
@@ -117,6 +119,13 @@ def test_a_bench_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < 20
     assert (found.state, found.figures) == ("failed", {})
     assert "not ended after 0.5 s" in found.reason
+
+
+def test_a_study_on_a_gpu_is_left_out_where_there_is_none_and_where_all_is_to_be_quick() -> None:
+    with_gpu = msgspec.structs.replace(SMALL, gpu="a GPU")
+    assert bench_all._impossible("infer-accuracy", with_gpu, quick=False) == ""
+    assert "needs a GPU" in bench_all._impossible("infer-accuracy", msgspec.structs.replace(SMALL, gpu=""), quick=False)
+    assert "not to be had quickly" in bench_all._impossible("infer-accuracy", with_gpu, quick=True)
 
 
 def test_unknown_benches_are_refused() -> None:

@@ -31,11 +31,13 @@ from manyhands.runtime.processes import end_with
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
     "pipeline": "pipeline", "recovery": "recovery", "split": "split", "auto": "auto", "infer": "infer",
+    "infer-accuracy": "infer --only accuracy --full --compute cuda",
 }  # fmt: skip
 """What each result is measured by, after `manyhands bench`."""
 CORES = {"tile-8": 8}
 """What some need at least."""
-DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer")
+ON_GPU = ("infer-accuracy",)
+DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy")
 """Take --out, where plots go: none are kept here, the page has its own."""
 LIMIT_SECONDS = 3 * 3600.0
 """A bench that takes longer has failed."""
@@ -58,7 +60,7 @@ def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Say) -> list[st
     check_names(only)
     host, failed = this_host(), []
     for name in (one for one in WORDS if not only or one in only):
-        if why := _impossible(name, host):
+        if why := _impossible(name, host, quick):
             say(f"{name}: left out: {why}")
             result = Result(name, _words(name, quick), host, "skipped", reason=why, quick=quick, date=_now())
         else:
@@ -70,12 +72,16 @@ def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Say) -> list[st
     return failed
 
 
-def _impossible(name: str, host: Host) -> str:
+def _impossible(name: str, host: Host, quick: bool) -> str:
     """Why it cannot be measured here; empty: it can."""
     from manyhands.lab.lab import missing
 
     if host.cores < CORES.get(name, 1):
         return f"it needs {CORES[name]} cores; this machine has {host.cores}."
+    if name in ON_GPU and not host.gpu:
+        return "it needs a GPU; this machine has none."
+    if quick and "--full" in WORDS[name]:
+        return "it is a study of its own, not to be had quickly."
     return missing() if name == "lab" else ""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -38,10 +37,10 @@ _AT_ONE_MOMENT_SECONDS = 0.002
 
 @dataclass
 class Ran:
-    """A stream that has ended: samples asked one by one, each when the one before was answered, then many at once."""
+    """A stream that has ended: batches asked one by one, each when the one before was answered, then many at once."""
 
     turns: int
-    """So many were asked one by one."""
+    """So many batches were asked one by one: most are of one sample."""
     asked: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
     logs: Mapping[str, DeviceLog] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class Ran:
 
     @property
     def latency(self) -> float:
-        """From asking to the answer, of samples one by one."""
+        """From asking to the answer, of batches one by one."""
         own = zip(self.asked[WARM_UPS : self.turns], self.answered[WARM_UPS : self.turns], strict=True)
         return statistics.median(end - start for start, end in own)
 
@@ -100,8 +99,8 @@ class Stand:
         self, plan: Plan, turns: int, at_once: int = 0, *, memory: bool = False, traced: bool = True,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> Ran:  # fmt: skip
-        """Samples one by one, and then some at once. With `memory` the first of them counts tensor bytes; `traced`:
-        when each action began and ended is noted, which takes a little."""
+        """Batches one by one, and then some samples at once. With `memory` the first of them counts tensor bytes;
+        `traced`: when each action began and ended is noted, which takes a little."""
         own = self.kernels if kernels is None else kernels
         spans = range(WARM_UPS, turns) if traced and plan.steps_per_round == 1 else range(0)
         order = Order(
@@ -109,20 +108,23 @@ class Stand:
             trace_steps=spans, memory_step=0 if memory else -1, wait_limit_seconds=ANSWER_SECONDS,
         )  # fmt: skip
         streaming = Streaming(
-            self.session.coordinator, order, _nobody_else, Endurance(attempts=0), most_waiting=max(1, at_once)
+            self.session.coordinator,
+            order,
+            _nobody_else,
+            Endurance(attempts=0),
+            most_waiting=max(plan.step_size, at_once),
         )
         found = Ran(turns)
         try:
             streaming.start()
             values = named_sample(self.graph, self.sample)
-            waiting: deque[Future[Any]] = deque()
             for number in range(turns + at_once):
                 found.asked.append(time.monotonic())
-                future = streaming.submit(values, ANSWER_SECONDS)
+                size = plan.step_size if number < turns else 1
+                future = [streaming.submit(values, ANSWER_SECONDS) for _ in range(size)][-1]
                 future.add_done_callback(partial(_note, found.answered))
-                waiting.append(future)
-                while waiting and (number < turns or number == turns + at_once - 1):
-                    found.last = waiting.popleft().result(ANSWER_SECONDS)
+                if number < turns or number == turns + at_once - 1:
+                    found.last = future.result(ANSWER_SECONDS)  # answers come in order: this is the last one
         except BaseException:
             streaming.close(cancel=True)
             raise

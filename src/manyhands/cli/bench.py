@@ -39,7 +39,8 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, split, auto, infer. Repeatable.",
+            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, split, auto, infer, "
+            "infer-accuracy. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are kept: OUT/MACHINE/NAME.json.")] = Path(
