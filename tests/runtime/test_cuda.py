@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from manyhands.facts.plan import BySamples, ByTiles, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.schedule.tiles import TileGeometry
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -44,23 +48,33 @@ def trained(cluster: mh.Cluster, plan: str | mh.Plan, folder: Path) -> tuple[dic
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}, result
 
 
-@pytest.mark.parametrize("by", ["samples", "stages", "tiles", "tiles by groups"])
+def beside_sums(plan: mh.Plan, graph: mh.Graph) -> mh.Plan:
+    """The same tiles, whose boundary data travels beside the sums of batch norms."""
+    plan = resolve(plan, graph.network)
+    geometry = TileGeometry(plan, 0, graph.network)
+    starts = geometry.start_names(geometry.beside_sums(through_windows=True))
+    assert len(starts) > 1
+    (stage,) = plan.stages
+    share = msgspec.structs.replace(stage.share, forward_groups=starts)
+    return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(stage, share=share),))
+
+
+@pytest.mark.parametrize("by", ["samples", "stages", "tiles", "tiles by groups", "tiles beside sums"])
 def test_a_gpu_among_cpus_is_exact(tmp_path: Path, by: str) -> None:
     alone, _ = trained(mh.Cluster.local(1), "single", tmp_path / "alone")
     cluster = mh.Cluster.local(3, gpus=1)
     names = cluster.names
-    layers = 7
-    from manyhands.facts.plan import BySamples, ByTiles, Stage
-
     whole = mh.capture(Network().double(), torch.randn(4, 3, 12, 12, dtype=torch.float64))
     layers = len(whole.layers)
     stages: tuple[Stage, ...] = (Stage((0, layers), names, BySamples((7, 2, 3))),)
     if by == "stages":
         stages = (Stage((0, 2), names[1:], BySamples((2, 4))), Stage((2, layers), names[:1]))
     if by.startswith("tiles"):
-        share = ByTiles((3, 1, 2), backward_groups=(0,) if by != "tiles" else None)
+        share = ByTiles((3, 1, 2), backward_groups=(0,) if by == "tiles by groups" else None)
         stages = (Stage((0, layers), names, share),)
     plan = mh.Plan("Network", 12, stages, micro_batches=2 if by == "stages" else 1)
+    if by == "tiles beside sums":
+        plan = beside_sums(plan, whole)
     if by == "stages":
         alone, _ = trained(mh.Cluster.local(1), mh.Plan("Network", 12, (Stage((0, layers), ("local-1",)),), 2),
                            tmp_path / "micro")  # fmt: skip
