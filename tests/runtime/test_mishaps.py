@@ -52,7 +52,7 @@ CUDA = (
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
-        (raised(lambda: torch.empty(10**13, dtype=torch.float64)), 8 * 10**13),
+        (raised(lambda: torch.empty(10**14, dtype=torch.float64)), 8 * 10**14),
         (raised(lambda: np.empty(2**47, dtype=np.uint8)), 2**47),
         (raised(lambda: bytearray(2**60)), 0),
         (torch.OutOfMemoryError(CUDA), round(20.5 * 2**20)),

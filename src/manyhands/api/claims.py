@@ -209,10 +209,10 @@ CLAIMS: tuple[Claim, ...] = (
           paper="decnn_megabytes"),
     Claim("infer", "accuracy_change_x1.5_3shuffles",
           "accuracy, decoupled less original (CIFAR-10, trained for a minute: too short to tell)", form="points"),
-    Claim("infer-accuracy", "accuracy_original", "accuracy of the original (CIFAR-10, ResNet-18, 10 epochs, 3 seeds)",
+    Claim("infer-accuracy", "accuracy_original", "accuracy of the original (CIFAR-10, ResNet-18, 10 epochs, mean of 3 seeds)",
           form="part"),
     *(Claim("infer-accuracy", f"accuracy_change_x{widen}_{shuffles}shuffles",
-            f"the same, decoupled less original: x{widen}, {shuffles} shuffles", form="points",
+            f"accuracy, decoupled less original (the same trainings): x{widen}, {shuffles} shuffles", form="points",
             paper=_ACCURACIES.get((widen, shuffles), ""))
       for widen in ("1", "1.5", "1.75") for shuffles in ("0", "3", "all")),
     Claim("infer", "speedup_2", "throughput of decoupled ResNet-50 on two cores over one, each in its best batches",
