@@ -209,8 +209,8 @@ CLAIMS: tuple[Claim, ...] = (
           paper="decnn_megabytes"),
     Claim("infer", "accuracy_change_x1.5_3shuffles",
           "accuracy, decoupled less original (CIFAR-10, trained for a minute: too short to tell)", form="points"),
-    Claim("infer-accuracy", "accuracy_original", "accuracy of the original (CIFAR-10, ResNet-18, 10 epochs, mean of 3 seeds)",
-          form="part"),
+    Claim("infer-accuracy", "accuracy_original",
+          "accuracy of the original (CIFAR-10, ResNet-18, 10 epochs, mean of 3 seeds)", form="part"),
     *(Claim("infer-accuracy", f"accuracy_change_x{widen}_{shuffles}shuffles",
             f"accuracy, decoupled less original (the same trainings): x{widen}, {shuffles} shuffles", form="points",
             paper=_ACCURACIES.get((widen, shuffles), ""))
