@@ -198,14 +198,14 @@ def test_the_readmes_table_stands_between_its_markers(tmp_path: Path) -> None:
     write_result(tmp_path / "results", result("tile", memory_ratio_24=8.25))
     readme = tmp_path / "README.md"
     readme.write_text(f"# One\n\n{BEGIN}\nold\n{END}\n\nrest\n")
-    written = write_page(tmp_path / "results", tmp_path / "docs" / "results.md", readme)
+    written = write_page(tmp_path / "results", tmp_path / "docs" / "results.md")
     assert readme in written
     text = readme.read_text()
     assert "old" not in text
     assert text.startswith("# One")
     assert text.endswith("rest\n")
     assert "8.25x, measured" in text
-    assert write_page(tmp_path / "results", tmp_path / "docs" / "results.md", readme) == written
+    assert write_page(tmp_path / "results", tmp_path / "docs" / "results.md") == written
     assert readme.read_text() == text, "writing it again changes nothing"
     with pytest.raises(BadFile, match="end"):
         with_table(f"a {BEGIN} b", "table")
@@ -219,7 +219,7 @@ def test_the_page_has_its_pictures(tmp_path: Path) -> None:
     )
     write_result(out, result("split", foot_seconds_ours=10.0, foot_seconds_k0=20.0, edge_only_seconds=100.0))
     write_result(out, result("infer", **{"speedup_latency_vgg16_880_0.15": 4.0, "speedup_latency_vgg16_240_40": 2.0}))
-    drawn = [path for path in write_page(out, page, tmp_path / "none") if path.suffix == ".png"]
+    drawn = [path for path in write_page(out, page) if path.suffix == ".png"]
     assert len(drawn) == 5
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert all(f"(pictures/{path.name})" in page.read_text() for path in drawn)
@@ -231,6 +231,18 @@ def test_the_command_writes_the_page_alone(tmp_path: Path, monkeypatch: pytest.M
     ran = CliRunner().invoke(app, ["all", "--page-only"])
     assert ran.exit_code == 0, ran.output
     assert "dp_vs_ddp" in (tmp_path / "docs" / "results.md").read_text()
+
+
+def test_a_page_elsewhere_leaves_the_readme_here_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "project"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "README.md").write_text(text := f"# One\n{BEGIN}\na table\n{END}\n")
+    write_result(tmp_path / "results", result("core", dp_vs_ddp=0.99))
+    words = ["all", "--page-only", "--out", str(tmp_path / "results"), "--page", str(tmp_path / "away" / "page.md")]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    assert (here / "README.md").read_text() == text
 
 
 # This project's own

@@ -15,7 +15,7 @@ from manyhands.files.documents import read_text, write_text_atomic
 
 BEGIN, END = "<!-- made: results -->", "<!-- end -->"
 """Where the README has its table: the one under "In short"."""
-README = Path("README.md")
+README = "README.md"
 IN_README = (
     ("tile", "memory_ratio_24"), ("tile", "speedup_2"), ("tile-8", "speedup_8"), ("pipeline", "max vs_best_rival_*"),
     ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"), ("recovery", "light_vs_heavy"),
@@ -26,10 +26,12 @@ _SETTING = re.compile(r"(?m)^(\w+_(?:skipped|failed|stand_in)): (.*)$")
 _NONE = "–"
 
 
-def write_page(out: Path, page: Path, readme: Path = README) -> list[Path]:
-    """The page, its pictures beside it, and the README's table where it has a place for it; what was written."""
+def write_page(out: Path, page: Path) -> list[Path]:
+    """The page, its pictures beside it, and the table of the README above its folder, where that has a place for it;
+    what was written."""
     from manyhands.api.result_pictures import draw_results
 
+    readme = page.parent.parent / README
     shelf = Shelf.of(out)
     drawn = draw_results(shelf, page.parent / "pictures")
     write_text_atomic(page, page_text(shelf, pictures=[f"pictures/{path.name}" for path in drawn]))

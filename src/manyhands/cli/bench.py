@@ -54,7 +54,8 @@ def everything(
 ) -> None:
     """Every bench, one after another, each as a process of its own; then docs/results.md from what is stored.
 
-    Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores).
+    Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores,
+    accuracy without a GPU).
     About two hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
     """
     from manyhands.api.bench_all import check_names, run_all
