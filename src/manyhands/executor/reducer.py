@@ -21,6 +21,7 @@ from manyhands.engine.endpoint import Endpoint
 from manyhands.engine.mailbox import KNOWN_TO_NUMPY, as_bytes, window
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
+from manyhands.graph.weights import memory_order
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import chunk_points, element_bytes, gradient_rounds, topic
 
@@ -30,7 +31,7 @@ OnSpan = Callable[[Reduce, float, float], None]
 def row_of(tensor: torch.Tensor) -> memoryview:
     """A dense tensor's memory as one row, in the order it lies in."""
     if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        tensor = tensor.permute(memory_order(tensor))
     return as_bytes(tensor)
 
 

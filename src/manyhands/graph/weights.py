@@ -57,6 +57,11 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's axes in the order its memory lies in: with them so, a dense one is contiguous."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
     """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
     if weight.grad is None:
