@@ -31,14 +31,15 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
     assert set(found) == set(names)
     for name in names:
         endpoint = board.endpoints[name]
-        rounds = probing.REPEATS + 1
+        rounds, small_rounds = probing.REPEATS + 1, probing.SMALL_REPEATS
         announced = probing.expected(names, name)
-        small = sum(size for (_, topic), size in announced.items() if topic in ("start", "small"))
+        small = sum(size for (_, topic), size in announced.items() if topic == "small")
         large = sum(size for (_, topic), size in announced.items() if topic in ("gather", "spread"))
         again = sum(size for (_, topic), size in announced.items() if topic == "start")
         alone = sum(size for (_, topic), size in announced.items() if topic in ("ping", "pong", "much", "came"))
         meetings = len(probing.tournament(names)) * probing.PAIR_REPEATS
-        planned = rounds * (small + large + again) + probing.PAIR_REPEATS * alone + meetings * again
+        planned = small_rounds * (2 * again + probing.PIECES * small) + rounds * (large + again)
+        planned += probing.PAIR_REPEATS * alone + meetings * again
         assert sum(endpoint.mailbox.received_bytes.values()) == planned
         assert endpoint.mailbox.refused == 0
         assert found[name].large_seconds > 0

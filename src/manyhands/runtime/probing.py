@@ -1,8 +1,10 @@
 """What it takes workers to exchange data among each other, all at once and while they compute, over a run's channels.
 
-A probe is a sum over made-up numbers: a small round, everybody to everybody, as batch statistics travel; and a large
-one in two rounds, as gradients do, beside a thread that computes. From the first comes the delay; from the second the
-rate of a device's port, and how much computing is lost to each byte: nothing where a core is free for it.
+A probe is a sum over made-up numbers: a small round between two pieces of computing, everybody to everybody, as batch
+statistics travel; and a large one in two rounds, as gradients do, beside a thread that computes. From the first comes
+the delay, as a network finds it: with nothing of the exchange in the processor's caches, and others at work on the
+cores. From the second come the rate of a device's port, and how much computing is lost to each byte: nothing where a
+core is free for it.
 
 Then every pair by itself, the pairs of a round side by side, as in a tournament: one way and back with little, and each
 way with much. From that come the delay and the rate of every link.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +29,12 @@ from manyhands.facts.cluster import Link
 SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000
 REPEATS = 7
+SMALL_REPEATS = 5
+PIECES, PIECE_SECONDS = 6, 0.002
+"""Of computing, with a small exchange behind each or none: so many, of so much of a processor's time."""
 ALONE_SECONDS = 0.3
 """Of computing with nothing exchanged, in all: a part of it before each large exchange, as machines come and go."""
+_SMALL_STRIDE = PIECES + 1
 _SETS = 6
 """Of memory, in turns: gradients are in no cache when they are added up."""
 PAIR_BYTES = 1_000_000
@@ -102,9 +108,9 @@ class _Computing:
 
     @torch.no_grad()
     def _run(self) -> None:
-        data, weight = torch.randn(4, 32, 48, 48), torch.randn(32, 32, 1, 1)
+        step = _step_of_computing()
         while not self._is_over:
-            torch.relu(torch.conv2d(data, weight))
+            step()
             self.count += 1
 
     def per_second(self, seconds: float) -> float:
@@ -113,20 +119,48 @@ class _Computing:
         return (self.count - before) / (time.perf_counter() - start)
 
 
+def _step_of_computing() -> Callable[[], object]:
+    data, weight = torch.randn(4, 32, 48, 48), torch.randn(32, 32, 1, 1)
+    return lambda: torch.relu(torch.conv2d(data, weight))
+
+
+@torch.no_grad()
+def _small_seconds(exchange: _Exchange) -> float:
+    """What a small exchange adds to the computing around it, where everybody computes."""
+    compute = _step_of_computing()
+
+    def piece() -> None:
+        until = time.thread_time() + PIECE_SECONDS
+        while time.thread_time() < until:
+            compute()
+
+    def pieces(step: int, *, exchanging: bool) -> float:
+        """Seconds of each."""
+        exchange.endpoint.mailbox.begin_step(step)
+        exchange.little(step, "start")  # brings everybody to the same point
+        start = time.perf_counter()
+        for number in range(PIECES):
+            piece()
+            if exchanging:
+                exchange.little(step + number, "small")
+        return (time.perf_counter() - start) / PIECES
+
+    added = [
+        pieces(step, exchanging=True) - pieces(step + PIECES, exchanging=False)
+        for step in range(0, SMALL_REPEATS * _SMALL_STRIDE, _SMALL_STRIDE)
+    ]
+    return max(statistics.median(added[1:]), 0.0)
+
+
 def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
     """Take part in the exchange; everybody named does at the same time."""
     exchange = _Exchange(endpoint, devices)
-    small = []
-    for step in range(REPEATS + 1):
-        endpoint.mailbox.begin_step(step)
-        exchange.little(step, "start")  # brings everybody to the same point
-        start = time.perf_counter()
-        exchange.little(step, "small")
-        small.append(time.perf_counter() - start)
+    small = _small_seconds(exchange)
     large, lost = [], 0.0
+    first = SMALL_REPEATS * _SMALL_STRIDE
     with _Computing() as computing:
         time.sleep(0.02)
-        for step in range(REPEATS + 1, 2 * REPEATS + 2):
+        for step in range(first, first + REPEATS + 1):
             endpoint.mailbox.begin_step(step)
             alone = computing.per_second(ALONE_SECONDS / (REPEATS + 1))
             exchange.little(step, "start")
@@ -135,8 +169,8 @@ def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
             large.append(time.perf_counter() - start)
             lost += large[-1] - (computing.count - before) / alone if alone else 0.0
     lost = max(0.0, lost) / len(large)
-    links = exchange.links(2 * REPEATS + 2, devices)
-    return Probe(statistics.median(small[1:]), statistics.median(large), lost, links)
+    links = exchange.links(first + REPEATS + 1, devices)
+    return Probe(small, statistics.median(large), lost, links)
 
 
 class _Exchange:
