@@ -30,12 +30,20 @@ class Moments:
     mean: torch.Tensor
     variance: torch.Tensor
     _inverse: torch.Tensor | None = None
+    _scale: torch.Tensor | None = None
 
     def inverse(self, epsilon: float) -> torch.Tensor:
         """1/σ: of one normalisation, so always with the same epsilon."""
         if self._inverse is None:
             self._inverse = (self.variance + epsilon).rsqrt_()
         return self._inverse
+
+    def scale(self, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+        """w/σ: with the same weight too."""
+        if self._scale is None:
+            inverse = self.inverse(epsilon)
+            self._scale = inverse if weight is None else inverse * weight
+        return self._scale
 
 
 def own_moments(data: torch.Tensor) -> torch.Tensor:
@@ -65,12 +73,16 @@ def _merged_two(first: torch.Tensor, second: torch.Tensor, channels: int) -> Mom
     counts = first[0].item(), second[0].item()
     total = sum(counts)
     share = counts[1] / total
-    (_, mean, variance), (_, other, spread) = (
-        torch.split_with_sizes(row, [1, channels, channels]) for row in (first, second)
-    )
-    distance = other - mean
-    found = torch.lerp(variance, spread, share).addcmul_(distance, distance, value=share * (1.0 - share))
-    return Moments(total, torch.lerp(mean, other, share), found)
+    distance = (second - first).narrow(0, 1, channels)
+    _, mean, variance = torch.lerp(first, second, share).split_with_sizes([1, channels, channels])
+    return Moments(total, mean, variance.addcmul_(distance, distance, value=share * (1.0 - share)))
+
+
+def follow(mean: torch.Tensor, variance: torch.Tensor, moments: Moments, momentum: float) -> None:
+    """Running statistics, moved towards those of a batch; of the variance its unbiased estimate."""
+    unbiased = moments.count / max(1.0, moments.count - 1.0)
+    mean.mul_(1 - momentum).add_(moments.mean, alpha=momentum)
+    variance.mul_(1 - momentum).add_(moments.variance, alpha=momentum * unbiased)
 
 
 class SharedBatchNorm:
@@ -88,9 +100,7 @@ class SharedBatchNorm:
     def forward(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:
         """Normalise by the moments, and let the running statistics follow them."""
         if self.running_mean is not None and self.running_variance is not None:
-            unbiased = moments.variance * (moments.count / max(1.0, moments.count - 1.0))
-            self.running_mean.mul_(1 - self.momentum).add_(moments.mean, alpha=self.momentum)
-            self.running_variance.mul_(1 - self.momentum).add_(unbiased, alpha=self.momentum)
+            follow(self.running_mean, self.running_variance, moments, self.momentum)
         return self.normalised(data, moments)
 
     def normalised(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.executor.statistics import Moments, merged, own_moments
+from manyhands.executor.statistics import Moments, follow, merged, own_moments
 from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, are_alike, blank, is_dense, placed
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Weight
@@ -207,6 +207,8 @@ class Normalisation(SumsOperator):
         self.epsilon = float(epsilon)
         self.channels = self.sources[0].shape[1]
         self._zeros_and_ones: tuple[Tensor, Tensor] | None = None
+        self._unused: tuple[Tensor, Tensor] | None = None
+        """What PyTorch wants to write a batch's moments to, of which there are none."""
 
     def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Weight, bias and epsilon among the arguments."""
@@ -261,11 +263,7 @@ class Normalisation(SumsOperator):
             made = torch.batch_norm(features, weight, bias, mean, variance, False, 0.0, self.epsilon, False)
             return made.view(data.shape) if self.moments_of_samples else made
         if not self.moments_of_samples and are_alike(data, into):
-            unused = data.new_empty(0), data.new_empty(0)
-            _aten.native_batch_norm.out(
-                data, weight, bias, mean, variance, False, 0.0, self.epsilon, out=into, save_mean=unused[0],
-                save_invstd=unused[1],
-            )  # fmt: skip
+            self._normalise(data, weight, bias, mean, variance, self.epsilon, into)
             return into
         scale = (variance + self.epsilon).rsqrt_()
         scale = scale if weight is None else scale.mul_(weight)
@@ -301,10 +299,10 @@ class Normalisation(SumsOperator):
         """The sums as they travel."""
         return torch.cat([of_weight, of_bias])
 
-    def _totals(self, total: Tensor) -> Tensor:
-        """For each feature, Σ w·dy·x̂ and Σ w·dy over all tiles, in two rows."""
-        found = total.view(2, -1)
-        return found if self.weight is None else found * self.weight.detach()
+    def _shares(self, total: Tensor, moments: Moments) -> Sequence[Tensor]:
+        """For each feature, Σ w·dy·x̂ and Σ w·dy over all tiles, times -1/(n·σ). The weight is in the sums of groups
+        already, and in w/σ for others."""
+        return (total.view(2, -1) * (self._scale(moments) * (-1.0 / moments.count))).unbind(0)
 
     def input_gradients(
         self,
@@ -328,11 +326,10 @@ class Normalisation(SumsOperator):
         assert state.moments is not None
         assert total is not None
         moments = state.moments
-        inverse = moments.inverse(self.epsilon)
-        shares = self._totals(total) * (inverse * (-1.0 / moments.count))
-        slope = shares[0] * inverse
-        offset = torch.addcmul(shares[1], slope, moments.mean, value=-1)
-        scale = self._scale(moments)
+        inverse, scale = moments.inverse(self.epsilon), self._scale(moments)
+        of_weight, of_bias = self._shares(total, moments)
+        slope = of_weight * inverse
+        offset = torch.addcmul(of_bias, slope, moments.mean, value=-1)
         leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
         inside = out if corrected is None else out.intersect(corrected)
         if inside == out:
@@ -354,8 +351,8 @@ class Normalisation(SumsOperator):
 
     def _scale(self, moments: Moments) -> Tensor:
         """w/σ for each feature."""
-        inverse = moments.inverse(self.epsilon)
-        return inverse if self.weight is None else inverse * self._per_feature(self.weight, moments, 1.0)
+        weight = None if self.weight is None else self._per_feature(self.weight, moments, 1.0)
+        return moments.scale(weight, self.epsilon)
 
     def _affine(self, data: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """data · slope + offset for each feature: PyTorch's fastest kernel for that is batch norm's own."""
@@ -364,11 +361,25 @@ class Normalisation(SumsOperator):
 
     def _affine_in_place(self, data: Tensor, slope: Tensor, offset: Tensor) -> None:
         """The same, over its own memory; every element is read before it is written."""
-        unused = data.new_empty(0), data.new_empty(0)
+        self._normalise(data, slope, offset, *self._neutral(slope), 0.0, data)
+
+    def _normalise(
+        self,
+        data: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        epsilon: float,
+        into: Tensor,
+    ) -> None:
+        """By given moments, into given memory that lies as the data does."""
+        if self._unused is None:
+            self._unused = data.new_empty(0), data.new_empty(0)
+        first, second = self._unused
         _aten.native_batch_norm.out(
-            data, slope, offset, *self._neutral(slope), False, 0.0, 0.0, out=data, save_mean=unused[0],
-            save_invstd=unused[1],
-        )  # fmt: skip
+            data, weight, bias, mean, variance, False, 0.0, epsilon, out=into, save_mean=first, save_invstd=second
+        )
 
     def _neutral(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Moments that change nothing: zeros and ones."""
@@ -413,9 +424,7 @@ class BatchNorm(Normalisation):
         """The moments of all; the running statistics follow them."""
         moments = merged(list(rows))
         if self.running_mean is not None and self.running_variance is not None:
-            unbiased = moments.variance * (moments.count / max(1.0, moments.count - 1.0))
-            self.running_mean.mul_(1 - self.momentum).add_(moments.mean, alpha=self.momentum)
-            self.running_variance.mul_(1 - self.momentum).add_(unbiased, alpha=self.momentum)
+            follow(self.running_mean, self.running_variance, moments, self.momentum)
         return State(moments=moments)
 
     def needs_sums(self, context: Context) -> bool:
@@ -527,8 +536,9 @@ class GroupNorm(Normalisation):
         parts = (part.view(-1, self.channels) * weight for part in (of_weight, of_bias))
         return torch.cat([part.view(-1, self.channels // self.groups).sum(1) for part in parts])
 
-    def _totals(self, total: Tensor) -> Tensor:
-        return total.view(2, -1).repeat_interleave(self.channels // self.groups, dim=1)
+    def _shares(self, total: Tensor, moments: Moments) -> Sequence[Tensor]:
+        sums = total.view(2, -1).repeat_interleave(self.channels // self.groups, dim=1)
+        return (sums * (moments.inverse(self.epsilon) * (-1.0 / moments.count))).unbind(0)
 
 
 class InstanceNorm(GroupNorm):
