@@ -263,7 +263,7 @@ class Normalisation(SumsOperator):
             made = torch.batch_norm(features, weight, bias, mean, variance, False, 0.0, self.epsilon, False)
             return made.view(data.shape) if self.moments_of_samples else made
         if not self.moments_of_samples and are_alike(data, into):
-            self._normalise(data, weight, bias, mean, variance, self.epsilon, into)
+            self._write_normalised(data, weight, bias, mean, variance, self.epsilon, into)
             return into
         scale = (variance + self.epsilon).rsqrt_()
         scale = scale if weight is None else scale.mul_(weight)
@@ -361,9 +361,9 @@ class Normalisation(SumsOperator):
 
     def _affine_in_place(self, data: Tensor, slope: Tensor, offset: Tensor) -> None:
         """The same, over its own memory; every element is read before it is written."""
-        self._normalise(data, slope, offset, *self._neutral(slope), 0.0, data)
+        self._write_normalised(data, slope, offset, *self._neutral(slope), 0.0, data)
 
-    def _normalise(
+    def _write_normalised(
         self,
         data: Tensor,
         weight: Tensor | None,
