@@ -38,7 +38,7 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
         again = sum(size for (_, topic), size in announced.items() if topic == "start")
         alone = sum(size for (_, topic), size in announced.items() if topic in ("ping", "pong", "much", "came"))
         meetings = len(probing.tournament(names)) * probing.PAIR_REPEATS
-        planned = small_rounds * (2 * again + probing.PIECES * small) + rounds * (large + again)
+        planned = small_rounds * (3 * again + probing.PIECES * small) + rounds * (large + again)
         planned += probing.PAIR_REPEATS * alone + meetings * again
         assert sum(endpoint.mailbox.received_bytes.values()) == planned
         assert endpoint.mailbox.refused == 0
@@ -46,6 +46,26 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
         assert found[name].lost_seconds >= 0
         assert set(found[name].links) == set(names) - {name}
         assert all(link.bytes_per_second > 0 and link.delay_seconds > 0 for link in found[name].links.values())
+
+
+def test_the_slowest_is_known_to_everybody() -> None:
+    names = ["d0", "d1", "d2"]
+    board = Switchboard(names)
+    for name in names:
+        board.endpoints[name].mailbox.open(0, probing.expected(names, name))
+    own = {"d0": 0.25, "d1": 1.75, "d2": 0.5}
+    found: dict[str, float] = {}
+
+    def ask(name: str) -> None:
+        exchange = probing._Exchange(board.endpoints[name], names)
+        found[name] = exchange.largest(0, own[name])
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == dict.fromkeys(names, 1.75)
 
 
 @pytest.mark.parametrize("count", range(2, 10))
