@@ -21,16 +21,19 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from manyhands.facts.errors import BadValue, CaptureFailed
-from manyhands.graph import recurrent
+from manyhands.graph import custom_functions, recurrent
+from manyhands.graph.arguments import bound_arguments, in_training_mode
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 from manyhands.graph.loss import combination
 from manyhands.graph.sizes import at
+from manyhands.graph.verify import verify as check
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
 _HERE = str(Path(__file__).parent) + os.sep
@@ -48,13 +51,15 @@ def capture(
     target: Any = None,
     granularity: str = "blocks",
     name: str = "",
+    verify: bool = False,
 ) -> Graph:
     """Capture `module`, called on `example_batch`, as a Graph.
 
     `example_batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments, or one positional dict if
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
     example `target`, `loss(output, target)` is captured too, and how it combines over samples is found out (loss.py).
-    `granularity` is "blocks" or "operators".
+    `granularity` is "blocks" or "operators". With `verify`, loss and gradients on the example batch are compared with
+    the module's own (verify.py); a graph with custom autograd functions is always verified if it has a loss.
 
     The module is captured in training mode and left as it was. Children put in evaluation mode by the user (frozen
     batch norm) stay so if the module as a whole is training. In evaluation the same graph runs at rest: batch norm
@@ -65,34 +70,42 @@ def capture(
     module afterwards changes it.
     """
     _check_arguments(module, granularity)
-    buffers = [(child, dict(child._buffers)) for child in module.modules()]
-    was_training = module.training
-    if not was_training:
-        modes = [(child, child.training) for child in module.modules()]
-        module.train()
-    try:
-        positional, keywords = _arguments(module, example_batch)
+    if verify and loss is None:
+        raise BadValue("verify=True compares gradients, and there is no loss.", hint="Pass loss= and target= too.")
+    with _buffers_kept(module), in_training_mode(module), custom_functions.with_gradients() as functions:
+        positional, keywords = bound_arguments(module, example_batch)
         graph, outputs = _export(
             module, positional, keywords, name=name or type(module).__name__, granularity=granularity
         )
         if loss is not None:
-            if target is None:
-                raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
-            examples = [outputs, _as_many(target, example_batch)]
-            wrapped = _Loss(loss)
-            loss_graph, value = _export(wrapped, examples, {}, name="loss", granularity="operators", is_loss=True)
-            if not isinstance(value, torch.Tensor) or value.dim():
-                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
-                raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
-            graph = Graph(**{**_fields(graph), "loss": loss_graph})
-            graph = Graph(**{**_fields(graph), "loss_combination": combination(graph, *examples)})
-        return graph
+            graph = _with_loss(graph, loss, outputs, target, example_batch)
+    if loss is not None and (verify or functions):
+        check(graph, module, loss, example_batch, target)
+    return graph
+
+
+def _with_loss(graph: Graph, loss: Callable[..., torch.Tensor], outputs: Any, target: Any, example_batch: Any) -> Graph:
+    """The graph with its loss and how that combines over samples. `outputs` are examples of the module's."""
+    if target is None:
+        raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
+    examples = [outputs, _as_many(target, example_batch)]
+    loss_graph, value = _export(_Loss(loss), examples, {}, name="loss", granularity="operators", is_loss=True)
+    if not isinstance(value, torch.Tensor) or value.dim():
+        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
+        raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
+    graph = msgspec.structs.replace(graph, loss=loss_graph)
+    return msgspec.structs.replace(graph, loss_combination=combination(graph, *examples))
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """A capture that failed may have left stand-ins of its own in the place of buffers."""
+    before = [(child, dict(child._buffers)) for child in module.modules()]
+    try:
+        yield
     finally:
-        for child, own in buffers:
-            child._buffers.update(own)  # a capture that failed may have left its own stand-ins
-        if not was_training:
-            for child, mode in modes:
-                child.training = mode
+        for child, own in before:
+            child._buffers.update(own)
 
 
 def _check_arguments(module: object, granularity: str) -> None:
@@ -104,10 +117,6 @@ def _check_arguments(module: object, granularity: str) -> None:
     if granularity not in GRANULARITIES:
         known = " or ".join(f'"{one}"' for one in GRANULARITIES)
         raise BadValue(f"Granularity {granularity!r} is unknown.", hint=f"Use {known}.")
-
-
-def _fields(graph: Graph) -> dict[str, Any]:
-    return {field: getattr(graph, field) for field in graph.__struct_fields__}
 
 
 class _Loss(nn.Module):
@@ -163,17 +172,6 @@ def _new_buffer(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -
         f"The module assigns {texts[1]} to its buffer '{name}', which holds {texts[0]}.",
         hint="A buffer keeps its shape and dtype: register it as it will be.",
     )
-
-
-def _arguments(module: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    if isinstance(batch, (tuple, list)):
-        return list(batch), {}
-    if isinstance(batch, dict):
-        accepted = inspect.signature(module.forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        if takes_any or all(key in accepted for key in batch):
-            return [], dict(batch)
-    return [batch], {}
 
 
 def _tree(value: Any, leaves: list[torch.Tensor], where: str) -> Any:

@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
+from manyhands.graph.custom_functions import INCOMING
 from manyhands.graph.graph import (
     Argument,
     Enum,
@@ -41,6 +42,7 @@ from manyhands.graph.rows import outer_of
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
+_HERE = str(Path(__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})
@@ -82,6 +84,7 @@ class _State:
     prefix: str = ""
     """Set inside a sub-graph, whose names are its own."""
     buffers: set[str] = field(default_factory=set)
+    weight_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     wrappers: tuple[str, ...] = ()
     around: list[tuple[Any, str]] = field(default_factory=list)
@@ -118,6 +121,7 @@ def convert(exported: Exported) -> Graph:
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
     kept = _live(state.nodes, set(leaves))
+    _refuse_nonlinear_backward(kept)
     return Graph(
         name=exported.name,
         inputs=inputs,
@@ -129,6 +133,17 @@ def convert(exported: Exported) -> Graph:
         state=tensors,
         granularity=exported.granularity,
     )
+
+
+def _refuse_nonlinear_backward(nodes: list[Node]) -> None:
+    """A custom function whose gradient depends on the incoming one other than linearly (custom_functions.py)."""
+    for node in nodes:
+        if node.target == "aten.full_like.default" and node.arguments[1] == INCOMING:
+            raise CaptureFailed(
+                "The backward of an autograd function is not linear in the gradient that it gets, so shares of a batch "
+                f"would not add up.{at(node.where)}",
+                hint="Clip or normalise gradients outside of it: they are whole only in the optimiser's step.",
+            )
 
 
 def _own_name(name: str, wrappers: tuple[str, ...]) -> str:
@@ -159,6 +174,7 @@ def _weights(program: Any, state: _State) -> tuple[tuple[WeightSpec, ...], dict[
         state.arguments[spec.arg.name] = Weight(name)
         is_parameter = spec.kind is InputKind.PARAMETER
         (state.parameters if is_parameter else state.buffers).add(name)
+        state.weight_shapes[name] = tuple(tensor.shape)
         trainable = is_parameter and parameters[spec.target].requires_grad
         if trainable:
             state.with_gradient.add(_WEIGHT + name)
@@ -217,6 +233,8 @@ def _convert_node(node: Any, state: _State) -> None:
     if str(node.target) == "wrap_with_set_grad_enabled":
         _inline(node, state)
         return
+    if str(node.target) == "wrap_with_autocast":
+        raise _autocast(node)
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
         state.arguments[name] = _integer(value, node)
@@ -238,6 +256,8 @@ def _convert_node(node: Any, state: _State) -> None:
         _convert_buffer_write(node, target, arguments, options, mutated.name, where, state)
         return
     in_place = False
+    if target in _MASKED_WRITES:
+        target, arguments = _masked_fill(target, arguments, where, state)
     if is_write:
         plain = target if target in ops.RANDOM else ops.functional(target)
         if plain is None:
@@ -265,6 +285,43 @@ def _convert_node(node: Any, state: _State) -> None:
         for key, record in state.arguments.items():
             if record == mutated:
                 state.arguments[key] = own[0]
+
+
+_MASKED_WRITES = {
+    "aten.index_put.default": "aten.masked_fill.Tensor",
+    "aten.index_put_.default": "aten.masked_fill_.Tensor",
+}
+
+
+def _masked_fill(
+    target: str, arguments: tuple[Argument, ...], where: str, state: _State
+) -> tuple[str, tuple[Argument, ...]]:
+    """`x[mask] = number` is a masked fill; any other write at computed places has no operator on the list."""
+    written, indices, value, *rest = arguments
+    specs = [state.specs[one.name] for one in (written, *indices) if isinstance(one, Value)]
+    if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(rest):
+        whole, mask = specs
+        if mask.dtype == "bool" and (mask.shape, mask.batch_axis) == (whole.shape, whole.batch_axis):
+            return _MASKED_WRITES[target], (written, indices[0], value)
+    raise _off_list(target, where)
+
+
+def _is_scalar(argument: Argument, state: _State) -> bool:
+    """Whether an argument is a tensor of one number without axes."""
+    if isinstance(argument, Value):
+        return state.specs[argument.name].shape == ()
+    return isinstance(argument, Weight) and state.weight_shapes.get(argument.name) == ()
+
+
+def _autocast(node: Any) -> CaptureFailed:
+    """A region under torch.autocast: which types it computes in would have to be repeated on every device."""
+    inner = getattr(node.graph.owning_module, node.args[4].target).graph
+    place = next((found for one in inner.nodes if one.op == "call_function" and (found := _where(one))), "")
+    return CaptureFailed(
+        f"The module computes under torch.autocast (to {str(node.args[1]).removeprefix('torch.')}), which is not "
+        f"captured.{at(place)}",
+        hint="Take the torch.autocast out of forward, or cast by hand there: x.to(torch.bfloat16).",
+    )
 
 
 def _may_share_memory(target: str, arguments: tuple[Argument, ...], count: int) -> list[Argument]:
@@ -453,7 +510,7 @@ def _module(node: Any, state: _State) -> str:
 def _where(node: Any) -> str:
     """'file.py:12' of the innermost frame that is not torch's; else the path of the child module, or ''."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if not f[0].startswith(_TORCH) and not f[0].endswith("graph/capture.py")]
+    own = [f for f in frames if not f[0].startswith((_TORCH, _HERE))]
     if own:
         return f"{Path(own[-1][0]).name}:{own[-1][1]}"
     stack = list((node.meta.get("nn_module_stack") or {}).values())

@@ -363,9 +363,8 @@ _DRAWS = (("normal", False), ("between 0 and 1", True), ("probabilities", False)
 def _agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tensor]) -> bool:
     """Whether values and gradients of shares add up to those of the whole, on every draw that the loss can take."""
     try:
-        double = _in_double(loss)
-        state = {name: _double(tensor.detach().cpu().clone()) for name, tensor in loss.state.items()}
-        piece = Piece(double, Weights(state))
+        double = in_double(loss)
+        piece = Piece(double, Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()}))
     except (RuntimeError, NotImplementedError):
         return False  # e.g. weights without values
     is_large = sum(spec.elements for spec in loss.inputs) > _LARGE
@@ -449,7 +448,7 @@ def _drawn(
     """As many samples like the example: an output drawn anew, a target's rows taken again."""
     example = torch.zeros(example.shape, dtype=example.dtype) if example.is_meta else example.detach().cpu()
     rows = torch.randint(example.shape[0], (samples,), generator=generator)
-    taken = _double(example[rows])
+    taken = cast_to_double(example[rows])
     if not taken.is_floating_point():
         return taken  # class numbers stay valid
     if not drawing:
@@ -466,19 +465,21 @@ def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(like.shape, generator=generator, dtype=torch.float64)
 
 
-def _double(tensor: torch.Tensor) -> torch.Tensor:
+def cast_to_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 _ROUNDED = frozenset({"float32", "float16", "bfloat16"})
 
 
-def _in_double(graph: Graph) -> Graph:
-    """The same graph computing in float64 throughout, so that rounding is no doubt."""
+def in_double(graph: Graph) -> Graph:
+    """The same graph, and its loss, computing in float64 throughout, so that rounding is no doubt."""
     return msgspec.structs.replace(
         graph,
         inputs=tuple(_double_spec(spec) for spec in graph.inputs),
         nodes=tuple(_double_node(node) for node in graph.nodes),
+        state={name: cast_to_double(tensor) for name, tensor in graph.state.items()},
+        loss=in_double(graph.loss) if graph.loss is not None else None,
     )
 
 

@@ -174,3 +174,33 @@ RANDOM_CALLS: dict[str, RandomOperator] = {
     "aten.randn_like.default": RandomOperator(_randn_like, 1, expectation=0.0),
     "aten.scaled_dot_product_attention.default": RandomOperator(_attention, 6, probability=4),
 }
+
+
+def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor | None:
+    """What `node` draws in step 0 of seed 0, where torch's own kernel of it makes `call` (a coin for every element of
+    a dropout's mask, say); None if that is no call of this node."""
+    spec, like = node.outputs[0], arguments[0]
+    rank_fits = spec.batch_axis is None or spec.batch_axis < like.dim()
+    if not rank_fits or call not in _DRAWN_BY.get(node.target, _COIN):
+        return None
+    shape = tuple(spec.shape[axis] if axis == spec.batch_axis else size for axis, size in enumerate(like.shape))
+    whole = TensorSpec(spec.name, shape, spec.dtype, spec.batch_axis)
+    one, two = (_bits(node, 0, 0, 0, like.shape, whole, like.device, stream) for stream in (0, 1))
+    if call == "aten.rand_like.default":
+        return uniform(one, like.dtype)
+    if call == "aten.randn_like.default":
+        return normal(one, two, like.dtype)
+    if call == "aten.bernoulli.default":
+        coins: torch.Tensor = (uniform(one, torch.float64) < like).to(like.dtype)
+        return coins
+    return keep_mask(one, float(arguments[1]), like.dtype)
+
+
+_COIN = frozenset({"aten.bernoulli_.float"})
+"""How torch draws the mask of a dropout, inside an attention too."""
+_DRAWN_BY = {
+    "aten.bernoulli.default": frozenset({"aten.bernoulli.default"}),
+    "aten.bernoulli.p": frozenset({"aten.bernoulli.p"}),
+    "aten.rand_like.default": frozenset({"aten.rand_like.default"}),
+    "aten.randn_like.default": frozenset({"aten.randn_like.default"}),
+}

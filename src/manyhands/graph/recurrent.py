@@ -16,12 +16,20 @@ import torch
 
 def _lstm(inputs: Any, states: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
           bidirectional: bool, batch_first: bool) -> tuple[Any, ...]:  # fmt: skip
-    return (_output(inputs, states[0], bidirectional), *(state.new_empty(state.shape) for state in states))
+    made = (_output(inputs, states[0], bidirectional), *(state.new_empty(state.shape) for state in states))
+    return _with_gradient(made, inputs, *states, *weights)
 
 
 def _simple(inputs: Any, state: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Any, ...]:  # fmt: skip
-    return (_output(inputs, state, bidirectional), state.new_empty(state.shape))
+    made = (_output(inputs, state, bidirectional), state.new_empty(state.shape))
+    return _with_gradient(made, inputs, state, *weights)
+
+
+def _with_gradient(made: tuple[Any, ...], *read: Any) -> tuple[Any, ...]:
+    """Marks what was made as autograd would: a custom function further on asks whether its inputs need gradients."""
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
+    return tuple(tensor.requires_grad_(needed) for tensor in made)
 
 
 def _output(inputs: Any, state: Any, bidirectional: bool) -> Any:

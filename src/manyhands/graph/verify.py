@@ -1,0 +1,358 @@
+"""The self-check: does a captured graph train as the module itself does?
+
+Loss, gradients and buffers of one small batch are computed twice, by the module under plain autograd and by the graph,
+and compared. Both run the same operators in the same order, so they differ by rounding at most; whatever torch.export
+did not see (a hook, a tensor from elsewhere, a value that Python decided) shows here, before the first step.
+
+A random operator draws by its name in the graph (random.py); the module is made to draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph.arguments import bound_arguments, in_training_mode
+from manyhands.graph.graph import Graph, Node
+from manyhands.graph.loss import cast_to_double, in_double
+from manyhands.graph.piece import Context, Piece, run_steps
+from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
+from manyhands.graph.sizes import at
+from manyhands.graph.tape import bind_inputs, outputs_of
+from manyhands.graph.weights import Weights
+
+_ROUNDINGS = 64
+"""Of the type computed in: above so many a second opinion is taken in float64."""
+_IN_DOUBLE = 1e-9
+"""Relative difference in float64 beyond which two gradients are not the same. Where the module itself rounds to a
+smaller type, a second opinion is none, and `_ROUNDED` holds."""
+_ROUNDED = 1e-3
+_NEGLIGIBLE = 1e-3
+"""A gradient that is so many times smaller than the largest of all is measured by that: zero but for rounding."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the self-check did."""
+
+    samples: int
+    seconds: float
+    difference: float
+    """The largest relative difference between a gradient of the graph and the module's own."""
+    note: str = ""
+    """Why nothing was compared; "": it was."""
+
+
+@dataclass
+class _Step:
+    """What one forward and backward pass gave."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def verify(
+    graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], example_batch: Any, target: Any
+) -> Verified:
+    """Compare `graph`, captured from `module` with `loss`, with the module itself on one small batch.
+
+    Raises CaptureFailed, which names the first layer that differs. The module, its buffers and torch's random numbers
+    are left as they were.
+    """
+    start = time.perf_counter()
+    given = _Given(graph, module, loss, example_batch, target)
+    try:
+        found = _difference(given, given.by_module(), given.by_graph())
+        if not found.is_within(_ROUNDINGS * torch.finfo(given.dtype).eps):
+            if _rounds_itself(graph):
+                doubtful = not found.is_within(_ROUNDED)
+            else:
+                with given.in_float64():
+                    found = _difference(given, given.by_module(), given.by_graph())
+                    doubtful = not found.is_within(_IN_DOUBLE)
+            if doubtful:
+                raise _differs(given, found)
+    except _OtherDraws:
+        note = "the module draws random numbers in another order than its captured graph"
+        return Verified(given.samples, time.perf_counter() - start, 0.0, note)
+    return Verified(given.samples, time.perf_counter() - start, found.largest)
+
+
+class _OtherDraws(Exception):
+    """The module asked for random numbers which no node of the graph draws next."""
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random operators give what the graph's nodes draw, one after another."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._next = iter([node for node in graph.nodes if _draws(node)])
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*arguments, **(options or {}))
+        node = next(self._next, None)
+        drawn = draw_like(node, str(function), arguments) if node is not None else None
+        if drawn is None:
+            raise _OtherDraws
+        return arguments[0].copy_(drawn) if function._schema.name.endswith("_") else drawn
+
+    def check_all_drawn(self) -> None:
+        if next(self._next, None) is not None:
+            raise _OtherDraws
+
+
+def _draws(node: Node) -> bool:
+    """Whether torch asks for random numbers at a node: not for a dropout of everything."""
+    random = RANDOM_CALLS.get(node.target)
+    if random is None or not random.draws(node, training=True):
+        return False
+    return random.probability is None or float(node.arguments[random.probability]) < 1
+
+
+class _Given:
+    """The module, its graph, and the batch on which both are run."""
+
+    def __init__(
+        self, graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, target: Any
+    ) -> None:
+        assert graph.loss is not None, "the graph was captured without a loss"
+        self.graph, self.module, self.loss, self.batch, self.target = graph, module, loss, batch, target
+        self.network = graph.network
+        self.parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad and name not in graph.aliases
+        }
+        floats = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
+        self.dtype = floats[0] if floats else torch.get_default_dtype()
+        leaves = bind_inputs(graph, batch)
+        self.samples = next((len(leaves[spec.name]) for spec in graph.inputs if spec.batch_axis == 0), 0)
+
+    def by_module(self, watch: Callable[[str, torch.Tensor], None] | None = None) -> _Step:
+        """The module's own step. `watch` is told what each child returns."""
+        positional, keywords = bound_arguments(self.module, self.batch)
+        with _restored(self.module), in_training_mode(self.module), torch.enable_grad(), _watched(self.module, watch):
+            with _Draws(self.graph) as draws:
+                value = self.loss(self.module(*positional, **keywords), self.target)
+            draws.check_all_drawn()
+            found = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+            buffers = {name: tensor.detach().clone() for name, tensor in self.module.named_buffers()}
+        gradients = {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+        return _Step(value.detach(), gradients, buffers)
+
+    def by_graph(self) -> _Step:
+        """The graph's step. It reads the module's own parameters, and writes to copies of its buffers."""
+        graph = self.graph
+        assert graph.loss is not None
+        tensors = {
+            s.name: own.clone() if s.buffer else own.detach().requires_grad_(s.trainable)
+            for s in graph.weights
+            for own in [graph.state[s.name]]
+        }
+        with torch.enable_grad():
+            values = Piece(graph, Weights(tensors))(bind_inputs(graph, self.batch), Context(samples=self.samples))
+            returned = bind_inputs(graph.loss, (outputs_of(graph, values), self.target))
+            value = Piece(graph.loss, Weights.copied(graph.loss))(returned, Context(samples=self.samples))
+            number = value[graph.loss.outputs[0]]
+            trained = [s.name for s in graph.weights if s.trainable]
+            found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
+            if number.requires_grad and trained:
+                found = torch.autograd.grad(number, [tensors[name] for name in trained], allow_unused=True)
+        gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        buffers = {s.name: tensors[s.name] for s in graph.weights if s.buffer}
+        return _Step(number.detach(), gradients, buffers)
+
+    @contextmanager
+    def in_float64(self) -> Iterator[None]:
+        """Module, graph and batch computing in float64. The parameters stay the same objects: a loss may know them."""
+        before = self.graph, self.batch, self.target
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        data = [tensor.data for tensor in tensors]
+        try:
+            for tensor in tensors:
+                tensor.data = cast_to_double(tensor.data)
+            self.graph = in_double(self.graph)
+            self.batch, self.target = _every_tensor(cast_to_double, (self.batch, self.target))
+            yield
+        finally:
+            self.graph, self.batch, self.target = before
+            for tensor, own in zip(tensors, data, strict=True):
+                tensor.data = own
+
+
+def _every_tensor(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with every tensor in it changed."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, change, value)
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """The module's buffers as they were, whatever is written to them or put in their place."""
+    before = [(child, dict(child._buffers)) for child in module.modules()]
+    copies = [(tensor, tensor.clone()) for tensor in module.buffers()]
+    try:
+        yield
+    finally:
+        for child, own in before:
+            child._buffers.clear()
+            child._buffers.update(own)
+        for tensor, copy in copies:
+            tensor.data.copy_(copy)
+
+
+@contextmanager
+def _watched(module: nn.Module, watch: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
+    """`watch` is called with the path of every child and the tensor that it returns, if that is one."""
+    handles = []
+    for path, child in module.named_modules() if watch is not None else ():
+
+        def returned(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+            if isinstance(output, torch.Tensor) and watch is not None:
+                watch(path, output)
+
+        handles.append(child.register_forward_hook(returned))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# The comparison
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How far two steps are apart, relative to what they are about."""
+
+    loss: float
+    gradients: dict[str, float]
+    buffers: dict[str, float]
+
+    def is_within(self, limit: float) -> bool:
+        return self.largest <= limit  # false for nan
+
+    @property
+    def largest(self) -> float:
+        numbers = [self.loss, *self.gradients.values(), *self.buffers.values()]
+        return next((n for n in numbers if n != n), max(numbers))
+
+
+def _difference(given: _Given, module: _Step, graph: _Step) -> _Difference:
+    names = list(dict.fromkeys((*module.gradients, *graph.gradients)))
+    largest = max((float(g.abs().max()) for g in module.gradients.values() if g.numel()), default=0.0)
+    gradients = {
+        name: _apart(module.gradients.get(name), graph.gradients.get(name), _NEGLIGIBLE * largest) for name in names
+    }
+    written = {name for op in given.network.ops for name in op.writes}
+    buffers = {name: _apart(module.buffers[name], graph.buffers[name], 0.0) for name in written & set(module.buffers)}
+    return _Difference(_apart(module.loss, graph.loss, 0.0), gradients, buffers)
+
+
+def _apart(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
+    """The largest difference between two tensors over their largest element, or over `least`; None is all zeros."""
+    if one is None or other is None:
+        found = one if other is None else other
+        one, other = (torch.zeros(()), torch.zeros(())) if found is None else (found, torch.zeros_like(found))
+    if not one.numel() or torch.equal(one, other):
+        return 0.0
+    if bool((torch.isnan(one) == torch.isnan(other)).all()):  # both are no numbers at the same places
+        one, other = one.nan_to_num(), other.nan_to_num()
+    size = max(float(one.abs().max()), float(other.abs().max()), least)
+    return float((one.double() - other.double()).abs().max()) / size if size else 0.0
+
+
+def _rounds_itself(graph: Graph) -> bool:
+    """Whether the module casts to a smaller type by itself, as float64 cannot show."""
+    names = {name for node in graph.nodes for spec in node.outputs for name in (spec.dtype,)}
+    return len(names & {"float32", "float16", "bfloat16"}) > 1 or len(names & {"float64", "float32"}) > 1
+
+
+# What differs first
+
+
+def _differs(given: _Given, found: _Difference) -> CaptureFailed:
+    limit = _ROUNDED if _rounds_itself(given.graph) else _IN_DOUBLE
+    hint = (
+        "torch.export did not see all that the module does: look there for state that changes from call to call, "
+        "values that Python decides, or gradients that are changed by hand.\nverify=False trains the captured graph "
+        "as it is."
+    )
+    if not found.loss <= limit:
+        place = _first_value_apart(given)
+        text = f"first in {place}" if place else "in the loss function"
+        return CaptureFailed(
+            f"The captured graph of {given.graph.name} does not compute what the module does: on {given.samples} "
+            f"samples the loss differs by {found.loss:.2g} of itself, {text}.",
+            hint=hint,
+        )
+    network = given.network
+    for layer in reversed(network.layers):
+        for name in layer.weights:
+            if not found.gradients.get(name, 0.0) <= limit:
+                where = next((op.where for op in network.ops[layer.first : layer.last] if name in op.weights), "")
+                return CaptureFailed(
+                    f"The captured graph of {given.graph.name} does not train as the module does: going back from the "
+                    f"loss, the first layer with another gradient is {layer.name} ({name} differs by "
+                    f"{found.gradients[name]:.2g} of its largest element, on {given.samples} samples).{at(where)}",
+                    hint=hint,
+                )
+    kind, name, apart = next(
+        (kind, name, apart)
+        for kind, numbers in (("parameter", found.gradients), ("buffer", found.buffers))
+        for name, apart in numbers.items()
+        if not apart <= limit
+    )
+    what = "gets another gradient" if kind == "parameter" else "is written otherwise"
+    return CaptureFailed(
+        f"The captured graph of {given.graph.name} does not train as the module does: the {kind} {name} {what} "
+        f"(differs by {apart:.2g} of its largest element, on {given.samples} samples).",
+        hint=hint,
+    )
+
+
+def _first_value_apart(given: _Given) -> str:
+    """The first child of the module that returns something else than the graph's nodes of it; '' if none does."""
+    values, made_last = _every_value(given), {node.module: node for node in given.graph.nodes if not node.updates}
+    apart: list[str] = []
+    calls: dict[str, int] = {}
+
+    def watch(path: str, output: torch.Tensor) -> None:
+        calls[path] = calls.get(path, 0) + 1
+        node = made_last.get(path)
+        if apart or node is None or calls[path] > 1:
+            return
+        own = values.get(node.outputs[0].name)
+        if own is not None and own.shape == output.shape and not _apart(output.detach(), own, 0.0) <= _ROUNDED:
+            apart.append(f"{path or type(given.module).__name__} ({node.where})" if node.where else path)
+
+    given.by_module(watch)
+    return apart[0] if apart else ""
+
+
+def _every_value(given: _Given) -> dict[str, torch.Tensor]:
+    """Copies of all that the graph's nodes make: some overwrite what others made."""
+    graph, inputs = given.graph, bind_inputs(given.graph, given.batch)
+    piece = Piece(graph, Weights.copied(graph))
+    steps = piece.steps(training=True)
+    slots, values = piece.fresh_slots(), dict(inputs)
+    for place, name in enumerate(piece.inputs):
+        slots[place] = inputs[name]
+    context = Context(samples=given.samples)
+    for step in steps:
+        run_steps([replace(step, frees=())], slots, given.samples, context)
+        made = zip(step.node.outputs, step.outputs, strict=True)
+        values.update((spec.name, slots[place].detach().clone()) for spec, place in made)
+    return values
