@@ -39,7 +39,7 @@ def _outputs_in_loss(graph: Graph) -> set[str]:
         makes = any(spec.name in reached and spec.dtype.startswith(("float", "bfloat")) for spec in node.outputs)
         if makes and node.target != "aten.detach.default":
             reached.update(values_of(node))
-    names = zip(tree_leaves(graph.loss.input_tree[0][0]), tree_leaves(graph.output_tree), strict=True)
+    names = zip(tree_leaves(graph.loss.input_tree[0][0]), tree_leaves(graph.loss_tree), strict=True)
     return {output for name, output in names if name in reached}
 
 
@@ -51,7 +51,7 @@ class ShareLoss:
         self.loss, self.plan, self.is_mean = graph.loss, plan, graph.loss_combination != "sum"
         self.piece = Piece(graph.loss, Weights.copied(graph.loss, device=device))
         inputs = tree_leaves(graph.loss.input_tree[0][0])
-        self.outputs = dict(zip(inputs, tree_leaves(graph.output_tree), strict=True))
+        self.outputs = dict(zip(inputs, tree_leaves(graph.loss_tree), strict=True))
         """Input of the loss -> output of the network."""
 
     def __call__(

@@ -32,6 +32,7 @@ from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 from manyhands.graph.loss import combination
+from manyhands.graph.penalties import with_penalties
 from manyhands.graph.sizes import at
 from manyhands.graph.verify import verify as check
 
@@ -78,13 +79,15 @@ def capture(
             module, positional, keywords, name=name or type(module).__name__, granularity=granularity
         )
         if loss is not None:
-            graph = _with_loss(graph, loss, outputs, target, example_batch)
+            graph = _with_loss(graph, module, loss, outputs, target, example_batch)
     if loss is not None and (verify or functions):
         check(graph, module, loss, example_batch, target)
     return graph
 
 
-def _with_loss(graph: Graph, loss: Callable[..., torch.Tensor], outputs: Any, target: Any, example_batch: Any) -> Graph:
+def _with_loss(
+    graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], outputs: Any, target: Any, example_batch: Any
+) -> Graph:
     """The graph with its loss and how that combines over samples. `outputs` are examples of the module's."""
     if target is None:
         raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
@@ -93,7 +96,7 @@ def _with_loss(graph: Graph, loss: Callable[..., torch.Tensor], outputs: Any, ta
     if not isinstance(value, torch.Tensor) or value.dim():
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
         raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
-    graph = msgspec.structs.replace(graph, loss=loss_graph)
+    graph = with_penalties(graph, loss_graph, module)
     return msgspec.structs.replace(graph, loss_combination=combination(graph, *examples))
 
 

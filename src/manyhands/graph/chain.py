@@ -28,19 +28,20 @@ def layers_of(
     weights: dict[str, WeightSpec],
     outputs: tuple[str, ...],
     granularity: str,
+    attached: frozenset[int] = frozenset(),
 ) -> tuple[Layer, ...]:
-    """Group operators into layers."""
+    """Group operators into layers. Those `attached` (penalties on weights) go with the operator before them."""
     if granularity not in GRANULARITIES:
         raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
     crossing = _crossings(described, outputs)
     glue = frozenset(i for i, op in enumerate(described) if _is_glue_to_next(op, tensors))
     possible = [
         i for i in range(1, len(described))
-        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and i - 1 not in glue
+        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and i - 1 not in glue and i not in attached
     ]  # fmt: skip
     starts = [i for i in possible if _computes_from(described, i, glue)]
     if granularity == "blocks":
-        narrow = {i for i in starts if sum(tensors[n].differentiable for n in crossing[i]) <= 1}
+        narrow = {i for i in starts if sum(_is_activation(tensors[n]) for n in crossing[i]) <= 1}
         starts = _block_starts(described, starts, narrow, glue)
     bounds = [0, *starts, len(described)] if described else []
     runs = list(itertools.pairwise(bounds))
@@ -49,6 +50,11 @@ def layers_of(
         _layer(name, first, last, described, tensors, weights, crossing[last] if last < len(described) else outputs)
         for name, (first, last) in zip(names, runs)
     )
+
+
+def _is_activation(spec: TensorSpec) -> bool:
+    """Whether a tensor has a gradient for every sample; a penalty on weights is but a few numbers."""
+    return spec.differentiable and spec.batch_axis is not None
 
 
 def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -53,12 +53,12 @@ def check_loss(graph: Graph, loss: Graph) -> None:
     if len(positional) != 2 or keywords:
         given = f"{len(positional)} inputs and {len(keywords)} keywords"
         raise BadGraph(f"The loss takes {given}; it must take (output, target).")
-    if _form(positional[0]) != _form(graph.output_tree):
+    if _form(positional[0]) != _form(graph.loss_tree):
         raise BadGraph("The loss takes an output of another structure than the network returns.")
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
     made.update({spec.name: spec for spec in graph.inputs})
     taken = {spec.name: spec for spec in loss.inputs}
-    for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.output_tree), strict=True):
+    for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
         one, other = taken[theirs], made[ours]
         if (one.shape, one.dtype, one.batch_axis) != (other.shape, other.dtype, other.batch_axis):
             raise BadGraph(f"The loss takes {_text(one)} as {theirs!r:.80}; the network returns {_text(other)}.")

@@ -17,7 +17,7 @@ from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
-from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
+from manyhands.graph.graph import Graph, Node, Value, Weight, tree_leaves, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
@@ -71,7 +71,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     return Network(
         name=graph.name,
         ops=tuple(described),
-        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity),
+        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity, _attached(graph)),
         tensors=specs,
         weights=weights,
         inputs=tuple(spec.name for spec in graph.inputs),
@@ -80,6 +80,20 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         fingerprint=fingerprint(graph),
         loss_combination=graph.loss_combination or ("mean" if graph.loss is None else "whole"),
     )
+
+
+def _attached(graph: Graph) -> frozenset[int]:
+    """Nodes that serve nothing but penalties."""
+    if not graph.penalties:
+        return frozenset()
+    needed = set(tree_leaves(graph.output_tree))
+    found = []
+    for index, node in reversed(list(enumerate(graph.nodes))):
+        if node.updates or any(spec.name in needed for spec in node.outputs):
+            needed.update(values_of(node))
+        else:
+            found.append(index)
+    return frozenset(found)
 
 
 def fingerprint(graph: Graph) -> str:

@@ -84,6 +84,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     aliases: dict[str, str]
     loss: dict[str, Any] | None
     loss_combination: str = ""
+    penalties: list[str] = []
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
@@ -104,6 +105,8 @@ def to_document(graph: Graph) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(encoded)  # lists, not tuples: just what a reader will see
     document["loss"] = None if graph.loss is None else to_document(graph.loss)
     document["loss_combination"] = graph.loss_combination
+    if graph.penalties:
+        document["penalties"] = list(graph.penalties)
     return document
 
 
@@ -177,9 +180,10 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
             refuse(f"alias {alias!r:.80}", f"stands for {name!r:.80}; it must be a new name for a known weight")
     known = _inputs(raw, weights)
     nodes = _nodes(raw.nodes, known, weights)
-    for leaf in _leaves(raw.output_tree, "output_tree"):
-        if leaf not in known:
-            refuse("output_tree", f"{leaf!r:.80} is no tensor of the graph")
+    for place, leaves in (("output_tree", _leaves(raw.output_tree, "output_tree")), ("penalties", raw.penalties)):
+        for leaf in leaves:
+            if leaf not in known:
+                refuse(place, f"{leaf!r:.80} is no tensor of the graph")
     if raw.loss is not None and is_loss:
         refuse("loss", "a loss has no loss of its own")
     return Graph(
@@ -194,6 +198,7 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         granularity=raw.granularity,
         loss=None if raw.loss is None else _graph(raw.loss, is_loss=True),
         loss_combination=_loss_combination(raw),
+        penalties=tuple(raw.penalties),
     )
 
 

@@ -90,6 +90,8 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
     loss: Graph | None = None
     loss_combination: LossCombination | Literal[""] = ""
     """How the loss combines over samples (loss.py); "" where there is no loss."""
+    penalties: tuple[str, ...] = ()
+    """Tensors made from weights alone that only the loss reads (penalties.py)."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -107,8 +109,13 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the tensors the module returns, in order, each once."""
-        return tuple(dict.fromkeys(tree_leaves(self.output_tree)))
+        """Names of the tensors the module returns, in order, each once; then those of the penalties."""
+        return tuple(dict.fromkeys(tree_leaves(self.loss_tree)))
+
+    @property
+    def loss_tree(self) -> Any:
+        """What the loss takes as its first argument: what the module returns, with the penalties if there are any."""
+        return [self.output_tree, list(self.penalties)] if self.penalties else self.output_tree
 
 
 def tree_leaves(tree: Any) -> Iterator[str]:

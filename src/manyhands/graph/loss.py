@@ -52,15 +52,24 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
     must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole".
     """
     assert graph.loss is not None, "the graph was captured without a loss"
-    proof = _Proof(graph.loss)
+    proof = _Proof(graph.loss, _penalties(graph))
     proved = proof.combination()
     if proved == "whole" or len({number for _, number in proof.ignored}) > 1:
         return "whole"
-    given = bind_inputs(graph.loss, (outputs, target))
+    made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
+    examples = [torch.ones(made[name].shape, dtype=getattr(torch, made[name].dtype)) for name in graph.penalties]
+    given = bind_inputs(graph.loss, ([outputs, examples] if examples else outputs, target))
     if _is_found(proof.ignored, given):
         return "whole"
     with _one_thread():
         return proved if _agrees(graph.loss, proved, given) else "whole"
+
+
+def _penalties(graph: Graph) -> frozenset[str]:
+    """Inputs of the loss that are made from weights alone, whatever the samples."""
+    if graph.loss is None or not graph.penalties:
+        return frozenset()
+    return frozenset(tree_leaves(graph.loss.input_tree[0][0][1]))
 
 
 def ignored_class(graph: Graph) -> int | None:
@@ -83,7 +92,7 @@ def has_ignored(graph: Graph, target: Any) -> bool:
 def _ignored(graph: Graph) -> list[tuple[str, int]]:
     if graph.loss is None:
         return []
-    proof = _Proof(graph.loss)
+    proof = _Proof(graph.loss, _penalties(graph))
     proof.combination()
     return proof.ignored
 
@@ -130,7 +139,7 @@ _LINEAR = _VIEWS | _CASTS | {"neg", "expand", "expand_as", "broadcast_to", "stac
 class _Proof:
     """A walk over the loss from its inputs to its value. A tensor without a kind is anything at all."""
 
-    def __init__(self, loss: Graph) -> None:
+    def __init__(self, loss: Graph, penalties: frozenset[str] = frozenset()) -> None:
         self.loss = loss
         self.specs = {spec.name: spec for spec in loss.inputs}
         self.specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
@@ -138,7 +147,7 @@ class _Proof:
         self.targets = set(tree_leaves(loss.input_tree[0][1]))
         self.kinds: dict[str, _Kind] = {
             spec.name: _EACH for spec in loss.inputs if spec.batch_axis == 0 and spec.rows_per_sample == 1
-        }
+        } | dict.fromkeys(penalties, _FIXED)
         self.ignored: list[tuple[str, int]] = []
         """Parts of the target with the class that a mean leaves out of them."""
 
@@ -370,11 +379,14 @@ def _agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tenso
     is_large = sum(spec.elements for spec in loss.inputs) > _LARGE
     samples, splits = (3, ((1, 2),)) if is_large else (5, ((2, 3), (1, 1, 1, 2)))
     generator = torch.Generator().manual_seed(0)
-    of_outputs = set(tree_leaves(loss.input_tree[0][0]))
+    batched = {spec.name for spec in loss.inputs if spec.batch_axis is not None}
+    of_outputs = set(tree_leaves(loss.input_tree[0][0])) & batched
     taken = 0
     for drawing, is_changed in _DRAWS:
         values = {
             name: _drawn(given[name], samples, generator, drawing if name in of_outputs else "", is_changed)
+            if name in batched
+            else cast_to_double(given[name])
             for name in piece.inputs
         }
         whole = _run(piece, values, of_outputs, samples)
@@ -408,7 +420,9 @@ def _adds_up(
     samples = sum(len(rows) for rows in shares)
     total, size = 0.0, abs(whole.value)
     for rows in shares:
-        own = {name: tensor[rows] for name, tensor in values.items()}
+        own = {
+            name: tensor if piece.specs[name].batch_axis is None else tensor[rows] for name, tensor in values.items()
+        }
         result = _run(piece, own, of_outputs, len(rows))
         if result is None:
             return False

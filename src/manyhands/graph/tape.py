@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manyhands.graph.graph import Graph, tree_leaves, tree_map
+from manyhands.graph.graph import Graph, tree_map
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
@@ -113,7 +113,7 @@ class Loss:
         assert graph.loss is not None, "the graph was captured without a loss"
         self.graph = graph
         self.piece = Piece(graph.loss, Weights.copied(graph.loss))
-        self.names = list(dict.fromkeys(tree_leaves(graph.output_tree)))
+        self.names = list(graph.outputs)
 
     def __call__(self, values: Mapping[str, torch.Tensor], target: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert self.graph.loss is not None
@@ -121,7 +121,7 @@ class Loss:
         for tensor in leaves.values():
             if tensor.is_floating_point():
                 tensor.requires_grad_()
-        output = tree_map(leaves.__getitem__, self.graph.output_tree)
+        output = tree_map(leaves.__getitem__, self.graph.loss_tree)
         made = self.piece(bind_inputs(self.graph.loss, (output, target)))
         value = made[self.graph.loss.outputs[0]]
         torch.autograd.backward([value])

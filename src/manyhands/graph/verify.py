@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.arguments import bound_arguments, in_training_mode
-from manyhands.graph.graph import Graph, Node
+from manyhands.graph.graph import Graph, Node, tree_map
 from manyhands.graph.loss import cast_to_double, in_double
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
 from manyhands.graph.sizes import at
-from manyhands.graph.tape import bind_inputs, outputs_of
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 
 _ROUNDINGS = 64
@@ -163,7 +163,7 @@ class _Given:
         }
         with torch.enable_grad():
             values = Piece(graph, Weights(tensors))(bind_inputs(graph, self.batch), Context(samples=self.samples))
-            returned = bind_inputs(graph.loss, (outputs_of(graph, values), self.target))
+            returned = bind_inputs(graph.loss, (tree_map(values.__getitem__, graph.loss_tree), self.target))
             value = Piece(graph.loss, Weights.copied(graph.loss))(returned, Context(samples=self.samples))
             number = value[graph.loss.outputs[0]]
             trained = [s.name for s in graph.weights if s.trainable]
