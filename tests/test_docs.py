@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ SHELL, PYTHON = ("sh", "bash"), ("py", "python")
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 ALL = [block for page in PAGES.values() for block in blocks(page, *SHELL, *PYTHON)]
 QUICK = [block for block in ALL if block.how == "quick"]
+NAMED_FILE = re.compile(r"(?<![\w./~-])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?!\w)")
 SECONDS = {"quick": 60, "slow": 280}
 
 
@@ -70,6 +74,56 @@ def test_source_names_pages_that_exist() -> None:
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text()):
             assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}, which is not there"
+
+
+def prose(path: Path) -> Iterator[str]:
+    """The comments of a source file that names others, and its docstrings, those of attributes too."""
+    text = path.read_text()
+    if not NAMED_FILE.search(text):  # to read its tokens takes longer
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def is_there(name: str, named_in: Path) -> bool:
+    """Whether a file of this name is where a reader looks for it: beside the one that names it (for a test, beside what
+    it tests), or under a path that starts at a room, at the sources or at the project."""
+    package, tests = ROOT / "src" / "manyhands", ROOT / "tests"
+    places = [named_in.parent, package, package.parent, ROOT]
+    if named_in.is_relative_to(tests):
+        places += [tests, package / named_in.parent.relative_to(tests)]
+    return any((place / name).is_file() for place in places)
+
+
+def test_source_names_files_that_exist() -> None:
+    """Docstrings and comments that send a reader to another file."""
+    count = 0
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        for name in NAMED_FILE.findall("\n".join(prose(path))):
+            assert is_there(name, path), f"{path.relative_to(ROOT)} names {name}, which is not there"
+            count += 1
+    assert count >= 80
+
+
+def test_names_of_no_file_are_found() -> None:
+    named_in = ROOT / "src" / "manyhands" / "runtime" / "run.py"
+    assert NAMED_FILE.findall("see journey.py, (api/job.py) and `README.md`; not a.python or gone.pyc") == [
+        "journey.py", "api/job.py", "README.md",
+    ]  # fmt: skip
+    assert all(is_there(name, named_in) for name in ("journey.py", "api/job.py", "README.md", "manyhands/api/job.py"))
+    assert not any(is_there(name, named_in) for name in ("agreeing.py", "job.py", "api/journey.py", "GONE.md"))
+
+
+def test_explanations_name_files_that_exist() -> None:
+    """Where a page is about a room it names its files alone."""
+    known = [path.as_posix() for room in ("src", "tests", "docs", "examples") for path in (ROOT / room).rglob("*.py")]
+    for name in [one for one in PAGES if one == "ARCHITECTURE.md" or one.startswith("docs/explanation/")]:
+        for named in re.findall(r"`([\w/]+\.py)`", PAGES[name].read_text()):
+            assert any(path.endswith(f"/{named}") for path in known), f"{name} names {named}, which is not there"
 
 
 # ---------------------------------------------------------------- commands

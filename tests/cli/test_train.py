@@ -14,6 +14,9 @@ import yaml
 from command_processes import MARK, Command, leftovers
 from forking import run_command
 
+from manyhands.api.jobs import wish_for
+from manyhands.planner.strategies import STRATEGIES
+
 pytestmark = pytest.mark.xdist_group("train")  # its workers are started once
 
 QUICK = ("--devices", "2", "--batch-size", "32", "--steps", "3")  # measured once for all tests
@@ -92,6 +95,22 @@ def test_a_plan_file_decides_json_is_one_document_and_the_folder_is_whole(place:
     assert {"plots", "checkpoints"} <= names
     pictures = {path.name for path in (place / "planned" / "plots").iterdir()}
     assert pictures == {"loss.png", "memory.png", "timeline.png", "utilisation.png"}
+
+
+@pytest.mark.parametrize("share", STRATEGIES)
+def test_every_strategy_may_be_asked_for(share: str) -> None:
+    wish = wish_for({}, share=share, plan=None, listen="", resume="", out="")
+    assert wish.plan == share
+    assert not wish.has_plan_file
+
+
+@pytest.mark.slow
+def test_a_mixture_is_trained(tmp_path: Path) -> None:
+    result = run_json(*QUICK, "--micro-batches", "1", "--share", "mixed", "--out", "run", cwd=tmp_path)
+    assert result["steps"] == len(result["losses"]) == 3
+    devices = [stage["devices"] for stage in result["plan"]["stages"]]
+    assert len(devices) > 1
+    assert any(len(names) > 1 for names in devices)
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ BACKUP_EVERY = 2
 SILENCE_SECONDS = 2.0
 BEAT_SECONDS = 0.05
 TURN_SECONDS = SILENCE_SECONDS / 8
+SHUFFLED = BatchOrder(6 * BATCH, BATCH, True, 5)
 LIMIT_SECONDS = 30.0
 """For whatever a test waits for."""
 WITNESSES = {"WorkerLost", "TimedOut"}
@@ -310,13 +311,15 @@ class FaultCluster:
         should_stop: Callable[[], bool] | None = None,
         start: RunState | None = None,
         is_laid: bool = False,
+        graph: Graph | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
         `at_step`, `at_event`: done once, when that step or event is told; `on_event`: each time. `rewrite`: plans for
         others, in place of the planner's light ones. `is_laid`: all samples are laid out before the first step.
+        `graph`: another network than `captured()`, for the same pictures.
         """
-        graph = captured()
+        graph = captured() if graph is None else graph
         trip = self.trip = Trip(self, graph, steps)
         by_step, by_event = dict(at_step or {}), dict(at_event or {})
 
@@ -352,8 +355,7 @@ class FaultCluster:
             laying=Laying.of(Pictures()) if is_laid else None,
         )  # fmt: skip
         data: Dataset[Any] = Numbered(Pictures()) if is_laid else Pictures()
-        shuffled = BatchOrder(6 * BATCH, BATCH, True, 5)
-        with Rewindable(lambda step: Prefetcher(data, shuffled, step, steps), order.start.steps_done) as batches:
+        with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:
             journey = Journey(
                 self.coordinator, order, batches, change, endurance or Endurance("light"), on_step=stepped, tell=told,
                 on_snapshot=lambda found: trip.saved.append(found.steps_done), pilot=pilot,

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.models.mobilenet import SqueezeExcite
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import BATCH, CLASSES, Ran, assert_close, names, train, workers
+from manyhands.schedule.policy import Schedule
+from real_runs import BATCH, CLASSES, Pictures, Ran, assert_close, names, train, workers
 
 pytestmark = pytest.mark.xdist_group("mixed_processes")  # its workers are started once
 
@@ -73,6 +76,47 @@ def expected(cluster: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> 
     """One of the devices alone."""
     plan = Plan("Hourglass", BATCH, (Stage((0, 4), names(cluster)[:1], Single()),), MICRO_BATCHES)
     return train(cluster, plan, tmp_path_factory.mktemp("one"), model=Hourglass().double(), steps=STEPS)
+
+
+class Pooled(nn.Module):
+    """Five operators; pooling, the fourth, has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.pool(self.stem(x)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["helping", "first of its stage"])
+def test_devices_without_weights_equal_plain_pytorch(cluster: Coordinator, tmp_path: Path, kind: str) -> None:
+    """One of a stage's devices has no state at all; where it is the stage's first, snapshots ask it for that."""
+    one, two, three, _ = names(cluster)
+    pooling = (one, two) if kind == "helping" else (two, three)
+    stages = Stage((0, 3), (one,), Single()), Stage((3, 4), pooling, ByTiles((2, 1))), Stage((4, 5), (one,), Single())
+    data, module = Pictures(STEPS * 6), Pooled().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for x, y in zip(data.pictures.split(6), data.classes.split(6)):
+        loss = functional.cross_entropy(module(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    ran = train(
+        cluster, Plan("Pooled", 6, stages), tmp_path / "run", model=Pooled().double(), data=data, batch_size=6,
+        steps=STEPS, shuffle=False, optimizer=Optimizer("SGD", lr=0.05, momentum=0.9), backup_every=1,
+        granularity="operators",
+    )  # fmt: skip
+    work = Schedule(ran.result.plan, ran.planned.network).lowering.work
+    assert [name for name in names(cluster) if name in work and not work[name].weights()] == sorted({*pooling} - {one})
+    assert_close(ran.state, module.state_dict())
+    assert ran.result.losses == pytest.approx(losses, rel=1e-10)
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ class Inference:
             future = running.submit(sample)
             for answer in running.map(samples): ...
 
-    What a sample is: see batching.py.
+    What a sample is: see graph/batching.py.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO, entry_of
 from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
+from manyhands.planner.strategies import STRATEGIES
 from manyhands.planner.task import TileWish
 from manyhands.runtime.watch import SILENCE_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
@@ -43,7 +44,6 @@ MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0
 DEMO_DEVICES = 4
 JOIN_SECONDS = 600.0
 """How long workers are waited for: a person walks to each device."""
-SHARES = ("auto", "single", "samples", "pipeline", "tiles")
 MAY_CHANGE = (
     "epochs",
     "steps",
@@ -145,7 +145,7 @@ class Wish:
 
     @property
     def has_plan_file(self) -> bool:
-        return self.plan not in SHARES
+        return self.plan not in STRATEGIES
 
     @property
     def tiles(self) -> TileWish:
@@ -170,8 +170,8 @@ def wish_for(
         parse_address(listen, 0)
     if share and plan:
         raise BadValue(f"--share {share} and --plan {plan} both say how to share the work.", hint="Give one of them.")
-    if share and share not in SHARES:
-        raise unknown("way to share the work", share, SHARES)
+    if share and share not in STRATEGIES:
+        raise unknown("way to share the work", share, STRATEGIES)
     said = {key: value for key, value in given.items() if value is not None}
     if "devices" in said:
         said |= _range(str(said["devices"]), joining=bool(listen))
@@ -506,7 +506,7 @@ def _full(text: str) -> str:
     path, colon, classes = text.rpartition(":")
     if colon and classes[:1].isdecimal() and Path(path).exists():  # some classes of it
         return f"{Path(path).absolute()}:{classes}"
-    is_name = not text or text in (*NAMES, *STAND_INS, *SHARES)
+    is_name = not text or text in (*NAMES, *STAND_INS, *STRATEGIES)
     return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 
 

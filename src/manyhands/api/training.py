@@ -208,7 +208,8 @@ class TrainJob(Job):
         return (cluster, profile, plan) if is_same and set(cluster.names) == names == set(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
-        """The fastest plan that the executor can run; channels are simulated only, so far.
+        """The fastest plan that the executor can run. `runs_here` refuses stages whose devices would have to add up
+        gradients of several types; stages shared by channels, which are for inference, no strategy plans for training.
 
         Batch statistics over a part of the batch are others than over all of it: plans that keep it whole go first.
         """

@@ -109,7 +109,7 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
 
 
 def runs_here(plan: Plan, network: Network) -> None:
-    """Refuse what the executor cannot run yet, by name; the simulator can."""
+    """Refuse a plan that can be simulated, but not run by the executor; the message names the stage and why."""
     for index, stage in enumerate(plan.stages):
         shares_samples = isinstance(stage.share, BySamples) and len(stage.devices) > 1
         if not plan.is_training and plan.batch_norm == "synchronised" and shares_samples:

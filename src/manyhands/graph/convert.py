@@ -508,7 +508,7 @@ def _module(node: Any, state: _State) -> str:
 
 
 def _where(node: Any) -> str:
-    """'file.py:12' of the innermost frame that is not torch's; else the path of the child module, or ''."""
+    """'FILE:LINE' of the innermost frame that is not torch's; else the path of the child module, or ''."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f for f in frames if not f[0].startswith((_TORCH, _HERE))]
     if own:

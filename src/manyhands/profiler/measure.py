@@ -1,8 +1,8 @@
 """Measure a network on this machine: forward and backward seconds of every layer over a ladder of batch sizes.
 
-Each layer is a piece of its own with detached inputs, as if they had come over a wire (tape.py), and the layers run in
-order, so that each finds the caches as it would in training. The gradient of the first layer's input is not computed.
-The loss is not included: outputs get a gradient of ones.
+Each layer is a piece of its own with detached inputs, as if they had come over a wire (graph/tape.py), and the layers
+run in order, so that each finds the caches as it would in training. The gradient of the first layer's input is not
+computed. The loss is not included: outputs get a gradient of ones.
 
 For inference only the forward pass counts: in evaluation mode, nothing recorded, a tensor dropped when nothing later
 reads it. Backward takes no time then, and kernels are chosen by the forward pass.

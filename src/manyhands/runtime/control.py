@@ -232,7 +232,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     step: int
     """Steps done when it was taken."""
     tensors: tuple[TensorEntry, ...] | None
-    """None: the same as the last time."""
+    """None: the same as the last time. Empty: the device has no weights, so its state has no tensors."""
     scalars: dict[str, Any]
 
 

@@ -127,7 +127,7 @@ class Coordinator:
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
         self.silos: dict[str, Kept] = {}
-        """Worker -> what it takes from its own data in the job under way (agreeing.py)."""
+        """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()

@@ -418,8 +418,13 @@ class Run:
         if message.tensors is not None:
             self._listed[name] = message.tensors
         listed = self._listed.get(name)
+        if listed is None:
+            raise BadValue(
+                f"Worker {name} offers its state after step {message.step}, made of the same tensors as before; "
+                "it has not said yet what those are."
+            )
         is_wanted = message.step in self.order.snapshots and name in self.keepers
-        if listed is None or not (is_wanted or self.backups.is_backup(message.step)):
+        if not (is_wanted or self.backups.is_backup(message.step)):
             raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
         if is_wanted:
             self._gathering.take(name, message, listed)

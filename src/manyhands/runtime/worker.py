@@ -110,8 +110,9 @@ class _Prepared:
     command: Prepare
     executor: Executor | None
     """None: it only gives away what it has."""
-    said: tuple[TensorEntry, ...] = ()
-    """What its state was last said to be made of."""
+    said: tuple[TensorEntry, ...] | None = None
+    """What its state was last said to be made of; None: nothing was said yet. A device without weights says that it has
+    no tensors, which is not the same."""
     offered: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The tensors of each copy that was offered, in the order they travel."""
     state_bytes: Counter[str] = field(default_factory=Counter)
@@ -537,8 +538,8 @@ class Worker:
         prepared = self.prepared
         if prepared is None or prepared.generation != message.generation:
             return
-        kept, names = self.keeping.at(message.step), prepared.offered.get(message.step, ())
-        if kept and names:
+        kept, names = self.keeping.at(message.step), prepared.offered.get(message.step)
+        if names is not None and all(name in kept for name in names):  # of a device without weights: an empty message
             self._send_tensors(prepared, message.to, message.step, topic(message.step), [kept[n] for n in names])
 
     def _tell_of_copies(self) -> None:
