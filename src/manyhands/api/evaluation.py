@@ -68,14 +68,20 @@ def captured(
 ) -> Graph:
     """The graph of a model and its loss for this data; floats are taken in the model's own type."""
     inputs, targets = example(data, EXAMPLE_SAMPLES)
-    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    floats = floats_of(model)
     inputs = cast(inputs, floats)
     if loss is None:
         return capture(model, inputs, granularity=granularity, name=name)
     return capture(model, inputs, loss=loss, target=cast(targets, floats), granularity=granularity, name=name)
 
 
+def floats_of(model: nn.Module) -> torch.dtype:
+    """The type in which a model computes."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
 def cast(value: Any, floats: torch.dtype) -> Any:
+    """Tensors of floats, in whatever structure, as another type of floats."""
     if isinstance(value, torch.Tensor):
         return value.to(floats) if value.is_floating_point() else value
     if isinstance(value, dict):

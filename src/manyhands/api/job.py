@@ -23,6 +23,7 @@ from manyhands.api.recovering import Replanner, chosen_backups, happened
 from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
+from manyhands.api.verifying import verified
 from manyhands.data.laying import HINT, Laying, Numbered
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.rewinding import Rewindable
@@ -39,6 +40,8 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
+from manyhands.graph.unsupported import refuse_unsupported
+from manyhands.graph.verify import Verified
 from manyhands.graph.weights import Weights
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
@@ -168,16 +171,19 @@ def opened(
     on_captured: Callable[[Graph], None] = lambda graph: None,
     on_opened: OnOpened | None = None,
     tensorboard: bool = False,
+    verify: bool | None = None,
 ) -> Iterator[Opened]:
     """Capture the model, make the folder. An error in the middle says where to go on from; `by_name`: in the words of
     the command line. `on_captured` may refuse before anything is made; `on_opened` is told of the folder, and may say
     where it is shown."""
     if tensorboard:
         need_tensorboard()
+    refuse_unsupported(options.model)
     folder, resumed = resumed_from(folder, resume, say)
     last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
     graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
     on_captured(graph)
+    check = verified(graph, options, verify)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         check_same(resumed, options, last_step)
@@ -193,6 +199,7 @@ def opened(
     ending: tuple[Ending, str] = ("ended", "")
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        _record_check(record, check, say if verify is not False else None)
         if on_opened is not None:
             living.shown_at(on_opened(where) or "")
         living.said("starting workers")
@@ -216,6 +223,19 @@ def opened(
         record.close()
         if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
             shutil.rmtree(where, ignore_errors=True)
+
+
+def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
+    """What the self-check found goes into the folder; that it could not be made is said too."""
+    if not check.note:
+        record.event(
+            "verified", samples=check.samples, seconds=check.seconds, largest_relative_difference=check.difference
+        )
+        return
+    text = f"The captured graph was not compared with the module: {check.note}."
+    record.event("note", text=text)
+    if say is not None:
+        say(text)
 
 
 def _point_to_checkpoint(error: ManyhandsError, folder: Path, how: str) -> None:

@@ -75,6 +75,7 @@ def split_train(
     folder: str | Path | None = None,
     resume: bool | str | Path = False,
     test: Dataset[Any] | None = None,
+    verify: bool | None = None,
     granularity: str = "blocks",
     backup_every: int | None = None,
     silence_seconds: float | None = None,
@@ -153,7 +154,7 @@ def split_train(
         run = stack.enter_context(
             opened(
                 options, folder=folder, resume=resume, granularity=granularity, name=name, say=say, command="split",
-                by_name="split_wish" in (config or {}), on_opened=on_opened,
+                by_name="split_wish" in (config or {}), on_opened=on_opened, verify=verify,
             )
         )  # fmt: skip
         if found is not None:

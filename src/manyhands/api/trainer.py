@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,18 @@ NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimisers that say how, not what, is computed; workers choose."""
 QUIET = ("log", "log_dict", "print")
 """What a LightningModule calls while it computes; the run's folder has the loss."""
+NOT_CALLED = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping",
+    "configure_callbacks", "configure_model", "transfer_batch_to_device", "teardown",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+    "on_before_batch_transfer", "on_after_batch_transfer", "on_fit_start", "on_fit_end", "on_train_start",
+    "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",
+    "on_load_checkpoint", "on_save_checkpoint",
+)  # fmt: skip
+"""Lightning's hooks that may change what is trained, and that nobody calls here: a module that has one is refused."""
+NOT_USED = ("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start",
+            "on_validation_epoch_end")  # fmt: skip
+"""What only measures: held-out data is evaluated with training_step's loss, and accuracy where there are classes."""
 
 
 class Trainer:
@@ -58,10 +71,22 @@ class Trainer:
                     f"{type(module).__name__} has no {name}.",
                     hint="Write one as for Lightning, or call mh.train(model, data, loss=..., optimizer=...).",
                 )
+        _refuse_hooks(module)
+        if _overrides(module, "prepare_data"):
+            module.prepare_data()  # type: ignore[operator]
+        if _overrides(module, "setup"):
+            module.setup("fit")  # type: ignore[operator]
         data = train_dataloaders if train_dataloaders is not None else _asked(module, "train_dataloader")
         if data is None:
             raise BadValue("There is no data.", hint="Write trainer.fit(module, DataLoader(data, batch_size=64)).")
         held_out = val_dataloaders if val_dataloaders is not None else _asked(module, "val_dataloader")
+        unused = [name for name in NOT_USED if _overrides(module, name)]
+        if held_out is not None and unused:
+            warnings.warn(
+                f"{' and '.join(unused)} of {type(module).__name__} will not be called: held-out data is evaluated "
+                "after training, with training_step's loss.",
+                stacklevel=2,
+            )
         options = {**self._options, **({"test": held_out} if held_out is not None else {})}
         return train(
             module, data, loss=StepLoss(module), optimizer=optimizer_of(module), epochs=self._epochs, steps=self._steps,
@@ -77,6 +102,30 @@ def _asked(module: nn.Module, name: str) -> Any:
 def _is_own(module: nn.Module, name: str) -> bool:
     """Not Lightning's own, which only says that there is none."""
     return not getattr(type(module), name).__module__.startswith(("lightning", "pytorch_lightning"))
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method that is neither Lightning's nor torch's own."""
+    method = getattr(type(module), name, None)
+    return callable(method) and _is_own(module, name) and not method.__module__.startswith("torch.")
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Whatever Lightning would do otherwise than this trainer is refused by name, with the line that asks for it."""
+    if getattr(module, "automatic_optimization", True) is False:
+        raise BadValue(
+            f"{type(module).__name__} sets automatic_optimization = False: its training_step steps the optimiser "
+            "itself, which no worker could do.",
+            hint="Leave it out, and return the loss from training_step.",
+        )
+    for name in NOT_CALLED:
+        if _overrides(module, name):
+            code = inspect.unwrap(getattr(type(module), name)).__code__
+            raise BadValue(
+                f"{type(module).__name__} overrides {name}, which would not be called.\n"
+                f"  at {code.co_filename}:{code.co_firstlineno}",
+                hint=f"Take {name} out; mh.train(..., on_step=...) is called after every step.",
+            )
 
 
 class _Input:

@@ -57,6 +57,7 @@ def train(
     folder: str | Path | None = None,
     resume: bool | str | Path = False,
     test: Dataset[Any] | None = None,
+    verify: bool | None = None,
     micro_batches: int | None = None,
     tune: int = 0,
     tiles: TileWish | None = None,
@@ -97,6 +98,8 @@ def train(
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
     test        held-out data: evaluated by the same workers afterwards
+    verify      compare the captured graph's loss and gradients on four samples with the module's own before the first
+                step; a difference beyond rounding is an error that names the first layer. None: yes, if there is room
     replan      how to go on when a worker is lost, joins or leaves: "light" (shares, tiles and cuts move), "heavy"
                 (planned anew) or "auto"
     backup_every
@@ -130,6 +133,7 @@ def train(
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             on_opened=on_opened,
             tensorboard=tensorboard,
+            verify=verify,
         ) as found,
         open_session(cluster, logs=found.folder / "workers", say=say, silence_seconds=silence_seconds) as session,
     ):

@@ -73,26 +73,29 @@ def capture(
     _check_arguments(module, granularity)
     if verify and loss is None:
         raise BadValue("verify=True compares gradients, and there is no loss.", hint="Pass loss= and target= too.")
-    with _buffers_kept(module), in_training_mode(module), custom_functions.with_gradients() as functions:
+    functions: list[str] = []
+    with _buffers_kept(module), in_training_mode(module):
         positional, keywords = bound_arguments(module, example_batch)
         graph, outputs = _export(
-            module, positional, keywords, name=name or type(module).__name__, granularity=granularity
+            module, positional, keywords, functions, name=name or type(module).__name__, granularity=granularity
         )
         if loss is not None:
-            graph = _with_loss(graph, module, loss, outputs, target, example_batch)
+            if target is None:
+                raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
+            examples = [outputs, _as_many(target, example_batch)]
+            graph = _with_loss(graph, module, loss, examples, functions)
     if loss is not None and (verify or functions):
         check(graph, module, loss, example_batch, target)
     return graph
 
 
 def _with_loss(
-    graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], outputs: Any, target: Any, example_batch: Any
+    graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
 ) -> Graph:
-    """The graph with its loss and how that combines over samples. `outputs` are examples of the module's."""
-    if target is None:
-        raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
-    examples = [outputs, _as_many(target, example_batch)]
-    loss_graph, value = _export(_Loss(loss), examples, {}, name="loss", granularity="operators", is_loss=True)
+    """The graph with its loss, and how that combines over samples. `examples` are of an output and a target."""
+    loss_graph, value = _export(
+        _Loss(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True
+    )
     if not isinstance(value, torch.Tensor) or value.dim():
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
         raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
@@ -237,12 +240,14 @@ def _export(
     module: nn.Module,
     positional: list[Any],
     keywords: dict[str, Any],
+    functions: list[str],
     *,
     name: str,
     granularity: str,
     is_loss: bool = False,
 ) -> tuple[Graph, Any]:
-    """The graph, and an example of what the module returns (for the loss)."""
+    """The graph, and an example of what the module returns (for the loss). Custom autograd functions that it calls are
+    added to `functions`, by name."""
     leaves: list[torch.Tensor] = []
     trees = [_tree(positional, leaves, "the input"), _tree(keywords, leaves, "the input")]
     batch = _batch_of(leaves)
@@ -254,7 +259,8 @@ def _export(
     dimension = torch.export.Dim("batch")
     shapes = tuple({0: dimension} if own else {} for own in has_batch)
     try:
-        program = _quiet_export(flat, tuple(examples), shapes)
+        with custom_functions.with_gradients(functions):
+            program = _quiet_export(flat, tuple(examples), shapes)
     except CaptureFailed:
         raise
     except Exception as error:

@@ -32,16 +32,15 @@ INCOMING = 2.0**-77
 
 
 @contextmanager
-def with_gradients() -> Iterator[list[str]]:
-    """Within this context, custom functions are written in operators that have their gradients. Yields the names of
-    the functions met so far.
+def with_gradients(met: list[str]) -> Iterator[None]:
+    """Within this context, custom functions are written in operators that have their gradients. The names of those
+    that were called are added to `met`.
 
     `Function.apply` is often bound to a name long before (`reverse = Reverse.apply`), so it is the method which `apply`
     itself calls on its base class that is replaced.
     """
     base: Any = autograd_function._SingleLevelFunction
     assert "apply" not in base.__dict__, "tracing inside tracing"
-    met: list[str] = []
 
     def apply(function: Any, *arguments: Any, **options: Any) -> Any:
         if function is BackwardHookFunction:  # torch's own, around a module with backward hooks: it changes nothing
@@ -53,7 +52,7 @@ def with_gradients() -> Iterator[list[str]]:
     base.apply = classmethod(apply)
     torch.Tensor.register_hook = refuse_tensor_hook  # type: ignore[method-assign]
     try:
-        yield met
+        yield
     finally:
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
         del base.apply

@@ -1,0 +1,35 @@
+"""The self-check before a run's first step: the captured graph against the module under plain autograd."""
+
+from __future__ import annotations
+
+import psutil
+
+from manyhands.api.asked import Options
+from manyhands.api.evaluation import EXAMPLE_SAMPLES, cast, floats_of
+from manyhands.data.loader import example
+from manyhands.facts.network import Network
+from manyhands.facts.units import format_bytes
+from manyhands.graph.graph import Graph
+from manyhands.graph.verify import Verified, verify
+
+
+def verified(graph: Graph, options: Options, wanted: bool | None) -> Verified:
+    """Compare loss and gradients of a few samples with the module's own; a difference is a CaptureFailed.
+
+    `wanted` None means: unless both steps together would take more than half of this machine's free memory.
+    """
+    if wanted is False:
+        return Verified(0, 0.0, 0.0, "verify=False")
+    need, free = _bytes(graph.network, EXAMPLE_SAMPLES), int(psutil.virtual_memory().available)
+    if wanted is None and need > free / 2:
+        note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
+        return Verified(0, 0.0, 0.0, note)
+    inputs, targets = example(options.data, EXAMPLE_SAMPLES)
+    floats = floats_of(options.model)
+    return verify(graph, options.model, options.loss, cast(inputs, floats), cast(targets, floats))
+
+
+def _bytes(network: Network, samples: int) -> int:
+    """Two gradients of every weight, and what one step at a time holds for its backward pass."""
+    held = sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in network.layers)
+    return 2 * network.parameter_bytes + held
