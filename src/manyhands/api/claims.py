@@ -242,6 +242,9 @@ CLAIMS: tuple[Claim, ...] = (
     # The parts
     Claim("capture", "capture_overhead", "step of the captured chain over the plain module, worst of three networks",
           aim=most(1.03)),
+    Claim("capture", "verify_over_step",
+          "self-check before the first step over one plain step of eight samples, worst of three networks",
+          form="part"),
     Claim("capture", "kernel_choice_gain",
           f"speed, {YOLO}: PyTorch's default kernels' step over that of the chosen ones",
           aim=least(1.3, only_on="aarch64")),

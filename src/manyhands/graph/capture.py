@@ -366,8 +366,10 @@ def _example_outputs(program: Any, tree: Any, extra: int) -> Any:
     output = next(node for node in program.graph.nodes if node.op == "output")
     found = output.args[0][: len(output.args[0]) - extra]
     metas = [node.meta["val"] for node in found][-len(list(tree_leaves(tree))) :]
-    sizes = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
-    return tree_map(lambda leaf: sizes[int(leaf[1:])], tree)
+    examples = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
+    for example in examples:  # a custom function in the loss asks whether its inputs need gradients
+        example.requires_grad_(example.is_floating_point())
+    return tree_map(lambda leaf: examples[int(leaf[1:])], tree)
 
 
 def _hint(size: Any) -> int:

@@ -250,6 +250,8 @@ def _convert_node(node: Any, state: _State) -> None:
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
     if target == "aten.to.device":  # where a tensor lives is decided by whoever runs the graph
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
+    if target in _VIEWS_AS and _is_as_before(arguments, state):
+        target, arguments = "aten.alias.default", arguments[:1]
     mutated = next((a for a in arguments[:1] if isinstance(a, (Value, Weight))), None)
     is_write = target.split(".")[1].endswith("_") and not target.split(".")[1].startswith("_")
     if is_write and isinstance(mutated, Weight):
@@ -285,6 +287,17 @@ def _convert_node(node: Any, state: _State) -> None:
         for key, record in state.arguments.items():
             if record == mutated:
                 state.arguments[key] = own[0]
+
+
+_VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default"})
+
+
+def _is_as_before(arguments: tuple[Argument, ...], state: _State) -> bool:
+    """Whether a tensor is to take the shape that it has."""
+    if not all(isinstance(one, Value) for one in arguments):
+        return False
+    one, other = (state.specs[argument.name] for argument in arguments)
+    return (one.shape, one.batch_axis) == (other.shape, other.batch_axis)
 
 
 _MASKED_WRITES = {

@@ -69,8 +69,8 @@ def _bernoulli(
     node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float | None = None
 ) -> torch.Tensor:
     drawn = _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device)
-    if p is not None:
-        return keep_mask(drawn, float(p), x.dtype)
+    if node.target in _COINS:
+        return keep_mask(drawn, 0.5 if p is None else float(p), x.dtype)
     return (uniform(drawn, torch.float64) < x).to(x.dtype)
 
 
@@ -157,7 +157,7 @@ class RandomOperator:
         if self.expectation is not None:
             return _always(node, self.expectation), node.arguments[:1]
         if node.target in _COINS:
-            return _always(node, float(node.arguments[1]) if len(node.arguments) > 1 else 0.5), node.arguments[:1]
+            return _always(node, _probability(node.arguments)), node.arguments[:1]
         return _identity, node.arguments[:1]
 
 
@@ -193,7 +193,12 @@ def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor
     if call == "aten.bernoulli.default":
         coins: torch.Tensor = (uniform(one, torch.float64) < like).to(like.dtype)
         return coins
-    return keep_mask(one, float(arguments[1]), like.dtype)
+    return keep_mask(one, _probability(arguments), like.dtype)
+
+
+def _probability(arguments: tuple[Any, ...]) -> float:
+    """Of a coin; torch leaves out what is its default."""
+    return float(arguments[1]) if len(arguments) > 1 else 0.5
 
 
 _COIN = frozenset({"aten.bernoulli_.float"})

@@ -17,6 +17,7 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.verify import verify
 from manyhands.graph.weights import Weights
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
 from manyhands.profiler.clock import Timings, Trial, interleave
@@ -98,7 +99,9 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
             figures[f"capture_overhead_{setting.model}"] = found.ratio("captured", "module")
             figures[f"capture_overhead_noise_{setting.model}"] = found.ratio("module again", "module")
             figures[f"capture_overhead_rounds_{setting.model}"] = found.rounds()
+            figures.update(verify_cost(setting, budget.compare, budget.least_rounds))
         figures["capture_overhead"] = max(float(figures[f"capture_overhead_{s.model}"]) for s in OVERHEAD)
+        figures["verify_over_step"] = max(float(figures[f"verify_over_step_{s.model}"]) for s in OVERHEAD)
         say(f"choosing kernels: {KERNEL_GAIN}")
         figures.update(kernel_gain(KERNEL_GAIN, budget.choose_yolo, budget.compare_yolo, budget.least_rounds))
         for setting in kernel_settings:
@@ -126,6 +129,9 @@ def _about(quick: bool, kernel_settings: list[Setting]) -> Figures:
         "capture_overhead_settings": "; ".join(map(str, OVERHEAD))
         + ": forward, sum of the output, backward, torch.optim.SGD; the module against one piece over its whole graph; "
         "noise: the module against a copy of itself",
+        "verify_over_step_settings": "; ".join(s.model for s in OVERHEAD)
+        + ": loss and gradients of four samples by the module and by its captured graph, compared, over one plain step "
+        "of eight samples",
         "kernel_choice_settings": "; ".join(map(str, (KERNEL_GAIN, *kernel_settings)))
         + ": the same step of the captured chain, PyTorch's default kernels against the chosen ones; 1 where the "
         "default was chosen, both sides being the same then",
@@ -163,6 +169,29 @@ def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
         Trial("module again", _step(again, lambda: again(batch))),
     ]
     return interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
+
+
+def verify_cost(setting: Setting, seconds: float, least_rounds: int) -> Figures:
+    """The self-check before a run's first step, on four samples, over a plain step of eight: it runs four twice."""
+    module, loss = build(setting.model).train(), loss_function(ZOO[setting.model].loss)
+
+    def given(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = example_batch(setting.model, samples, input_shape=setting.input_shape)
+        assert isinstance(batch, torch.Tensor)
+        return batch, example_target(setting.model, samples, input_shape=setting.input_shape)
+
+    (few, classes), (batch, targets) = given(4), given(8)
+    graph = capture(module, few, loss=loss, target=classes)
+    graph.network.layers  # noqa: B018  (described once, as any run does)
+    trials = [
+        Trial("check", lambda: verify(graph, module, loss, few, classes)),
+        Trial("step", _step(module, lambda: loss(module(batch), targets))),
+    ]
+    found = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
+    return {
+        f"verify_over_step_{setting.model}": found.ratio("check", "step"),
+        f"verify_seconds_{setting.model}": found.median("check"),
+    }
 
 
 def _step(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
