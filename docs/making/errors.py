@@ -66,7 +66,7 @@ def page() -> str:
         ["2", "A command or option that does not exist, or a value that it cannot take."],
         ["20", "`manyhands status` of a run that failed, or whose process is gone without a word."],
         [f"{INTERNAL_ERROR}", "A bug in manyhands. `--debug` shows the traceback: please report it."],
-        [f"{INTERRUPTED}", "Ctrl-C. A run leaves a checkpoint."],
+        [f"{INTERRUPTED}", "Ctrl-C. A run leaves a checkpoint. (A worker leaves, with 0; typed twice, with 130.)"],
         ["141", "The reader of the output went away (`manyhands lab run … \\| head`)."],
     ]
     return (

@@ -80,6 +80,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
         (("--input", "six.npy", "-m", "tinny"), "no model called 'tinny'", "tiny"),
         (("--serve", "0", "-m", "din"), "several arrays", "samples.npz"),
         (("--input", "six.npy", "--devices", "2", "--cluster", "local:2"), "--devices cannot be given", ""),
+        (
+            ("--input", "six.npy", "--devices", "2", "--min-devices", "3"),
+            "--min-devices is 3; the run would",
+            "-devices 3",
+        ),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )

@@ -146,7 +146,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--grid", "2x2"], 10, "are for --share tiles"),
         (["--share", "samples", "--plan", "two.yaml"], 10, "--plan two.yaml both"),
         (["--epochs", "1", "--steps", "1"], 10, "--steps 1 both"),
-        (["--devices", "0"], 10, "--devices is '0'; it must be a number, or least:most"),
+        (["--devices", "0"], 10, "--devices is '0'; it must be a number, or so many to begin with"),
         (["--devices", "4", "--batch-size", "2"], 10, "4 devices cannot share a batch of 2"),
         (["--devices", "2", "--gpus", "3"], 10, "--devices 3"),
         (["--devices", "2", "--cluster", "local:3"], 10, "beside --cluster local:3"),

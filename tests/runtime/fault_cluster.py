@@ -107,7 +107,7 @@ class VirtualClock:
 class FaultCluster:
     """A coordinator and workers as threads of this process, over a transport that plays faults."""
 
-    def __init__(self, names: Sequence[str], *faults: Fault, most: int | None = None) -> None:
+    def __init__(self, names: Sequence[str], *faults: Fault, max_devices: int | None = None) -> None:
         self.faults = list(faults)
         self.transport = InProcessTransport(limit_seconds=60.0)
         self.clock = VirtualClock()
@@ -128,7 +128,7 @@ class FaultCluster:
         try:
             self.coordinator = Coordinator(
                 silence_seconds=SILENCE_SECONDS, beat_seconds=BEAT_SECONDS, transport=self.transport,
-                clock=self.clock, most=most,
+                clock=self.clock, max_devices=max_devices,
             )  # fmt: skip
             self.pump = threading.Thread(target=self._pump, name="virtual time", daemon=True)
             self.pump.start()

@@ -277,7 +277,7 @@ def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coord
 
 
 def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTransport, invite: Invite) -> None:
-    coordinator.most = 2
+    coordinator.max_devices = 2
     invite("pi-1")
     invite("pi-2")
     answer = invite("pi-3").answer
@@ -287,8 +287,8 @@ def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTranspo
     played.cut("pi-1")
     until(lambda: len(coordinator.alive()) == 1)
     assert isinstance(invite("pi-3").answer, Welcome)
-    with pytest.raises(BadValue, match="At most 0 workers"):
-        Coordinator(most=0)
+    with pytest.raises(BadValue, match="max_devices is 0; it must be at least 1"):
+        Coordinator(max_devices=0)
 
 
 def test_limits_of_workers_are_their_own(played: InProcessTransport) -> None:

@@ -157,7 +157,7 @@ def test_a_worker_that_one_coordinator_refuses_goes_to_the_next() -> None:
         thread.start()
         return thread
 
-    with Coordinator(token="one household", most=1) as full:
+    with Coordinator(token="one household", max_devices=1) as full:
         first = start("first")
         full.wait_for(["first"], 30)
         with Coordinator(token="one household") as other:

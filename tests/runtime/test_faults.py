@@ -208,7 +208,7 @@ def test_everybody_is_lost_and_others_come() -> None:
                 cluster.start(name)
 
         trip = cluster.travel(
-            PLANS["pipeline"], snapshots=(3,), endurance=Endurance("light", least=2, wait_seconds=20.0),
+            PLANS["pipeline"], snapshots=(3,), endurance=Endurance("light", min_devices=2, wait_seconds=20.0),
             at_step={4: lambda: cluster.until_saved(3)}, at_event={"waiting": restart},
         )  # fmt: skip
     trip.check(reference(2), generations=2)
@@ -437,15 +437,19 @@ def test_two_leave_and_two_join_at_once() -> None:
 def test_nobody_goes_who_is_needed() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", least=3), at_step={2: lambda: cluster.ask_to_leave("b")}
+            PLANS["samples"],
+            endurance=Endurance("light", min_devices=3),
+            at_step={2: lambda: cluster.ask_to_leave("b")},
         )
     trip.check(reference(1), generations=1)
+    (note,) = trip.facts("note")
+    assert note["text"].startswith("b wants to leave; 2 device(s) would be left, at least 3 needed: it goes when")
 
 
 def test_one_goes_as_soon_as_another_comes() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", least=3), rewrite=all_alike,
+            PLANS["samples"], endurance=Endurance("light", min_devices=3), rewrite=all_alike,
             at_step={2: lambda: cluster.ask_to_leave("b"), 4: lambda: cluster.start("d")},
         )  # fmt: skip
     trip.check(reference(1), generations=2)
@@ -453,10 +457,28 @@ def test_one_goes_as_soon_as_another_comes() -> None:
     assert trip.outcome.replayed_steps == 0
 
 
+def test_one_that_does_not_wait_until_it_may_go() -> None:
+    """As by a second Ctrl-C: it has left, the others go on as after a loss."""
+    with FaultCluster(NAMES) as cluster:
+
+        def leave() -> None:
+            cluster.ask_to_leave("b")
+            cluster.transport.cut("b")
+
+        member = cluster.coordinator.members["b"]
+        trip = cluster.travel(PLANS["samples"], at_step={3: leave}, rewrite=all_alike)
+    trip.check(reference(1), generations=2)
+    assert member.has_left
+    (lost,) = trip.facts("lost")
+    assert lost["devices"] == ["b"]
+    assert lost["reason"].endswith("it left by itself.")
+    assert set(trip.outcome.recoveries[0]["devices"]) == {"a", "c"}
+
+
 def test_it_waits_for_enough() -> None:
     with FaultCluster(NAMES, Fault("b", "backward", step=FAULT_STEP)) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", least=3, wait_seconds=20.0),
+            PLANS["samples"], endurance=Endurance("light", min_devices=3, wait_seconds=20.0),
             at_event={"waiting": lambda: cluster.start("b")}, rewrite=all_alike,
         )  # fmt: skip
     trip.check(reference(1), generations=2)
@@ -467,16 +489,18 @@ def test_it_waits_for_enough() -> None:
 def test_it_does_not_wait_for_ever() -> None:
     with (
         FaultCluster(NAMES, Fault("b", "backward", step=FAULT_STEP)) as cluster,
-        pytest.raises(WorkerLost, match="Worker b was lost at step"),
+        pytest.raises(WorkerLost, match="Worker b was lost at step") as raised,
     ):
-        cluster.travel(PLANS["samples"], endurance=Endurance("light", least=3, wait_seconds=0.2))
+        cluster.travel(PLANS["samples"], endurance=Endurance("light", min_devices=3, wait_seconds=0.2))
+    assert raised.value.message.endswith("2 device(s) left, at least 3 needed, and no more have joined within 0.2 s.")
+    assert "On each device: manyhands worker --join" in raised.value.hint
 
 
 def test_no_more_than_so_many_compute() -> None:
     """Of four that are here two compute; when one of them is lost another takes its place."""
     plan = all_alike(PLANS["samples"], ("a", "b"))
     with FaultCluster((*NAMES, "d"), Fault("b", "backward", step=FAULT_STEP)) as cluster:
-        trip = cluster.travel(plan, endurance=Endurance("light", most=2), rewrite=all_alike)
+        trip = cluster.travel(plan, endurance=Endurance("light", max_devices=2), rewrite=all_alike)
     trip.check(reference(1), generations=2)
     assert trip.outcome.recoveries[0]["devices"] == ["a", "c"]
 
@@ -484,7 +508,7 @@ def test_no_more_than_so_many_compute() -> None:
 def test_one_more_than_enough_changes_nothing() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", most=3), at_step={3: lambda: cluster.start("d")}
+            PLANS["samples"], endurance=Endurance("light", max_devices=3), at_step={3: lambda: cluster.start("d")}
         )
     trip.check(reference(1), generations=1)
     assert trip.outcome.plan is not None

@@ -21,7 +21,7 @@ from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import inviting, probing, serving
 from manyhands.runtime import members as membership
-from manyhands.runtime.control import Beat, Hello, Refusal, Welcome, decode, encode
+from manyhands.runtime.control import Beat, Hello, Leaving, Refusal, Welcome, decode, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, meeting_address
 from manyhands.runtime.measuring import probe_links
@@ -333,7 +333,8 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
             kinds = []
             while (event := coordinator.next_event(0.0)) is not None:
                 kinds.append(type(event[1]))
-            assert kinds == [Joined, Lost, Joined]
+            assert kinds == [Joined, Leaving, Lost, Joined]
+            assert one.has_left, "it had said that it goes"
             keeper.close()
             assert coordinator.alive(), "who is here stays"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.observe.live import Live, read_live
 from manyhands.observe.watching import Watch
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.identity import Identity
 from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks
+from manyhands.runtime.members import Member
 from real_runs import BATCH, in_line, kill, names, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("living")
@@ -113,3 +117,26 @@ def test_who_was_lost_is_shown_as_lost_and_the_others_go_on(session: Coordinator
     told = [event["event"] for event in view.events]
     assert told.index("lost") < told.index("replanned") < told.index("recovered")
     restart(session)
+
+
+def test_who_left_is_not_called_lost(tmp_path: Path) -> None:
+    living = Living(tmp_path, command="train", model="chain", first_step=0, steps=9, batch_size=4)
+    known: dict[str, Any] = {"channel": SimpleNamespace(peer_host="10.0.0.2"), "facts": SimpleNamespace(compute="cpu")}
+    ends: dict[str, dict[str, Any]] = {
+        "a": {},
+        "b": {"is_leaving": True},
+        "c": {"is_leaving": True, "is_lost": True, "has_left": True, "reason": "it left by itself"},
+        "d": {"is_lost": True, "reason": "the connection broke"},
+    }
+    devices = {device.name: device for device in made_cluster(tuple(ends)).devices}
+    members = {
+        name: Member(name, address=("10.0.0.2", 1), device=devices[name], identity=Identity(), **known, **how)
+        for name, how in ends.items()
+    }
+    coordinator: Any = SimpleNamespace(is_closing=False, members=members)
+    living.coordinated_by(coordinator)
+    living.close("ended")
+    found = read_live(tmp_path)
+    assert found is not None
+    told = {one.name: (one.state, one.reason) for one in found.devices}
+    assert told == {"a": ("here", ""), "b": ("leaving", ""), "c": ("left", ""), "d": ("lost", "the connection broke")}

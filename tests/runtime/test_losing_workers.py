@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.api import asked, job
+from manyhands.api import asked
+from manyhands.api import session as sessions
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control import Measure, Prepare, Said, Send
@@ -25,7 +26,7 @@ from real_runs import assert_same, kill, names, network, piped, restart, shared,
 pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once
 
 SILENCE_SECONDS = 6.0
-ALL = (3, None)
+ALL = 3
 """How many workers these jobs need."""
 PROMPT_SECONDS = 20.0
 """Soon, on a machine that does other things too; who died, and not of silence, is said in the message."""
@@ -40,7 +41,7 @@ def session() -> Iterator[Coordinator]:
 @pytest.fixture
 def cluster(session: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # one after every step
-    monkeypatch.setattr(job, "REJOIN_SECONDS", 0.0)  # nobody is waited for
+    monkeypatch.setattr(sessions, "REJOIN_SECONDS", 0.0)  # nobody is waited for
     restart(session)
     return session
 
@@ -67,7 +68,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
             fired.append(time.monotonic())
 
     error, seconds = failing_after(
-        fired, lambda: train(cluster, plan, tmp_path / "run", steps=300, on_step=at_step, epochs=1, workers=ALL)
+        fired, lambda: train(cluster, plan, tmp_path / "run", steps=300, on_step=at_step, epochs=1, min_devices=ALL)
     )
     assert seconds < PROMPT_SECONDS
     assert error.message.startswith(f"Worker {devices[1]} was lost at step ")
@@ -100,7 +101,7 @@ def test_a_frozen_worker_ends_the_run(cluster: Coordinator, tmp_path: Path) -> N
             fired.append(time.monotonic())
 
     error, seconds = failing_after(
-        fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step, workers=ALL)
+        fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step, min_devices=ALL)
     )
     assert seconds < SILENCE_SECONDS + PROMPT_SECONDS
     assert f"Worker {devices[2]} was lost at step " in error.message
@@ -143,10 +144,33 @@ def test_death_at_other_moments(
     if kind is Measure:
         monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # nothing is known yet
     plan = shared(devices, 3, 1, 8)
-    error, seconds = failing_after(fired, lambda: train(cluster, plan, tmp_path / "run", steps=3, workers=ALL))
+    error, seconds = failing_after(fired, lambda: train(cluster, plan, tmp_path / "run", steps=3, min_devices=ALL))
     assert seconds < PROMPT_SECONDS
     assert f"Worker {devices[0]} was lost {when}" in error.message
     assert "killed by SIGKILL" in error.message
+
+
+def test_who_is_lost_while_all_are_measured_is_done_without(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a job that does not need all of them, and whose plan is made for who is there."""
+    devices, said = names(cluster), list[str]()
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # nothing is known yet
+    fired = dying_when(cluster, monkeypatch, devices[0], Measure)
+    ran = train(cluster, "samples", tmp_path / "run", steps=3, say=said.append)
+    assert fired, "the fault did not fire"
+    assert set(ran.result.plan.devices) == set(devices[1:])
+    assert len(ran.result.losses) == 3
+    assert f"Beginning without {devices[0]}: 2 device(s) left." in said
+
+
+def test_no_more_are_used_than_it_may(cluster: Coordinator, tmp_path: Path) -> None:
+    ran = train(cluster, "samples", tmp_path / "run", steps=2, max_devices=2)
+    assert ran.result.plan.devices == names(cluster)[:2]
+    with pytest.raises(mh.ManyhandsError, match="min_devices is 4; the job would begin with 3 device"):
+        train(cluster, "samples", tmp_path / "more", steps=2, min_devices=4)
+    with pytest.raises(mh.ManyhandsError, match="max_devices is 1; it must be at least min_devices, which is 2"):
+        train(cluster, "samples", tmp_path / "none", steps=2, min_devices=2, max_devices=1)
 
 
 @pytest.mark.slow
@@ -160,7 +184,7 @@ def test_a_worker_that_was_lost_before_is_named(cluster: Coordinator, tmp_path: 
             time.sleep(0.01)
 
     with pytest.raises(WorkerLost, match=f"Worker {devices[1]} was lost before this began: killed by SIGKILL"):
-        train(cluster, plan, tmp_path, steps=3, on_planned=planned, workers=ALL)
+        train(cluster, plan, tmp_path, steps=3, on_planned=planned, min_devices=ALL)
 
 
 def test_death_while_joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_while_others_are_waited_for_it_ends_at_once() -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         cluster.travel(
-            PLANS["hybrid"], snapshots=(2,), endurance=Endurance("light", least=3, wait_seconds=60.0),
+            PLANS["hybrid"], snapshots=(2,), endurance=Endurance("light", min_devices=3, wait_seconds=60.0),
             at_event={"waiting": asked.set}, should_stop=asked.is_set,
         )  # fmt: skip
     assert cluster.trip is not None

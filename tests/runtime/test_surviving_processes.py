@@ -19,7 +19,9 @@ import pytest
 import yaml
 
 from manyhands.api import job
+from manyhands.api import session as sessions
 from manyhands.executor import checkpoint
+from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.household import household_token
@@ -42,7 +44,8 @@ def session() -> Iterator[Coordinator]:
 
 
 @pytest.fixture
-def cluster(session: Coordinator) -> Coordinator:
+def cluster(session: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    monkeypatch.setattr(sessions, "REJOIN_SECONDS", 0.5)
     restart(session)
     for name in names(session):
         session.members[name].is_leaving = False
@@ -145,19 +148,24 @@ def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[in
     assert "has said nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("samples", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        pytest.param("samples", signal.SIGTERM, marks=pytest.mark.slow),
+        ("samples", signal.SIGINT),
+        ("pipeline", signal.SIGTERM),
+        pytest.param("pipeline", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_is_asked_to_go_hands_over(
-    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: str
+    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
     devices = names(cluster)
     plan, process = plan_called(kind, devices), cluster.local.processes[devices[0]]
 
     def ask() -> None:
-        kill(cluster, devices[0], signal.SIGTERM)
-        end = time.monotonic() + 20.0
-        while not cluster.members[devices[0]].is_leaving:
-            assert time.monotonic() < end, "it did not say so"
-            time.sleep(0.005)
+        kill(cluster, devices[0], number)
+        until(lambda: cluster.members[devices[0]].is_leaving)
 
     ran = disturbed(cluster, plan, tmp_path / "run", {FAULT_STEP: ask})
     check(ran, undisturbed[plan.micro_batches])
@@ -167,6 +175,43 @@ def test_a_worker_that_is_asked_to_go_hands_over(
     assert process.wait(10) == 0
     assert [line["device"] for line in events(tmp_path / "run", "left")] == [devices[0]]
     assert not events(tmp_path / "run", "lost")
+    assert cluster.members[devices[0]].has_left
+
+
+def test_the_last_goes_by_a_second_signal(cluster: Coordinator, tmp_path: Path) -> None:
+    """It is needed, and says so; whoever insists has it gone at once."""
+    name, *others = names(cluster)
+    plan = shared((name,), BATCH)
+    for other in others:
+        kill(cluster, other)
+    until(lambda: [one.name for one in cluster.alive()] == [name])
+    process, said, fired = cluster.local.processes[name], list[str](), list[float]()
+
+    def ask(step: int, loss: float, seconds: float) -> None:
+        if step == FAULT_STEP:
+            kill(cluster, name, signal.SIGINT)
+            until(lambda: cluster.members[name].is_leaving)
+        if not fired and any("wants to leave" in text for text in said):
+            time.sleep(0.3)  # else it would be the same signal
+            kill(cluster, name, signal.SIGINT)
+            fired.append(time.monotonic())
+
+    with pytest.raises(WorkerLost, match=f"Worker {name} was lost at step .*: .*exit code 130") as raised:
+        train(cluster, plan, tmp_path / "run", steps=100_000, on_step=ask, say=said.append)
+    assert fired, "the fault did not fire"
+    assert process.wait(10) == 128 + signal.SIGINT
+    assert "0 device(s) left, at least 1 needed, and no more have joined within 0.5 s" in raised.value.message
+    note = f"{name} wants to leave; 0 device(s) would be left, at least 1 needed: it goes when another joins, or by a"
+    assert [text for text in said if "wants to leave" in text] == [f"{note} second Ctrl-C."]
+    assert [line["text"] for line in events(tmp_path / "run", "note")] == [f"{note} second Ctrl-C."]
+    assert cluster.members[name].has_left
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_member_floods_a_run_that_it_has_no_part_in(
             tmp_path,
             steps=STEPS,
             on_step=stepped,
-            workers=(1, len(alone[0].result.logs)),
+            max_devices=len(alone[0].result.logs),
         )
         seconds = time.monotonic() - start
     finally:

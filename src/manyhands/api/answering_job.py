@@ -48,17 +48,17 @@ def decoupled_name(model: str, text: str) -> str:
     return f"decoupled,{','.join(f'{key}={value}' for key, value in said if value)}:{model}"
 
 
-def wish_for(given: dict[str, Any], plan: str, listen: str) -> jobs.Wish:
+def wish_for(given: dict[str, Any], plan: str) -> jobs.Wish:
     """Which devices, as `train` is asked; without a word as many workers here as a plan file names, or there are
     cores for."""
     is_file = plan not in INFERENCE_STRATEGIES
     said = {**given, "plan": plan if is_file else "auto"}
-    if not listen and not any(given.get(key) for key in ("devices", "cluster", "lab")):
+    if not any(given.get(key) for key in ("devices", "cluster", "lab", "listen")):
         from manyhands.api.session import MOST_DEFAULT_WORKERS, usable_cores
 
         count = _named_in(plan) if is_file else 0
         said["devices"] = str(count or max(min(MOST_DEFAULT_WORKERS, usable_cores()), given.get("gpus") or 1))
-    return jobs.wish_for(said, share=None, plan=None, listen=listen, resume="", out="")
+    return jobs.wish_for(said, share=None, plan=None, resume="", out="")
 
 
 def _named_in(file: str) -> int:
@@ -80,20 +80,13 @@ def opened(
     say: Say,
     *,
     home: str = "",
-    others_may_join: bool = False,
 ) -> Inference:
     """The network handed out: it answers when this returns."""
     from manyhands.api.inference import Inference
-    from manyhands.api.job import REJOIN_SECONDS
-    from manyhands.runtime.crew import Endurance
 
-    endurance = None
-    if (wish.least_devices, wish.most_devices) != (1, None):
-        wait_seconds = REJOIN_SECONDS if others_may_join else 0.0
-        endurance = Endurance(least=wish.least_devices, most=wish.most_devices, wait_seconds=wait_seconds)
     return Inference.open(
         known.model, known.example, cluster=machines, plan=plan, objective=objective, name=known.name, say=say,
-        endurance=endurance, home=home,
+        home=home, min_devices=wish.min_devices, max_devices=wish.max_devices,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
+from manyhands.runtime.crew import Endurance
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 
 CHECKPOINT_SECONDS = 30.0
@@ -153,13 +154,16 @@ class Lasting:
 
     replan: str
     backup_every: int | None
-    workers: tuple[int, int | None]
+    min_devices: int
+    max_devices: int | None
 
     def __post_init__(self) -> None:
         if self.replan not in WAYS_TO_REPLAN:
             raise unknown("way to re-plan", self.replan, WAYS_TO_REPLAN)
         if self.backup_every is not None and self.backup_every < 0:
             raise BadValue(f"backup_every is {self.backup_every}; it must be 0 or more rounds.")
-        least, most = self.workers
-        if least < 1 or (most is not None and most < least):
-            raise BadValue(f"workers is {self.workers}; it must be (least, most) with 1 <= least <= most.")
+        self.endurance(0.0)
+
+    def endurance(self, wait_seconds: float) -> Endurance:
+        """How hard the job tries; `wait_seconds`: how long others may take to join."""
+        return Endurance(self.replan, self.min_devices, self.max_devices, wait_seconds)

@@ -16,11 +16,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.api.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
-from manyhands.api.job import REJOIN_SECONDS
 from manyhands.api.planning_inference import InferenceReplanner, plan_for, sample_seconds, stream_seconds
 from manyhands.api.public import read_plan
 from manyhands.api.pulling import Pulled
-from manyhands.api.session import Say, Session, expect_session, measure, open_session
+from manyhands.api.session import Say, Session, expect_session, measure_who_stays, open_session
 from manyhands.data.loader import length
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import runs_here
@@ -193,7 +192,8 @@ class Inference:
         say: Say | None = None,
         most_waiting: int = MOST_WAITING,
         limit_seconds: float = WAIT_LIMIT_SECONDS,
-        endurance: Endurance | None = None,
+        min_devices: int = 1,
+        max_devices: int | None = None,
         memory: bool = False,
         home: str = "",
     ) -> Inference:
@@ -202,6 +202,8 @@ class Inference:
         example         one sample; a Graph needs none
         most_waiting    samples that wait; whoever has more waits with them
         limit_seconds   how long nothing may come of samples under way
+        min_devices     with fewer left it waits a minute for others to join, then ends; where nobody can, at once
+        max_devices     more are not used, though they join; None: all are
         memory          count the bytes that each device holds, with the first samples (see `logs`)
         home            the device that has the samples, as far as planning goes (strategy "split")
         """
@@ -216,8 +218,12 @@ class Inference:
             graph = at_rest(graph)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(open_session(cluster, say=say))
+            endurance = Endurance("auto", min_devices, max_devices, session.rejoin_seconds)
+            session.begin(endurance)
             ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
-            machines, profile = measure(session, graph, ladder[-1], ladder=ladder, say=say, training=False)
+            machines, profile = measure_who_stays(
+                session, graph, ladder[-1], endurance if strategy else None, ladder=ladder, say=say, training=False
+            )
             chosen = _planned(plan, graph, machines, profile, objective, home)
             seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
             replan = InferenceReplanner(session, graph, machines, profile, objective, strategy or "auto", home)
@@ -226,10 +232,8 @@ class Inference:
                 memory_step=0 if memory else -1, wait_limit_seconds=limit_seconds,
                 watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
             )  # fmt: skip
-            wait_seconds = REJOIN_SECONDS if session.others_may_join else 0.0
             streaming = Streaming(
-                session.coordinator, order, replan, endurance or Endurance(wait_seconds=wait_seconds),
-                most_waiting=most_waiting, tell=_teller(say),
+                session.coordinator, order, replan, endurance, most_waiting=most_waiting, tell=_teller(say),
             )  # fmt: skip
             stack.callback(streaming.close, cancel=True)
             streaming.start()
@@ -347,7 +351,9 @@ def told(event: str, facts: Mapping[str, Any]) -> str:
         return f"Going on with {', '.join(facts['devices'])} after {facts['seconds']:.2f} s{again}."
     if event == "waiting":
         return f"{facts['workers']} worker(s) left, {facts['least']} needed: waiting {facts['seconds']:g} s for others."
-    words = {"joined": "joins", "leaving": "was asked to leave", "left": "has left"}
+    if event == "note":
+        return str(facts["text"])
+    words = {"joined": "joins", "leaving": "leaves", "left": "has left"}
     return f"{facts['device']} {words[event]}." if event in words else ""
 
 

@@ -20,6 +20,7 @@ from manyhands.api.evaluation import captured as captured
 from manyhands.api.honesty import Honesty, compared, correct_profiles, sentence
 from manyhands.api.public import simulate
 from manyhands.api.recovering import Replanner, chosen_backups, happened
+from manyhands.api.resuming import resume_command
 from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
@@ -45,7 +46,7 @@ from manyhands.graph.verify import Verified
 from manyhands.graph.weights import Weights
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
-from manyhands.runtime.journey import Endurance, Journey, Pilot, Replan, Travelled
+from manyhands.runtime.journey import Journey, Pilot, Replan, Travelled
 from manyhands.runtime.living import Living, rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
@@ -53,8 +54,6 @@ from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 
-REJOIN_SECONDS = 60.0
-"""How long a job with too few workers waits for others to join, or to join again."""
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
 
@@ -167,15 +166,15 @@ def opened(
     name: str,
     say: Say | None,
     command: str = "train",
-    by_name: bool = False,
+    typed: Mapping[str, Any] | None = None,
     on_captured: Callable[[Graph], None] = lambda graph: None,
     on_opened: OnOpened | None = None,
     tensorboard: bool = False,
     verify: bool | None = None,
 ) -> Iterator[Opened]:
-    """Capture the model, make the folder. An error in the middle says where to go on from; `by_name`: in the words of
-    the command line. `on_captured` may refuse before anything is made; `on_opened` is told of the folder, and may say
-    where it is shown."""
+    """Capture the model, make the folder. An error in the middle says where to go on from; `typed`: in the words of the
+    command line that it was started by. `on_captured` may refuse before anything is made; `on_opened` is told of the
+    folder, and may say where it is shown."""
     if tensorboard:
         need_tensorboard()
     refuse_unsupported(options.model)
@@ -207,9 +206,8 @@ def opened(
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
-        call = f"mh.{command}" if command == "train" else f"mh.{command}_train"
-        words = f"manyhands {command if command == 'train' else command + ' train'} --resume {where}"
-        how = words if by_name else f"{call}(..., resume='{where}')"
+        call, words = ("mh.train", "train") if command == "train" else (f"mh.{command}_train", f"{command} train")
+        how = resume_command(words, where, typed) if typed is not None else f"{call}(..., resume='{where}')"
         with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
             if isinstance(error, KeyboardInterrupt):
                 error.args = (_stopped(record, last_step, how),)
@@ -341,10 +339,7 @@ class Job:
 
         if first == 0:
             self._keep(self.start)
-        least, most = lasting.workers
-        endurance = Endurance(
-            lasting.replan, least, most, wait_seconds=REJOIN_SECONDS if self.session.others_may_join else 0.0
-        )
+        endurance = lasting.endurance(self.session.rejoin_seconds)
         with (
             stopping() as stop,
             Rewindable(lambda step: Prefetcher(fed, options.order, step, last), first) as batches,

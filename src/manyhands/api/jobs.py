@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import join_text, parse_address
+from manyhands.api.joining import join_text, parse_address, parse_devices
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
@@ -62,8 +62,10 @@ MAY_CHANGE = (
     "scale",
     "slots",
     "traces",
-    "least_devices",
-    "most_devices",
+    "listen",
+    "has_typed_token",
+    "min_devices",
+    "max_devices",
     "replan",
     "backup_every",
     "silence",
@@ -99,7 +101,15 @@ class Wish:
     seed: int = 0
     shuffle: bool = True
     devices: int | None = None
-    """None: four on this machine, the first one that joins, or as many as a plan file names."""
+    """How many it begins with; None: four on this machine, the first that joins, or as many as a plan file names."""
+    max_devices: int | None = None
+    """More are not used; on this machine so many are started."""
+    min_devices: int = 1
+    """The floor: with fewer left the job waits for others, then ends."""
+    listen: str = ""
+    """HOST:PORT where workers of other machines join; empty: they are started here."""
+    has_typed_token: bool = False
+    """A token was typed, which the folder does not keep: to go on it must be typed again."""
     cluster: str = ""
     gpus: int = 0
     lab: str = ""
@@ -107,10 +117,6 @@ class Wish:
     scale: float | None = None
     slots: int | None = None
     traces: tuple[str, ...] = ()
-    least_devices: int = 1
-    """With fewer workers the job waits for others."""
-    most_devices: int | None = None
-    """More workers are not used."""
     replan: str = "auto"
     backup_every: int | None = None
     """Rounds between two backups; None: so that they are hardly felt."""
@@ -119,7 +125,7 @@ class Wish:
 
     def __post_init__(self) -> None:
         least = {"epochs": 1, "steps": 1, "batch_size": 1, "micro_batches": 1, "devices": 1, "gpus": 0, "seed": 0,
-                 "tune": 0, "backup_every": 0, "least_devices": 1}  # fmt: skip
+                 "tune": 0, "backup_every": 0, "min_devices": 1}  # fmt: skip
         for field, smallest in least.items():
             value = getattr(self, field)
             if value is not None and value < smallest:
@@ -151,30 +157,33 @@ class Wish:
     def tiles(self) -> TileWish:
         return tile_wish(self.grid or None, self.rows or None, self.columns or None)
 
-    def count(self, *, joining: bool = False) -> int:
-        """How many workers, where no cluster file says it."""
+    @property
+    def count(self) -> int:
+        """How many workers it begins with. Those of this machine are all there at once."""
+        if self.cluster or self.lab:
+            return len(load_cluster(self.cluster or self.lab).devices) * (self.slots or 1)
         if self.devices is None and self.tiles.grid is not None:
             return self.tiles.grid[0] * self.tiles.grid[1]
-        return self.devices if self.devices is not None else 1 if joining else DEMO_DEVICES
+        if self.listen:
+            return self.devices or 1
+        return self.max_devices or self.devices or DEMO_DEVICES
 
 
 def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def wish_for(
-    given: Mapping[str, Any], *, share: str | None, plan: str | None, listen: str, resume: str, out: str
-) -> Wish:
+def wish_for(given: Mapping[str, Any], *, share: str | None, plan: str | None, resume: str, out: str) -> Wish:
     """What the user wants, from the options that were typed: those left out are None."""
-    if listen:
-        parse_address(listen, 0)
     if share and plan:
         raise BadValue(f"--share {share} and --plan {plan} both say how to share the work.", hint="Give one of them.")
     if share and share not in STRATEGIES:
         raise unknown("way to share the work", share, STRATEGIES)
     said = {key: value for key, value in given.items() if value is not None}
+    if "listen" in said:
+        parse_address(said["listen"], 0)
     if "devices" in said:
-        said |= _range(str(said["devices"]), joining=bool(listen))
+        said["devices"], said["max_devices"] = parse_devices(str(said["devices"]))
     if share:
         said["plan"] = share
     if "epochs" in said and "steps" in said:
@@ -186,23 +195,27 @@ def wish_for(
     if resume:
         if out:
             raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
-        return _resumed(Path(resume), said)
+        wish = _resumed(Path(resume), said)
+        _check_floor(wish)
+        return wish
     if out:
         check_out(Path(out))
     wish = Wish(**said)
-    _check_share(wish, joining=bool(listen))
+    _check_floor(wish)
+    _check_share(wish)
     return wish
 
 
-def _range(text: str, *, joining: bool) -> dict[str, int | None]:
-    """'4', or '2:6': how many workers a job begins with, needs at least and uses at most."""
-    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text.strip())
-    if match is None or (match.group(2) and int(match.group(2)) < int(match.group(1))):
-        raise BadValue(f"--devices is '{text:.40}'; it must be a number, or least:most.", hint="Write 4, or 2:6.")
-    least, most = int(match.group(1)), int(match.group(2) or 0)
-    if not most:
-        return {"devices": least, "least_devices": 1, "most_devices": None}
-    return {"devices": least if joining else most, "least_devices": least, "most_devices": most}
+def _check_floor(wish: Wish) -> None:
+    """A job does not begin below its floor."""
+    if wish.min_devices > 1 and wish.min_devices > wish.count:
+        fix = f"--min-devices {wish.count}"
+        if not wish.cluster and not wish.lab:
+            fix = f"--devices {wish.min_devices}, or {fix}"
+        raise BadValue(
+            f"--min-devices is {wish.min_devices}; the run would begin with {wish.count} device(s).",
+            hint=f"Write {fix}.",
+        )
 
 
 def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,16 +242,13 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
             )
     count = _local_count(plan.devices)
     if count and "devices" not in said and not said.get("cluster"):
-        decided["devices"] = count
+        decided |= {"devices": count, "max_devices": None}
     return {**decided, "plan": str(file)}
 
 
-def _check_share(wish: Wish, *, joining: bool) -> None:
+def _check_share(wish: Wish) -> None:
     """Every device gets a sample of every micro-batch, or a tile of every map."""
-    count = wish.count(joining=joining)
-    if wish.cluster or wish.lab:
-        count = len(load_cluster(wish.cluster or wish.lab).devices) * (wish.slots or 1)
-    grid = wish.tiles.grid
+    count, grid = wish.count, wish.tiles.grid
     if grid is not None and grid[0] * grid[1] != count:
         raise BadValue(
             f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; there are {count} tile slots (devices times "
@@ -293,10 +303,7 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
             )
     if "epochs" in said:
         known["steps"] = None
-    if "cluster" in said or "lab" in said:
-        known |= {"devices": None, "gpus": 0, "cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
-    elif "devices" in said or ("gpus" in said and known.get("lab")):
-        known |= {"cluster": "", "lab": "", "scale": None, "slots": None, "traces": ()}
+    known |= _devices_anew(said, known)
     if "plan" in said and "micro_batches" not in said:
         known["micro_batches"] = None
     if "plan" in said:
@@ -307,12 +314,31 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
         raise BadFile(f"{folder / 'config.yaml'}: is not the configuration of a run: {error}.") from error
 
 
+def _devices_anew(said: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run that goes on forgets of its devices, because others were named: a cluster or a lab in place of all of
+    it, --gpus in place of those that join, --listen and --devices in place of a lab."""
+    no_lab = {"lab": "", "scale": None, "slots": None, "traces": ()}
+    if "cluster" in said or "lab" in said:
+        return {**no_lab, "devices": None, "max_devices": None, "gpus": 0, "cluster": "", "listen": ""}
+    forgotten: dict[str, Any] = {}
+    if "listen" in said:
+        forgotten |= {**no_lab, "gpus": 0}
+    if "devices" in said:
+        forgotten |= {**no_lab, "cluster": ""}
+    if "gpus" in said:
+        forgotten |= {"listen": ""}
+        if known.get("lab"):
+            forgotten |= {**no_lab, "cluster": ""}
+    return forgotten
+
+
 # Devices
 
 
 @contextlib.contextmanager
-def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Cluster | LabCluster | Coordinator]:
+def machines_for(wish: Wish, token: str, say: Say) -> Iterator[Cluster | LabCluster | Coordinator]:
     """Workers to be started here, or those that join."""
+    listen = wish.listen
     if listen and wish.gpus:
         raise BadValue(
             f"--gpus {wish.gpus} is for workers of this machine; those that join say it themselves.",
@@ -325,17 +351,23 @@ def machines_for(wish: Wish, listen: str, token: str, say: Say) -> Iterator[Clus
             raise BadValue(f"--listen {listen} is for workers of other machines; --lab {wish.lab} has its own.")
         yield lab_cluster(wish.lab, scale=wish.scale, slots=wish.slots or 1, traces=wish.traces)
     elif wish.cluster:
+        cluster = load_cluster(wish.cluster)
+        if listen and all(device.kind == "local" for device in cluster.devices):
+            raise BadValue(
+                f"--listen {listen} is for workers of other machines; {wish.cluster} is started on this one.",
+                hint="Leave out one of --listen and --cluster.",
+            )
         with _told(listen, token):
-            yield load_cluster(wish.cluster)
+            yield cluster
     elif listen:
-        with _joined(listen, wish, token, say) as coordinator:
+        with _joined(wish, token, say) as coordinator:
             yield coordinator
     else:
         yield _local(wish)
 
 
 def _local(wish: Wish) -> Cluster:
-    count = wish.count()
+    count = wish.count
     if wish.gpus > count:
         raise BadValue(
             f"--gpus is {wish.gpus}; there are {count} workers, and each takes one.", hint=f"Add --devices {wish.gpus}."
@@ -395,16 +427,16 @@ def _told(listen: str, token: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _joined(listen: str, wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
+def _joined(wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
     """A coordinator that enough workers have joined; others may come later."""
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, beat_for
     from manyhands.runtime.household import household_token
 
-    host, port = parse_address(listen, DEFAULT_PORT)
-    count, beat_seconds = wish.count(joining=True), beat_for(wish.silence)
+    host, port = parse_address(wish.listen, DEFAULT_PORT)
+    count, beat_seconds = wish.count, beat_for(wish.silence)
     with Coordinator(
         host, port, token or household_token(say), on_event=say, silence_seconds=wish.silence,
-        beat_seconds=beat_seconds, most=wish.most_devices, title=wish.model,
+        beat_seconds=beat_seconds, max_devices=wish.max_devices, title=wish.model,
     ) as coordinator:  # fmt: skip
         more = "" if count > 1 else " (more: --devices N)"
         say(f"Waiting for {count} worker(s){more}. On each device:\n{join_text(coordinator)}")
@@ -485,7 +517,8 @@ def train_job(
         name=wish.model,
         config={"wish": _kept(wish)}, on_opened=on_opened, on_planned=on_planned,
         on_step=on_step, say=say, replan=wish.replan, backup_every=wish.backup_every,
-        workers=(wish.least_devices, wish.most_devices), silence_seconds=wish.silence, tensorboard=tensorboard,
+        min_devices=wish.min_devices, max_devices=wish.max_devices, silence_seconds=wish.silence,
+        tensorboard=tensorboard,
     )  # fmt: skip
 
 

@@ -31,6 +31,17 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
     return match.group(1).strip("[]"), int(port) if port is not None else default_port or 0
 
 
+def parse_devices(text: str) -> tuple[int, int | None]:
+    """'4' -> 4 devices, and any that join later; '2:6' -> it begins with 2 and uses up to 6."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text.strip())
+    if match is None or (match.group(2) and int(match.group(2)) < int(match.group(1))):
+        raise BadValue(
+            f"--devices is '{text:.40}'; it must be a number, or so many to begin with and so many at most.",
+            hint="Write 4, or 2:6.",
+        )
+    return int(match.group(1)), int(match.group(2)) if match.group(2) else None
+
+
 def parse_compute(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", text):
         raise BadValue(f"--compute '{text:.40}' is not something to compute with.", hint="Write cpu, cuda or cuda:1.")

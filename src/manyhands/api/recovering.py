@@ -39,7 +39,9 @@ def happened(event: str, facts: Mapping[str, Any]) -> str:
         return f"{facts['workers']} worker(s) left, {facts['least']} needed: waiting {facts['seconds']:g} s for others."
     if event == "rewound":
         return f"{facts['reason'][:1].upper()}{facts['reason'][1:]}, of step {facts['step']}."
-    words = {"joined": "joins", "leaving": "was asked to leave and hands over", "left": "has left"}
+    if event == "note":
+        return str(facts["text"])
+    words = {"joined": "joins", "leaving": "leaves and hands over", "left": "has left"}
     return f"{facts['device']} {words[event]}." if event in words else ""
 
 

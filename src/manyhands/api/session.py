@@ -15,7 +15,7 @@ import msgspec
 
 from manyhands.api.joining import join_text, parse_address
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
-from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
@@ -24,6 +24,7 @@ from manyhands.graph.graph import Graph
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.crew import Endurance
 from manyhands.runtime.household import household_token
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.runtime.nursery import NoNursery, nursery_for
@@ -33,6 +34,7 @@ WORTH_PROBING = 6_000_000
 """Bytes per second of the slowest link from which on it is measured what messages cost devices."""
 MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
+REJOIN_SECONDS = 60.0
 CROWD = 2
 """With more workers than so many on a core each is slow to speak, and waited for longer."""
 LISTEN_VARIABLE = "MANYHANDS_LISTEN"
@@ -61,6 +63,29 @@ class Session:
     def others_may_join(self) -> bool:
         """Whether somebody may come who was not started here."""
         return not self.is_local and self.scale is None
+
+    @property
+    def rejoin_seconds(self) -> float:
+        """How long a job with too few workers waits for others to join, or to join again; 0: nobody can."""
+        return REJOIN_SECONDS if self.others_may_join else 0.0
+
+    def begin(self, endurance: Endurance) -> None:
+        """Take those that a job begins with: as many of the devices at hand as it may use. Refused where they are fewer
+        than it needs."""
+        endurance.begins_with(len(self.cluster.devices))
+        for name in self.cluster.names[endurance.max_devices :] if endurance.max_devices is not None else ():
+            self.cluster = self.cluster.without(name)
+
+    def go_on_without_lost(self, endurance: Endurance) -> list[str]:
+        """Who of the cluster is gone, and no longer in it: a job that has not begun yet begins without them. Nobody
+        where too few would be left, or where all were started here: one of those that ends so early would not work."""
+        here = {member.name for member in self.coordinator.alive() if not member.is_leaving}
+        gone = [name for name in self.cluster.names if name not in here]
+        if not self.others_may_join or len(self.cluster.names) - len(gone) < endurance.min_devices:
+            return []
+        for name in gone:
+            self.cluster = self.cluster.without(name)
+        return gone
 
 
 def usable_cores() -> int:
@@ -166,6 +191,23 @@ def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapp
         return load_profile(path, graph.network).kernels if path.exists() else {}
     except BadFile:
         return {}
+
+
+def measure_who_stays(
+    session: Session, graph: Graph, batch_size: int, endurance: Endurance | None, *, optimizer: Optimizer | None = None,
+    say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
+) -> tuple[Cluster, Profile]:  # fmt: skip
+    """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left. `endurance`: None
+    where a plan is given, which names everybody it needs."""
+    while True:
+        try:
+            return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
+        except (WorkerLost, TimedOut):
+            gone = session.go_on_without_lost(endurance) if endurance is not None else []
+            if not gone:
+                raise
+            if say is not None:
+                say(f"Beginning without {', '.join(gone)}: {len(session.cluster.names)} device(s) left.")
 
 
 def measure(

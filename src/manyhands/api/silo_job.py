@@ -239,7 +239,7 @@ class SiloJob(Job):
 
         count = len(self.joined.edges) + 1
         with self._following():
-            found, self.last_planned = self.run(planned, stepped, "auto", Lasting("auto", 0, (count, count)))
+            found, self.last_planned = self.run(planned, stepped, "auto", Lasting("auto", 0, count, count))
         server, between = self.joined.server, found.bytes_between
         stage = planned.plan.stages[-1]
         cut = stage.layers[0]

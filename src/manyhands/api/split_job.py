@@ -285,7 +285,7 @@ class SplitJob(Job):
                 on_step(step, loss, took)
 
         least = 1 if pilot.can_work_alone() else 2
-        lasting = Lasting("auto", self.backups, (least, 2))
+        lasting = Lasting("auto", self.backups, least, 2)
         with self._following() as following:
             found, self.last_planned = self.run(planned, stepped, "auto", lasting)
         moved, between = pilot.moved_bytes(), found.bytes_between

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EPOCHS, BATCH_SIZE, OPTIMIZER = 4, 32, "SGD:lr=0.05,momentum=0.9"
 MAY_CHANGE = (
     "epochs", "steps", "cut", "bits", "k", "mode", "rival", "trace", "cloud", "edge_slowdown", "server_slowdown",
-    "memory", "delay", "calibrate", "allowed_drop", "listen",
+    "memory", "delay", "calibrate", "allowed_drop", "listen", "has_typed_token",
 )  # fmt: skip
 """What a run may go on with in another way; the rest decides what is computed."""
 
@@ -60,6 +60,8 @@ class SplitWish:
     silos: str = ""
     listen: str = ""
     """Where devices with silos join; empty: processes of this machine are given theirs."""
+    has_typed_token: bool = False
+    """See `jobs.Wish`."""
     freeze: str = "0"
     weights: str = ""
     trace: str = ""

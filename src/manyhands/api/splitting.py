@@ -154,7 +154,7 @@ def split_train(
         run = stack.enter_context(
             opened(
                 options, folder=folder, resume=resume, granularity=granularity, name=name, say=say, command="split",
-                by_name="split_wish" in (config or {}), on_opened=on_opened, verify=verify,
+                typed=(config or {}).get("split_wish"), on_opened=on_opened, verify=verify,
             )
         )  # fmt: skip
         if found is not None:

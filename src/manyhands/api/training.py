@@ -18,7 +18,7 @@ from manyhands.api.evaluation import captured as captured
 from manyhands.api.job import Job, OnOpened, OnPlanned, OnStep, Planned, TrainResult, cuts_statistics, opened
 from manyhands.api.public import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.api.public import plan as make_plan
-from manyhands.api.session import Say, expect_session, measure, open_session
+from manyhands.api.session import Say, expect_session, measure_who_stays, open_session
 from manyhands.api.tiling import check_tiles
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.given import batch_size_of, given
@@ -35,6 +35,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.crew import Endurance
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
 from manyhands.runtime.record import read_config, read_decided
 from manyhands.runtime.watch import SILENCE_SECONDS
@@ -66,7 +67,8 @@ def train(
     granularity: str = "blocks",
     replan: str = "auto",
     backup_every: int | None = None,
-    workers: tuple[int, int | None] = (1, None),
+    min_devices: int = 1,
+    max_devices: int | None = None,
     silence_seconds: float = SILENCE_SECONDS,
     name: str = "",
     config: Mapping[str, Any] | None = None,
@@ -105,7 +107,10 @@ def train(
     backup_every
                 rounds between two copies of all weights that workers keep for each other; None: so that it is hardly
                 felt; 0: none, so that a loss costs what came after the last checkpoint
-    workers     (least, most): with fewer it waits for others to join, more are not used; most may be None
+    min_devices with fewer left it waits a minute for others to join, then ends; where nobody can join, it ends at once.
+                How many it begins with is the cluster's: those of mh.Cluster, or who has joined an mh.Coordinator
+                (its wait_for waits for so many)
+    max_devices more are not used, though they join; None: all are
     silence_seconds
                 a local worker that says nothing for so long is lost (an mh.Coordinator has its own)
     tensorboard write logs for TensorBoard into the run's folder too (pip install 'manyhands[tensorboard]')
@@ -119,7 +124,7 @@ def train(
         model, samples.data, loss, optimizer, batch_size_of(samples, batch_size), epochs, steps,
         samples.shuffles(shuffle), batch_norm, seed, feed,
     )  # fmt: skip
-    by_name = "wish" in (config or {})
+    lasting = Lasting(replan, backup_every, min_devices, max_devices)
     expect_session(cluster, trains=True)
     with (
         opened(
@@ -129,7 +134,7 @@ def train(
             granularity=granularity,
             name=name,
             say=say,
-            by_name=by_name,
+            typed=(config or {}).get("wish"),
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             on_opened=on_opened,
             tensorboard=tensorboard,
@@ -137,6 +142,8 @@ def train(
         ) as found,
         open_session(cluster, logs=found.folder / "workers", say=say, silence_seconds=silence_seconds) as session,
     ):
+        endurance = lasting.endurance(session.rejoin_seconds)
+        session.begin(endurance)
         job = TrainJob(
             options, found.graph, session, found.record, found.start, found.last_step, found.folder, say, held_out,
             limit_seconds,
@@ -145,8 +152,7 @@ def train(
         if plan == "tiles":
             asked["tiles"] = msgspec.to_builtins(tiles or TileWish())
         wish = Sharing(plan, micro_batches, tiles, reduce, tune)
-        lasting = Lasting(replan, backup_every, workers)
-        planned = job.planned(wish, asked if found.is_resumed else None)
+        planned = job.planned(wish, endurance, asked if found.is_resumed else None)
         found.record.decided(
             {**dict(config or {}), **options.facts, "steps": found.last_step, **asked}, planned.cluster,
             planned.profile, planned.plan,
@@ -162,7 +168,7 @@ def train(
 class TrainJob(Job):
     """Plans for any cluster, by any strategy."""
 
-    def planned(self, wish: Sharing, asked_before: Mapping[str, Any] | None) -> Planned:
+    def planned(self, wish: Sharing, endurance: Endurance, asked_before: Mapping[str, Any] | None) -> Planned:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
         network, wanted = self.graph.network, wish.plan
@@ -171,9 +177,10 @@ class TrainJob(Job):
         if known is not None:
             cluster, profile, _ = known
         else:
-            cluster, profile = measure(
-                self.session, self.graph, self.options.batch_size, optimizer=self.options.optimizer, say=self.say
-            )
+            cluster, profile = measure_who_stays(
+                self.session, self.graph, self.options.batch_size, endurance if is_strategy(str(wanted)) else None,
+                optimizer=self.options.optimizer, say=self.say,
+            )  # fmt: skip
         if known is not None and is_strategy(str(wanted)):
             plan = known[2]
         elif isinstance(wanted, Plan):

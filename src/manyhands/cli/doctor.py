@@ -22,7 +22,9 @@ def doctor(
         int | None, typer.Option("--workers", help="Workers to start on this machine. Default: 2. 0: only look at it.")
     ] = None,
     listen: Annotated[str, typer.Option("--listen", help="HOST:PORT where workers of other machines join.")] = "",
-    devices: Annotated[int, typer.Option("--devices", "-n", help="With --listen: how many workers join.")] = 1,
+    devices: Annotated[
+        str, typer.Option("--devices", "-n", help="With --listen: how many workers it waits for; of 2:6, two.")
+    ] = "1",
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
     ] = "",
@@ -37,9 +39,10 @@ def doctor(
 ) -> None:
     """Check this machine, its workers and the network between them. Exit code 19: something would break a run."""
     from manyhands.api.doctor import Asked, examine
+    from manyhands.api.joining import parse_devices
     from manyhands.cli.show import print_json, working
 
-    asked = Asked(workers, cluster, listen, devices, token, lab, join, wait)
+    asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token, lab, join, wait)
     with working("manyhands doctor") as spin:
 
         def say(text: str) -> None:

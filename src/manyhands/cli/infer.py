@@ -12,7 +12,19 @@ import typer
 
 from manyhands.api.stopping import STOPPED, stopping
 from manyhands.cli.infer_show import SHOWN, InferShow
-from manyhands.cli.options import Gpus, JobCluster, Json, Lab, Listen, Scale, Slots, Token, Trace
+from manyhands.cli.options import (
+    Gpus,
+    JobCluster,
+    Json,
+    Lab,
+    Listen,
+    MinDevices,
+    Scale,
+    Slots,
+    Token,
+    Trace,
+    devices_option,
+)
 
 if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
@@ -80,8 +92,9 @@ def infer(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", "-n", help="How many workers, like 4; or 2:6. Default: one a core, up to 4."),
+        devices_option("one a core, up to 4"),
     ] = None,
+    min_devices: MinDevices = None,
     cluster: JobCluster = None,
     lab: Lab = None,
     scale: Scale = None,
@@ -108,7 +121,7 @@ def infer(
     chosen, objective = job.plan_named(share, plan), objective_named(objective)
     given = {
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
-        "traces": tuple(trace) if trace else None,
+        "traces": tuple(trace) if trace else None, "listen": listen or None, "min_devices": min_devices,
     }  # fmt: skip
     with InferShow(quiet=json) as show:
         if output:
@@ -121,12 +134,10 @@ def infer(
         known = load_known(name, weights, shape, source=input)
         samples = _samples(known, input) if input else None
         _check_served(known, serve)
-        wish = job.wish_for(given, chosen, listen)
+        wish = job.wish_for(given, chosen)
         with (
-            jobs.machines_for(wish, listen, token, show.say) as machines,
-            job.opened(
-                known, machines, wish, chosen, objective, show.say, home=home, others_may_join=bool(listen or cluster)
-            ) as running,
+            jobs.machines_for(wish, token, show.say) as machines,
+            job.opened(known, machines, wish, chosen, objective, show.say, home=home) as running,
         ):  # fmt: skip
             predicted = running.predicted_of(len(samples)) if samples else running.predicted_seconds
             show.ready(running, known, predicted, len(samples) if samples else None)

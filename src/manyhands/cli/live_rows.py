@@ -171,7 +171,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     words = {
         "started": f"started: {event.get('model', '')}, step {step} of {event.get('steps')}",
         "joined": f"{device} joined",
-        "leaving": f"{device} was asked to leave and hands over",
+        "leaving": f"{device} leaves and hands over",
         "left": f"{device} has left",
         "lost": str(event.get("reason", "")) or f"{devices} lost",
         "recovered": f"going on with {devices} from step {step}{after}",

@@ -85,6 +85,24 @@ Run = Annotated[
 
 # Of jobs: the devices
 
+
+def devices_option(default: str) -> Any:
+    return typer.Option(
+        "--devices",
+        "-n",
+        help="How many workers, like 4; or 2:6: it waits for two, uses up to six, and goes on down to --min-devices. "
+        f"Default: {default}.",
+    )
+
+
+MinDevices = Annotated[
+    int | None,
+    typer.Option(
+        "--min-devices",
+        help="With fewer workers left it waits a minute for others to join (--listen, --cluster), then ends. Default: "
+        "1.",
+    ),
+]
 JobCluster = Annotated[
     str | None, typer.Option("--cluster", "-c", help="A cluster.yaml whose devices join by name, or local:N.")
 ]

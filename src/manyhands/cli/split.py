@@ -185,6 +185,7 @@ def train(
 ) -> None:
     """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
     from manyhands.api import split_typed
+    from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
 
     given = {
@@ -194,6 +195,7 @@ def train(
         "weights": weights, "freeze": freeze, "input": input, "epochs": epochs, "steps": steps,
         "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
         "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
+        "has_typed_token": is_typed_token(token),
     }  # fmt: skip
     wish = split_typed.split_wish(given, resume=resume, out=out)
     with _Show(quiet=json) as show, dashboard_for(dashboard, show.say, quiet=json) as page:

@@ -18,6 +18,7 @@ from manyhands.cli.options import (
     Json,
     Lab,
     Listen,
+    MinDevices,
     Out,
     Resume,
     Scale,
@@ -27,6 +28,7 @@ from manyhands.cli.options import (
     Token,
     Trace,
     batch_size_option,
+    devices_option,
     epochs_option,
     optimizer_option,
 )
@@ -42,13 +44,9 @@ MOST_ROWS = 16
 def train(
     devices: Annotated[
         str | None,
-        typer.Option(
-            "--devices",
-            "-n",
-            help="How many workers, like 4; or 2:6: it waits for two, goes on while there are two, and uses up to six. "
-            "Default: 4 on this machine.",
-        ),
+        devices_option("4 on this machine"),
     ] = None,
+    min_devices: MinDevices = None,
     model: JobModel = None,
     data: Data = None,
     input: JobInput = None,
@@ -135,6 +133,7 @@ def train(
 ) -> None:
     """Train a network on several workers, exactly as one device would. Without arguments: a demonstration."""
     from manyhands.api import jobs
+    from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
 
     given = {
@@ -143,13 +142,14 @@ def train(
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
         "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
         "feed": feed, "replan": replan, "backup_every": backup_every, "silence": silence,
+        "listen": listen or None, "min_devices": min_devices, "has_typed_token": is_typed_token(token),
     }  # fmt: skip
-    wish = jobs.wish_for(given, share=share, plan=plan, listen=listen, resume=resume, out=out)
-    is_demo = wish == jobs.Wish() and not (listen or resume or share)
+    wish = jobs.wish_for(given, share=share, plan=plan, resume=resume, out=out)
+    is_demo = wish == jobs.Wish() and not (resume or share)
     with (
         _Show(quiet=json, is_demo=is_demo) as show,
         dashboard_for(dashboard, show.say, quiet=json) as page,
-        jobs.machines_for(wish, listen, token, show.say) as machines,
+        jobs.machines_for(wish, token, show.say) as machines,
     ):
         result = jobs.train_job(
             wish, cluster=machines, folder=Path(out) if out else None, resume=Path(resume) if resume else None,

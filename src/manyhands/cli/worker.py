@@ -51,7 +51,7 @@ def worker(
 ) -> None:  # fmt: skip
     """Join a coordinator and work for it until it ends (exit code 0) or is lost (11).
 
-    SIGTERM: hands over what it has to the others, then leaves; a second one, and Ctrl-C, leave at once.
+    Ctrl-C or SIGTERM: hands over what it has to the others, then leaves (0); a second one leaves at once.
     """
     from manyhands.runtime.processes import die_with_parent, is_to_load_everything
 

@@ -51,7 +51,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
     name: str
     kind: str = ""
     state: str = "here"
-    """here (it has part in the plan), idle (it has none), leaving, lost"""
+    """here (it has part in the plan), idle (it has none), leaving, left, lost"""
     reason: str = ""
     """Why it is lost."""
     memory_bytes: float = 0.0

@@ -89,14 +89,16 @@ class Coordinator:
         silence_seconds: float = SILENCE_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
         patience: float = 1.0,
-        most: int | None = None,
+        max_devices: int | None = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
         announce: bool = True,
         title: str = "",
     ) -> None:
         """`token`: empty: the household's where other machines can join, else a new one. `announce`: where they can,
-        tell the network, so that they find it without --join; `title` is what the run is called there.
+        tell the network, so that they find it without --join; `title` is what the run is called there. `max_devices`:
+        so many may be here at a time, others are refused. How many a job waits for is `wait_for`'s; how few it goes on
+        with, `mh.train`'s.
         """
         silence_seconds *= patience
         if not 0 < beat_seconds < math.inf:
@@ -106,8 +108,8 @@ class Coordinator:
                 f"silence_seconds is {silence_seconds:g}; it must be at least {_BEATS_IN_SILENCE * beat_seconds:g}.",
                 hint=f"Workers say that they are alive every {beat_seconds:g} s.",
             )
-        if most is not None and most < 1:
-            raise BadValue(f"At most {most} workers may join; it must be at least 1.")
+        if max_devices is not None and max_devices < 1:
+            raise BadValue(f"max_devices is {max_devices}; it must be at least 1.")
         interface = interface_asked()
         self.silence_seconds, self.beat_seconds = silence_seconds, beat_seconds
         self.clock = clock
@@ -122,7 +124,7 @@ class Coordinator:
         self.local = LocalWorkers(logs=logs)
         self.wanted: set[str] | None = None
         """Names that may join; None: any."""
-        self.most = most
+        self.max_devices = max_devices
         """How many may be here at a time; None: any number."""
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
@@ -395,7 +397,7 @@ class Coordinator:
             self._lose(known, "it has come back over another connection")
             known.channel.close()
         with self._change:  # of two with one name the second is refused
-            found = judged(hello, channel, invitation, self.members, self.wanted, self.most)
+            found = judged(hello, channel, invitation, self.members, self.wanted, self.max_devices)
             if isinstance(found, Member):
                 patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
                 welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
@@ -422,7 +424,7 @@ class Coordinator:
 
     def _listen(self, member: Member) -> None:
         """What one worker says goes into the queue; a broken connection too."""
-        reason, unfinished_bytes = "", 0
+        reason, unfinished_bytes, has_left = "", 0, False
         try:
             while True:  # until the channel ends, here or there
                 data = member.channel.receive(self.beat_seconds)
@@ -441,30 +443,31 @@ class Coordinator:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
                     self.events.put((member.name, message), len(data))
         except ManyhandsError as error:
-            reason = error.message.rstrip(".")
+            has_left = member.is_leaving
+            reason = error.message.rstrip(".") if not has_left else "it left by itself"
         except Exception as error:
             reason = f"what it says cannot be understood: {error!r:.200}"
-        self._lose(member, reason)
+        self._lose(member, reason, has_left=has_left)
 
     def _heard(self, member: Member) -> None:
         with self._watching:
             if not member.is_lost:
                 self._watch.heard(member.name, self.clock())
 
-    def _lose(self, member: Member, reason: str) -> None:
-        """Once: its connection broke, or it was silent for too long."""
+    def _lose(self, member: Member, reason: str, *, has_left: bool = False) -> None:
+        """Once: it left, its connection broke, or it was silent for too long."""
         with self._change:
             if member.is_lost:
                 return
             with self._watching:
                 self._watch.forget(member.name)
-                member.is_lost, member.reason = True, reason
+                member.is_lost, member.reason, member.has_left = True, reason, has_left
             self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
             if not self._closing.is_set():
                 self.events.put((member.name, Lost(member)))
             self._change.notify_all()
-        if not self._closing.is_set():
-            self.on_event(f"{member.name} lost: {reason}")
+        if not self._closing.is_set() and not member.is_dismissed:  # whoever let it go has said so
+            self.on_event(f"{member.name} left" if has_left else f"{member.name} lost: {reason}")
 
     # Watching
 
@@ -543,6 +546,11 @@ class Coordinator:
         """A lost worker is not an error here: its loss is in the events."""
         with contextlib.suppress(WorkerLost, TimedOut):
             self.members[name].channel.send(encode(message), limit_seconds * self.security.patience)
+
+    def dismiss(self, name: str) -> None:
+        """Let a worker go that has said that it wants to."""
+        self.members[name].is_dismissed = True
+        self.say(name, Leave())
 
     def wake(self) -> None:
         """Whoever waits for an event looks around now."""

@@ -284,7 +284,7 @@ class Journey:
         located = self._surveyed(error)
         while True:
             available = self._crew.available()
-            if len(available) < self._crew.least:  # lost since they were counted
+            if len(available) < self.endurance.min_devices:  # lost since they were counted
                 located = self._surveyed(error)
                 continue
             self._crew.know_all()

@@ -282,18 +282,20 @@ class Living:
         found = []
         order = {name: place for place, name in enumerate(own.cluster.names)} if own is not None else {}
         for name, member in sorted(members.items(), key=lambda one: order.get(one[0], len(order))):
-            state = "lost" if member.is_lost else "leaving" if member.is_leaving else "here"
+            state = "left" if member.has_left else "lost" if member.is_lost else "here"
+            if member.is_leaving and not member.is_lost:
+                state = "leaving"
             if state == "here" and own is not None and name not in stages:
                 state = "idle"
             seen, device = self._seen.get(name), member.device
             found.append(
                 LiveDevice(
-                    name, device.kind, state, member.reason if member.is_lost else "",
+                    name, device.kind, state, member.reason if state == "lost" else "",
                     memory_bytes=(own.cluster.device(name) if own and name in order else device).memory_bytes,
                     planned_bytes=planned[name].peak_bytes if name in planned else 0.0,
-                    resident_bytes=seen.resident_bytes if seen is not None and state != "lost" else 0,
+                    resident_bytes=seen.resident_bytes if seen is not None and not member.is_lost else 0,
                     peak_bytes=seen.peak_bytes if seen is not None else 0,
-                    busy=self._busy.get(name) if state != "lost" else None, host=member.channel.peer_host,
+                    busy=self._busy.get(name) if not member.is_lost else None, host=member.channel.peer_host,
                     compute=member.facts.compute, stages=tuple(stages.get(name, ())),
                 )
             )  # fmt: skip

@@ -34,8 +34,12 @@ class Member:
     is_lost: bool = False
     reason: str = ""
     """Why it is lost."""
+    has_left: bool = False
+    """It is lost because it went, and had said so: no failure."""
     is_leaving: bool = False
-    """It was asked to go, and waits until others have what it has."""
+    """It has said that it goes: as soon as others have what it has, where they need it."""
+    is_dismissed: bool = False
+    """It was told that it may go: nothing that it has is needed."""
     graph_digest: str = ""
     """Of the graph that it was given last."""
     shelf: str = ""
@@ -77,9 +81,9 @@ def judged(
     invitation: Invitation | None,
     members: Mapping[str, Member],
     wanted: Collection[str] | None,
-    most: int | None,
+    max_devices: int | None,
 ) -> Member | Refusal:
-    """Whether a worker that has said who it is may join; `wanted`: under one of these names; `most`: so many may."""
+    """Whether a worker that has said who it is may join; `wanted`: under one of these names; `max_devices`: so many."""
     if hello.protocol != PROTOCOL or hello.version != __version__:
         return other_version(f"{hello.name:.64}", hello.version, hello.protocol)
     may_choose = wanted is None and invitation is None
@@ -98,9 +102,9 @@ def judged(
     if hello.name == COORDINATOR:
         return Refusal(f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ...")
     here = sum(not member.is_lost for member in members.values())
-    if most is not None and here >= most:
+    if max_devices is not None and here >= max_devices:
         return Refusal(
-            f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {most} may.",
+            f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {max_devices} may.",
             "Join when one has left, or start the job with more: --devices.",
         )
     try:

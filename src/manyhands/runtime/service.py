@@ -14,7 +14,7 @@ from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.runtime.identity import interface_of
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
-from manyhands.runtime.serving import asked_to_leave_by_signal
+from manyhands.runtime.serving import ask_to_leave, asked_to_leave_by_signal
 from manyhands.runtime.worker import CalledOtherwise, Worker
 
 AGAIN_SECONDS = 10.0
@@ -38,8 +38,8 @@ def serve(
     """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
 
     Without a host in `joining` the coordinator is looked for (`seeking`). `stay`: whatever happens the next one is
-    waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. SIGTERM asks the
-    worker to leave: others get what it has first. A second one ends it at once.
+    waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. Ctrl-C and
+    SIGTERM ask the worker to leave: others get what it has first. A second one ends it at once.
     """
     service = _Service(joining, say or (lambda text: None), stay, rejoin, on_joined, transport)
     with asked_to_leave_by_signal(service.leave):
@@ -81,11 +81,14 @@ class _Service:
         if self._current is None:
             return False
         self._is_asked = True
-        threading.Thread(target=self._current.ask_to_leave, name="leaving", daemon=True).start()
+        asking = (self._current, self._name, self._say)
+        threading.Thread(target=ask_to_leave, args=asking, name="leaving", daemon=True).start()
         return True
 
     def is_over(self) -> bool:
         """One attempt to join and, where it succeeds, one coordinator's run; whether that was all."""
+        if self._is_asked:  # before it had joined
+            return True
         try:
             self._current = worker = self._worker()
         except (TimedOut, Refused) as error:
@@ -111,7 +114,7 @@ class _Service:
             return False
         self._current = None
         if self._is_asked:
-            self._say(f"{self._name} has left, as it was asked to.")
+            self._say(f"{self._name} has left.")
             return True
         self._say(f"The coordinator at {self._where} has ended the run; {self._name} has left.")
         self._loss = None

@@ -30,6 +30,8 @@ _ANSWER_SECONDS = 10.0
 """Whoever comes takes the worker in by then, or is not waited for."""
 _REFUSE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+_SAME_SECONDS = 0.25
+"""A signal so soon after another is the same: the parent of several workers passes on what a terminal sends to all."""
 
 
 def load_everything() -> None:
@@ -39,24 +41,43 @@ def load_everything() -> None:
 
 @contextlib.contextmanager
 def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
-    """SIGTERM calls `leave`, which says whether anything is to be done first; if not, and the second time, the process
-    ends at once."""
+    """Ctrl-C and SIGTERM call `leave`, which says whether anything is to be done first; if not, and the second time,
+    the process ends at once. Where Ctrl-C is ignored, as in a shell's background, it stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    is_asked = False
+    asked_at: float | None = None
 
     def obey(number: int, frame: object) -> None:
-        nonlocal is_asked
-        if is_asked or not leave():
+        nonlocal asked_at
+        now = time.monotonic()
+        if asked_at is not None and now - asked_at < _SAME_SECONDS:
+            return
+        if asked_at is not None:
             os._exit(128 + number)
-        is_asked = True
+        if leave():
+            asked_at = now
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            os._exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, obey)
+    heard = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        heard.append(signal.SIGINT)
+    before = {number: signal.signal(number, obey) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ask_to_leave(worker: Worker, name: str, say: Callable[[str], None]) -> None:
+    """As `Worker.ask_to_leave`; whoever waits for it is told why it takes a moment."""
+    if worker.is_needed:
+        say(f"{name} leaves as soon as others have what it holds. Ctrl-C again leaves at once.")
+    worker.ask_to_leave()
 
 
 def listen(
@@ -72,7 +93,7 @@ def listen(
 
     When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new one, which
     is said. Beyond this machine everything is encrypted. `on_listening` is told the address and the token when others
-    can come. Ends when `stopping` is set, by Ctrl-C, or by SIGTERM, which has the worker hand over first.
+    can come. Ends when `stopping` is set, and by Ctrl-C or SIGTERM: the worker hands over first. A second one: at once.
     """
     ending = stopping or threading.Event()
 
@@ -96,6 +117,8 @@ def listen(
                 raise loss
             if once:
                 return
+        if ending.is_set():
+            reception.say(f"{reception.name} has left.")
 
 
 def _work(reached: Reached, joining: Joining, reception: _Reception) -> ManyhandsError | None:
@@ -186,7 +209,7 @@ class _Reception:
             self._note_dropped()
             if self._ending.is_set() and (worker := self.worker) is not None and worker is not asked:
                 asked = worker
-                worker.ask_to_leave()
+                ask_to_leave(worker, self.name, self.say)
             if channel is not None:
                 with contextlib.suppress(ManyhandsError):
                     self._judge(_Guest(channel))

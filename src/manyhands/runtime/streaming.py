@@ -308,9 +308,9 @@ class Streaming:
         if earlier is not None:  # another was lost before anything was answered: one recovery
             self._recovery = _Recovery(earlier.since, earlier.again + len(again), [*earlier.lost, *self._recovery.lost])
         while True:
-            self._crew.wait_for_enough(self._too_few(error), self.check)
+            self._crew.wait_for_enough(error, self.check)
             available = self._crew.available()
-            if len(available) < self._crew.least:
+            if len(available) < self.endurance.min_devices:
                 continue
             self._crew.know_all()
             try:
@@ -323,11 +323,6 @@ class Streaming:
                     raise
         self.tell("replanned", how="inference", reason="", plan=plan.to_dict())
         return dataclasses.replace(order, plan=plan, kernels=kernels, trace_steps=range(0), memory_step=-1)
-
-    def _too_few(self, error: ManyhandsError) -> WorkerLost:
-        count, least = len(self._crew.available()), self._crew.least
-        hint = f"{count} worker(s) left, {least} needed. On each device: {self.coordinator.join_command()}"
-        return WorkerLost(error.message, hint=hint)
 
     def _tell_recovered(self) -> None:
         """Once the first answer is out, or everybody is ready while nobody asks."""

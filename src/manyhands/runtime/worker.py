@@ -185,15 +185,22 @@ class Worker:
                 self._obey(command)
             if self.gone is not None and not self.leaving:
                 raise self.gone
+            with contextlib.suppress(ManyhandsError):  # it may have gone first
+                self._say(Leaving())  # so that it is not taken for lost
         finally:
             self._drop()
             self.endpoint.close()
             self.channel.close()
             self._ended.set()
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether others may need what is here."""
+        return self.prepared is not None or self.is_under_way
+
     def ask_to_leave(self) -> None:
         """Go as soon as others have what is here; at once where nothing is under way. Not for a signal's handler."""
-        if self.prepared is None and not self.is_under_way:
+        if not self.is_needed:
             self.leaving = True
             self.commands.put(Leave())
         else:

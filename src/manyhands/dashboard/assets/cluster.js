@@ -3,8 +3,8 @@
 import { byId, fitted, html, nothing, picture, replace, svg, text, title, widthFor, widthOf } from "./elements.js";
 import * as units from "./units.js";
 
-const MARKS = { here: "●", idle: "○", leaving: "◐", lost: "✕" };
-const WORDS = { here: "at work", idle: "not in the plan", leaving: "leaving", lost: "lost" };
+const MARKS = { here: "●", idle: "○", leaving: "◐", left: "–", lost: "✕" };
+const WORDS = { here: "at work", idle: "not in the plan", leaving: "leaving", left: "left", lost: "lost" };
 const FEW_LABELS = 8;
 const SLOW = 0.5; // of the rate that was planned with
 
@@ -34,8 +34,10 @@ export function drawCluster(run) {
 }
 
 function hint({ devices, links, live }, edges) {
-  const lost = devices.filter((one) => one.state === "lost").length;
-  const words = [`${devices.length - lost} device${devices.length - lost === 1 ? "" : "s"}`];
+  const [lost, left] = ["lost", "left"].map((state) => devices.filter((one) => one.state === state).length);
+  const here = devices.length - lost - left;
+  const words = [`${here} device${here === 1 ? "" : "s"}`];
+  if (left) words.push(`${left} left`);
   if (lost) words.push(`${lost} lost`);
   words.push(
     live?.has_busiest_links_only

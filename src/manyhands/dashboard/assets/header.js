@@ -48,7 +48,7 @@ function facts(run) {
     ["Loss", units.loss(live.loss)],
   ];
   if (run.devices?.length) {
-    const here = run.devices.filter((one) => one.state !== "lost").length;
+    const here = run.devices.filter((one) => one.state !== "lost" && one.state !== "left").length;
     found.push(["Devices", String(here), here < run.devices.length ? `of ${run.devices.length}` : ""]);
   }
   if (live.generation > 0) found.push(["Re-planned", `${live.generation} ×`]);

@@ -51,10 +51,12 @@ export function drawMemory(run) {
   replace(place, picture(width, devices.length * high + 2, label, ...parts));
 }
 
+const isGone = (one) => one.state === "lost" || one.state === "left";
+
 function wordsOf(one) {
   const known = (value) => (value > 0 ? units.bytes(value) : "unknown");
   return (
-    `${one.name}${one.state === "lost" ? " (lost)" : ""}: process ${known(one.resident_bytes)}, ` +
+    `${one.name}${isGone(one) ? ` (${one.state})` : ""}: process ${known(one.resident_bytes)}, ` +
     `tensors at most ${known(one.peak_bytes)}, planned ${known(one.planned_bytes)}, budget ${known(one.memory_bytes)}`
   );
 }
@@ -69,9 +71,8 @@ function bar(one, y, left, room, high, right) {
     room > 260 && used / most < 0.4 && (one.peak_bytes || one.planned_bytes)
       ? `tensors ${one.peak_bytes ? units.bytes(one.peak_bytes) : "–"}, planned ${units.bytes(one.planned_bytes)}`
       : "";
-  const isLost = one.state === "lost";
-  const shown = isLost
-    ? "lost"
+  const shown = isGone(one)
+    ? one.state
     : right < 100
       ? units.percent(one.memory_bytes ? used / one.memory_bytes : NaN)
       : `${used ? units.bytes(used) : "–"} of ${units.bytes(one.memory_bytes)}`;
@@ -79,7 +80,7 @@ function bar(one, y, left, room, high, right) {
     "g",
     { class: "memory-row", transform: `translate(0 ${y})` },
     title(wordsOf(one)),
-    text(0, high / 2 + 4, fitted(one.name, left - 8), isLost ? { class: "soft" } : null),
+    text(0, high / 2 + 4, fitted(one.name, left - 8), isGone(one) ? { class: "soft" } : null),
     svg("rect", { class: "fill-faint", x: left, y: 5, width: at(one.memory_bytes || most), height: thick, rx: 3 }),
     svg("rect", {
       class: isOver ? "fill-red" : "fill-sky",
@@ -103,7 +104,7 @@ function bar(one, y, left, room, high, right) {
     one.memory_bytes > 0
       ? svg("path", { class: "outline budget", "stroke-width": 1, d: `M${left + at(one.memory_bytes)} 2v${thick + 6}` })
       : null,
-    more && !isLost ? text(left + room - 8, high / 2 + 4, more, { class: "soft small", "text-anchor": "end" }) : null,
+    more && !isGone(one) ? text(left + room - 8, high / 2 + 4, more, { class: "soft small", "text-anchor": "end" }) : null,
     text(left + room + 8, high / 2 + 4, shown, { class: "soft small" }),
   );
 }
