@@ -41,6 +41,7 @@ from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.observe.live import RunState as Ending
+from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.runtime.journey import Endurance, Journey, Pilot, Replan, Travelled
 from manyhands.runtime.living import Living, rounds_between_looks
@@ -193,6 +194,7 @@ def opened(
     ending: tuple[Ending, str] = ("ended", "")
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        remember(where)
         if on_opened is not None:
             living.shown_at(on_opened(where) or "")
         living.said("starting workers")
