@@ -25,6 +25,7 @@ from manyhands.facts.errors import WorkerLost
 
 WANTED = Wanted((1, 2, 2))
 NPY, PNG = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/png"}
+JSON = {"Content-Type": "application/json"}
 
 
 class StandIn:
@@ -53,9 +54,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(asks: StandIn, *, host: str = "127.0.0.1", **limits: Any) -> Iterator[Answering]:
+def serving(asks: StandIn, *, host: str = "127.0.0.1", wanted: Wanted = WANTED, **limits: Any) -> Iterator[Answering]:
     labels = Labels(("up", "flat", "down"))
-    with Answering(asks, WANTED, labels, host=host, limits=Limits(**limits), health=lambda: {"answered": 7}) as found:
+    with Answering(asks, wanted, labels, host=host, limits=Limits(**limits), health=lambda: {"answered": 7}) as found:
         yield found
 
 
@@ -74,11 +75,14 @@ def ask(
     path: str = "/infer",
     method: str = "POST",
 ) -> tuple[int, list[Any]]:
-    """The status and the lines of a request on a connection of its own."""
+    """The status and the lines, or the one document, of a request on a connection of its own."""
     with contextlib.closing(connect(served)) as connection:
         connection.request(method, path, body, headers or {}, encode_chunked=not isinstance(body, (bytes, type(None))))
         answer = connection.getresponse()
-        return answer.status, [json.loads(line) for line in answer.read().splitlines()]
+        content = answer.read()
+        if answer.getheader("Content-Type") == "application/json":
+            return answer.status, [json.loads(content)]
+        return answer.status, [json.loads(line) for line in content.splitlines()]
 
 
 def packed(array: Any) -> bytes:
@@ -91,9 +95,10 @@ def samples(*values: float) -> bytes:
     return packed([numpy.full(WANTED.shape, value) for value in values])
 
 
-def picture(grey: int, kind: str = "PNG") -> bytes:
+def picture(grey: int, kind: str = "PNG", size: tuple[int, int] = (2, 2)) -> bytes:
+    """`size`: width and height."""
     file = io.BytesIO()
-    Image.new("L", (5, 4), grey).save(file, kind)
+    Image.new("L", size, grey).save(file, kind)
     return file.getvalue()
 
 

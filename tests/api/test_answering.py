@@ -6,17 +6,37 @@ import contextlib
 import io
 import json
 import select
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from answering_clients import NPY, PNG, StandIn, ask, connect, form, packed, picture, samples, serving, until
+from answering_clients import (
+    JSON,
+    NPY,
+    PNG,
+    WANTED,
+    StandIn,
+    ask,
+    connect,
+    form,
+    packed,
+    picture,
+    samples,
+    serving,
+    until,
+)
 from PIL import Image
 
+from manyhands.api.answering import Answering
 from manyhands.api.answering_lines import Answer, Labels, json_line
+from manyhands.data.sample_json import read_json
+from manyhands.data.wanted import Wanted
 
 # Answers
 
@@ -90,10 +110,119 @@ def test_one_connection_may_ask_again_and_again() -> None:
         assert connection.sock is kept
 
 
-def test_the_help_page_has_the_command() -> None:
-    with serving(StandIn()) as served, contextlib.closing(connect(served)) as connection:
-        connection.request("GET", "/")
-        assert f"--data-binary @picture.png {served.url}/infer" in connection.getresponse().read().decode()
+def test_another_size_is_resized_where_that_is_asked_for() -> None:
+    larger, wide = picture(255, size=(5, 4)), packed([[[1, 1, 1], [3, 3, 3]]])
+    with serving(StandIn()) as served:
+        status, lines = ask(served, larger, PNG)
+        assert (status, "/infer?resize=1" in lines[0]["hint"]) == (400, True)
+        assert "--" not in lines[0]["hint"], "nothing of the command line, which the client did not type"
+        status, lines = ask(served, larger, PNG, "/infer?resize=1&raw=1")
+        assert (status, lines[0]["output"][0]) == (200, pytest.approx(1.0))
+        status, lines = ask(served, wide, NPY, "/infer?resize=1&raw=1")
+        assert (status, lines[0]["output"][0]) == (200, pytest.approx(2.0))
+    with serving(StandIn(), wanted=WANTED.resizing()) as served:  # manyhands infer --serve --resize
+        assert ask(served, larger, PNG)[0] == 200
+        assert ask(served, larger, PNG, "/infer?resize=0")[0] == 400
+    with serving(StandIn(), wanted=Wanted((4,))) as served:
+        status, lines = ask(served, packed([1, 2, 3, 4]), NPY, "/infer?resize=1")
+        assert (status, "takes 4 (float32)" in lines[0]["error"]) == (400, True)
+
+
+# JSON and help
+
+
+def test_json_is_answered_by_one_document() -> None:
+    one = [[[1, 2], [3, 6]]]
+    bodies = [one, {"inputs": one}, [one], {"inputs": [one, [[[0, 0], [0, -4.0]]]]}]
+    expected = [[3], [3], [3], [3, -1]]
+    with serving(StandIn()) as served:
+        for body, means in zip(bodies, expected, strict=True):
+            status, found = ask(served, json.dumps(body).encode(), JSON, "/infer?raw=1")
+            assert (status, [answer["output"][0] for answer in found[0]["answers"]]) == (200, means)
+            assert [answer["index"] for answer in found[0]["answers"]] == list(range(len(means)))
+        content = json.dumps({"inputs": one}).encode()
+        status, found = ask(served, content, {"Content-Type": "Application/JSON; charset=utf-8"})
+        assert found[0]["answers"][0]["top"][0]["label"] == "up"
+        status, found = ask(served, content, {"Content-Type": "application/x-www-form-urlencoded"}, "/infer?raw=1")
+        assert (status, found[0]["output"][0]) == (200, 3), "as curl sends it where it is told nothing: lines"
+        body, headers = form({"a.json": content, "b.npy": samples(5)})
+        status, found = ask(served, body, headers, "/infer?raw=1")
+        assert [(line["name"], line["output"][0]) for line in found] == [("a.json[0]", 3), ("b.npy[0]", 5)]
+
+
+def test_a_document_that_is_cut_off_says_why() -> None:
+    asks = StandIn()
+    asks.fails_at = 2
+    with serving(asks) as served:
+        status, found = ask(served, json.dumps([[[[1, 1], [1, 1]]]] * 4).encode(), JSON)
+        assert (status, len(found[0]["answers"])) == (200, 2)
+        assert (found[0]["error"], found[0]["hint"]) == ("Nobody is left.", "Start workers.")
+
+
+def test_json_of_too_many_numbers_is_not_decoded() -> None:
+    content = b"[" + b"0," * 2000 + b"0]"
+    with serving(StandIn(), body_bytes=5000, held_bytes=20_000) as served:
+        status, found = ask(served, content, JSON)
+        assert (status, found[0]["error"]) == (413, "sample: takes 64.1 kB decoded; at most 20 kB are.")
+        assert ".npy" in found[0]["hint"]
+
+
+def test_what_is_accepted_is_listed() -> None:
+    with serving(StandIn()) as served:
+        _, lines = ask(served, b"x", {"Content-Type": "text/html"})
+        for kind in ("application/json", "application/x-npy", "image/png", "multipart/form-data"):
+            assert kind in lines[0]["hint"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_get_says_what_to_send_and_its_command_works(host: str) -> None:
+    """The line is run as it stands, with its token and its key where it has them."""
+    with serving(StandIn(), host=host) as served:
+        token = {"Authorization": f"Bearer {served.bearer}"} if served.bearer else {}
+        for path in ("/", "/infer"):
+            with contextlib.closing(connect(served)) as connection:
+                connection.request("GET", path, headers=token)
+                answer = connection.getresponse()
+                page = answer.read().decode()
+            assert (answer.status, answer.getheader("Content-Type")) == (200, "text/plain; charset=utf-8")
+            for part in ("1x2x2 (float32)", served.example, "?resize=1", "application/json", "@picture.png"):
+                assert part in page, part
+        status, found = ask(served, None, {**token, "Accept": "application/json"}, "/infer", "GET")
+        assert (status, found[0]["shape"], found[0]["dtype"]) == (200, [1, 2, 2], "float32")
+        assert found[0]["example"] == served.example
+        if served.bearer:
+            assert ask(served, None, {}, "/infer", "GET")[0] == 401
+        assert_works(served)
+
+
+def assert_works(served: Answering) -> None:
+    """With curl; where there is none, what it would send is sent."""
+    making, _, sending = served.example.partition(" | ")
+    assert making == "python3 -c 'print([[[0]*2]*2]*1)'"
+    assert sending.startswith("curl ")
+    if shutil.which("curl") and shutil.which("python3"):
+        line = served.example.replace(
+            served.host, "127.0.0.1"
+        )  # beyond loopback it names another address of this machine
+        ran = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=True)
+        document = json.loads(ran.stdout)
+    else:
+        sample = subprocess.run([sys.executable, "-c", making.split("'")[1]], capture_output=True, check=True).stdout
+        token = {"Authorization": f"Bearer {served.bearer}"} if served.bearer else {}
+        status, (document,) = ask(served, sample, {**JSON, **token})
+        assert status == 200
+    assert [answer["index"] for answer in document["answers"]] == [0]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5)])
+def test_the_command_fits_every_shape(shape: tuple[int, ...]) -> None:
+    """Also a single number, and many axes."""
+    with serving(StandIn(), wanted=Wanted(shape)) as served:
+        program = served.example.split("'")[1]
+        made = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+        (sample,) = read_json(made, "made", served.wanted)
+        assert isinstance(sample, torch.Tensor)
+        assert sample.shape == shape
 
 
 # Refusals
@@ -108,7 +237,16 @@ def test_the_help_page_has_the_command() -> None:
         (b"\x93NUMPY nonsense", NPY, "/infer", 400, "no array of numbers"),
         (b"no picture", PNG, "/infer", 400, "cannot be read"),
         (b"", PNG, "/infer", 400, "empty"),
-        (samples(1), {"Content-Type": "application/json"}, "/infer", 415, "application/json"),
+        (samples(1), {"Content-Type": "text/html"}, "/infer", 415, "text/html"),
+        (packed([[[[1, 2, 3], [4, 5, 6]]]]), NPY, "/infer", 400, "sample is 1x1x2x3; the network takes 1x2x2"),
+        (picture(0, size=(5, 4)), PNG, "/infer", 400, "sample is 1x4x5; the network takes 1x2x2"),
+        (b"[[1, 2, 3]]", JSON, "/infer", 400, "sample is 1x3; the network takes 1x2x2"),
+        (b"[[[1, 2], [3, null]]]", JSON, "/infer", 400, "Expected 'float', got 'null'"),
+        (b"[[[1, 2], [3, 4]]", JSON, "/infer", 400, "truncated"),
+        (b"", JSON, "/infer", 400, "truncated"),
+        (b"[" * 4000, JSON, "/infer", 400, "more than 8 deep"),
+        (samples(1), NPY, "/infer?resise=1", 400, "no parameter 'resise'"),
+        (samples(1), NPY, "/infer?resize=2", 400, "resize is '2'"),
         (samples(1), NPY, "/infer?top=0", 400, "top is '0'"),
         (samples(1), NPY, "/elsewhere", 404, "nothing at /elsewhere"),
         (b"--edge\r\n", {"Content-Type": "multipart/form-data; boundary=edge"}, "/infer", 400, "cut off"),

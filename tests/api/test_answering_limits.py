@@ -122,8 +122,8 @@ def test_the_end_answers_what_is_under_way() -> None:
 def test_beyond_loopback_it_is_encrypted_and_asks_for_the_token() -> None:
     with serving(StandIn(), host="0.0.0.0") as served:
         assert served.url.startswith("https://")
-        assert f"Authorization: Bearer {served.bearer}" in served.command()
-        assert f"--pinnedpubkey '{served.pin}'" in served.command()
+        assert f"Authorization: Bearer {served.bearer}" in served.example
+        assert f"--pinnedpubkey '{served.pin}'" in served.example
         right = {**NPY, "Authorization": f"Bearer {served.bearer}"}
         assert ask(served, samples(1), right)[0] == 200
         for wrong in ({}, {"Authorization": "Bearer guess"}, {"Authorization": served.bearer}):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from manyhands.api.answering_job import decoupled_name
 from manyhands.api.answering_model import load_known
 from manyhands.data.digits import PIXEL_MEAN
+from manyhands.data.samples import read_samples
 from manyhands.data.wanted import Wanted
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadValue
@@ -48,6 +49,32 @@ def test_weights_say_how_many_classes_and_channels(tmp_path: Path) -> None:
         assert torch.equal(value, model.state_dict()[name])
     with pytest.raises(BadFile, match="does not fit unet"):
         load_known("unet", str(tmp_path / "w.safetensors"))
+
+
+def test_a_file_that_alone_says_what_a_sample_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3x32x32 has three samples of 32x32 for a model that takes such; for others it is asked what one is."""
+    (tmp_path / "elsewhere_models.py").write_text(
+        "from torch import nn\n"
+        "def rows(): return nn.Linear(32, 2).double()\n"
+        "def pictures(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = str(tmp_path / "x.npy")
+    numpy.save(source, numpy.zeros((3, 32, 32), numpy.float32))
+    rows = load_known("elsewhere_models:rows", source=source)
+    assert rows.wanted == Wanted((32, 32), torch.float64)
+    with pytest.raises(BadValue, match=r"does not run on samples of 32x32, which .*x\.npy has on its first") as refused:
+        load_known("elsewhere_models:pictures", source=source)
+    assert "--shape" in refused.value.hint
+    known = load_known("elsewhere_models:pictures", "", "3x32x32", source=source)
+    assert len(read_samples(source, known.wanted)) == 1
+
+
+def test_pictures_are_resized_where_that_is_asked_for() -> None:
+    assert load_known().wanted == Wanted((1, 16, 16))
+    assert load_known(resize=True).wanted == Wanted((1, 16, 16)).resizing()
+    with pytest.raises(BadValue, match="takes no pictures"):
+        load_known("din", resize=True)
 
 
 def test_a_run_knows_everything(tmp_path: Path) -> None:

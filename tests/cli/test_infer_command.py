@@ -50,6 +50,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
     save_file(model.state_dict(), folder / "tiny.safetensors")
     numpy.save(folder / "six.npy", drawn(6).numpy())
     numpy.save(folder / "colour.npy", numpy.zeros((2, 3, 16, 16), numpy.float32))
+    numpy.save(folder / "large.npy", numpy.zeros((3, 32, 32), numpy.float32))
+    (folder / "one.json").write_text(json.dumps(numpy.zeros((1, 20, 20)).tolist()))
+    (folder / "words.json").write_text('[[["a"]]]')
+    (folder / "six.json").write_text(json.dumps({"inputs": drawn(6).tolist()}))
     (folder / "pictures").mkdir()
     for name, grey in (("b.png", 255), ("a.png", 0)):
         Image.new("L", (20, 30), grey).save(folder / "pictures" / name)
@@ -69,7 +73,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
         (("--input", "six.npy", "--share", "tiles", "--plan", "x.yaml"), "both say how", "one of them"),
         (("--input", "six.npy", "--for", "speed"), "no objective called 'speed'", "throughput"),
         (("--input", "away"), "away: there is no such file", "digits"),
-        (("--input", "colour.npy"), "samples of 3x16x16; the network takes 1x16x16", "--shape 3x16x16"),
+        (("--input", "colour.npy"), "colour.npy is 2x3x16x16; the network takes 1x16x16", "--shape 3x16x16"),
+        (("--input", "large.npy"), "large.npy is 3x32x32; the network takes 1x16x16 (one sample)", "1x16x16"),
+        (("--input", "one.json"), "one.json is 1x20x20; the network takes 1x16x16", "--resize"),
+        (("--input", "words.json"), "words.json: Expected 'float', got 'str'", "Nested lists"),
+        (("--input", "pictures"), "2 of 2 pictures are not 1x16x16", "--resize"),
+        (("--input", "pictures/a.png"), "a.png is 1x30x20; the network takes 1x16x16", "--resize"),
+        (("--input", "six.npy", "--resize", "-m", "din"), "--resize: the network takes no pictures", "Leave it out"),
         (("--input", "broken"), "x.png (no picture of a known format)", "Delete or repair"),
         (("--input", "tiny.txt"), "tiny.txt: the picture cannot be read", "PNG"),
         (("--input", "six.npy", "--output", "x.txt"), "written as .npy or .jsonl", "answers.jsonl"),
@@ -152,6 +162,10 @@ def test_answers_as_documents(alone: Path, model: torch.nn.Module, capsys: pytes
     lines = [json.loads(line) for line in (alone / "answers.jsonl").read_text().splitlines()]
     torch.testing.assert_close(torch.tensor([line["output"] for line in lines]), expected, rtol=0, atol=1e-6)
     assert sorted(alone.glob(".answers*")) == []
+    infer("--input", "six.json", "--output", "again.npy")
+    torch.testing.assert_close(torch.from_numpy(numpy.load(alone / "again.npy")), expected, rtol=0, atol=1e-6)
+    infer("--input", "one.json", "--resize", "--output", "again.npy")
+    assert numpy.load(alone / "again.npy").shape == (1, 4)
 
 
 def check_told(told: dict[str, Any], expected: Tensor) -> None:
@@ -163,7 +177,7 @@ def check_told(told: dict[str, Any], expected: Tensor) -> None:
 
 
 def test_answers_as_a_table(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    infer("--input", "pictures", "--for", "throughput")
+    infer("--input", "pictures", "--resize", "--for", "throughput")
     said = capsys.readouterr().out
     assert re.search(r"a\.png +class \d \d+\.\d%.*\n.*b\.png", said)
     assert "random" not in said
@@ -178,7 +192,7 @@ def test_throughput_is_predicted_of_the_samples_at_hand(
     alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(OneDevice, "objective", "throughput")
-    infer("--input", "pictures")
+    infer("--input", "pictures", "--resize")
     said = capsys.readouterr().out
     assert "Predicted: 1 s a sample of 2 in a row." in said
     assert "samples/s, predicted 1.0;" in said
@@ -226,8 +240,8 @@ class Client:
     def __init__(self, port: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
-    def post(self, body: bytes) -> http.client.HTTPResponse:
-        self.connection.request("POST", "/infer?raw=1", body)
+    def post(self, body: bytes, more: str = "") -> http.client.HTTPResponse:
+        self.connection.request("POST", f"/infer?raw=1{more}", body)
         return self.connection.getresponse()
 
     def health(self) -> Any:
@@ -266,7 +280,7 @@ def test_a_worker_killed_in_a_stream_costs_no_answer(place: Path, model: torch.n
     assert [one["lost"] for one in health["recoveries"]] == [["local-2"]]
     assert health["answered"] == COUNT
     assert 0 < health["reruns"] <= 8
-    picture = json.loads(watcher.post((place / "pictures" / "a.png").read_bytes()).read())
+    picture = json.loads(watcher.post((place / "pictures" / "a.png").read_bytes(), "&resize=1").read())
     with torch.no_grad():
         black = model(torch.full((1, 1, 16, 16), -1.0))[0]
     assert picture["output"] == pytest.approx(black.tolist(), abs=1e-5)

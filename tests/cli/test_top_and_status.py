@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from manyhands.cli.status import FAILED, run_named, status, told
 from manyhands.cli.top import Screen, top
 from manyhands.facts.errors import BadFile
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveStage, write_live
+from manyhands.observe.recent import remember
 from manyhands.observe.watching import Watch
 
 EVENTS: list[dict[str, Any]] = [
@@ -63,7 +65,9 @@ def run(folder: Path, **facts: Any) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without runs, and a user who has started none elsewhere."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     return tmp_path
 
 
@@ -111,6 +115,31 @@ def test_the_newest_that_goes_on_is_taken(here: Path) -> None:
         os.utime(old / name, (1, 1))
     assert run_named("").name == "over"
     assert run_named(str(old)) == old
+
+
+def test_a_run_in_a_folder_of_its_own_is_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As --out writes it, from whichever folder it is asked for; the newest of all, and a live one before others."""
+    elsewhere = run(here / "out" / "digits-run", state="ended")
+    remember(elsewhere)
+    assert run_named("") == Path("out/digits-run")
+    status("", json=True)
+    assert json.loads(capsys.readouterr().out)["folder"] == "out/digits-run"
+    old = run(here / "runs" / "old", state="ended")
+    remember(old)
+    for name in ("live.json", "events.jsonl"):
+        os.utime(old / name, (1, 1))
+    assert run_named("") == Path("out/digits-run")
+    write_live(old, live())
+    os.utime(old / "live.json", (2, 2))
+    assert run_named("") == Path("runs/old")
+    with pytest.raises(BadFile) as found:
+        run_named("digits-runn")
+    assert "out/digits-run" in found.value.hint
+    os.chdir(here.parent)  # monkeypatch goes back
+    assert run_named("") == Path(here.name) / "runs" / "old"
+    shutil.rmtree(here / "runs")
+    os.chdir("/")
+    assert run_named("").resolve() == elsewhere.resolve()
 
 
 def test_status_in_words(here: Path) -> None:

@@ -23,6 +23,7 @@ from manyhands.data.wanted import Sample, Wanted
 from manyhands.facts.errors import BadData, BadFile
 
 COLOUR, GREY = Wanted((3, 12, 10)), Wanted((1, 16, 16))
+RESIZED = {one: one.resizing() for one in (COLOUR, GREY)}
 
 
 def drawn(*shape: int, seed: int = 0) -> numpy.ndarray:
@@ -54,7 +55,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("wanted", [COLOUR, GREY], ids=["colour", "grey"])
 def test_a_folder_is_read_as_for_training(folder: Path, wanted: Wanted) -> None:
-    samples = read_samples(str(folder), wanted)
+    """On request: pictures of many sizes are resized."""
+    samples = read_samples(str(folder), RESIZED[wanted])
     names = [samples.name(index) for index in range(len(samples))]
     assert names == ["a.jpg", "b.png", "d.png", "deep/c.bmp"]
     assert "1 file(s)" in samples.note
@@ -64,14 +66,31 @@ def test_a_folder_is_read_as_for_training(folder: Path, wanted: Wanted) -> None:
 
 
 def test_bytes_and_a_file_are_the_same_picture(folder: Path) -> None:
-    alone = read_samples(str(folder / "a.jpg"), COLOUR)
+    wanted = RESIZED[COLOUR]
+    alone = read_samples(str(folder / "a.jpg"), wanted)
     assert len(alone) == 1
-    assert torch.equal(tensor(alone[0]), read_picture((folder / "a.jpg").read_bytes(), "x", COLOUR))
+    assert torch.equal(tensor(alone[0]), read_picture((folder / "a.jpg").read_bytes(), "x", wanted))
+
+
+def test_pictures_of_another_size_are_refused_unless_resizing_was_asked_for(folder: Path) -> None:
+    """With both sizes and what to type; of a folder before the first is answered."""
+    with pytest.raises(BadData, match=r"b\.png is 3x40x30; the network takes 3x12x10") as one:
+        read_samples(str(folder / "b.png"), COLOUR)[0]
+    assert "--resize" in one.value.hint
+    assert "--shape 3x40x30" in one.value.hint
+    with pytest.raises(
+        BadData, match=r"4 of 4 pictures are not 3x12x10.*a\.jpg is 3x90x120, b\.png is 3x40x30"
+    ) as all_of:
+        read_samples(str(folder), COLOUR)
+    assert "--resize" in all_of.value.hint
+    (folder / "fitting").mkdir()
+    Image.fromarray(drawn(12, 10, 3)).save(folder / "fitting" / "x.png")
+    assert tensor(read_samples(str(folder / "fitting"), COLOUR)[0]).shape == COLOUR.shape
 
 
 def test_the_mean_is_that_of_training(folder: Path) -> None:
-    usual = tensor(read_samples(str(folder / "b.png"), COLOUR)[0])
-    other = tensor(read_samples(str(folder / "b.png"), Wanted(COLOUR.shape, torch.float64, 0.25, 2.0))[0])
+    usual = tensor(read_samples(str(folder / "b.png"), RESIZED[COLOUR])[0])
+    other = tensor(read_samples(str(folder / "b.png"), Wanted(COLOUR.shape, torch.float64, 0.25, 2.0).resizing())[0])
     assert other.dtype == torch.float64
     torch.testing.assert_close(other * 2 + 0.25, (usual * 0.5 + 0.5).double(), rtol=0, atol=1e-6)
 
@@ -108,29 +127,30 @@ def test_a_folder_without_pictures_says_so(tmp_path: Path) -> None:
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(["first", "last", "other size", "one"]),
+    st.sampled_from(["first", "other size", "one", "one of another size"]),
     st.booleans(),
     st.sampled_from([">f8", "<f4", "uint8", "f2"]),
 )
 def test_arrays_are_read_as_for_training(tmp_path_factory: Any, way: str, fortran: bool, kind: str) -> None:
     """Also in the other byte order, with the first index fastest, and from bytes that came over a wire."""
-    shape = {"first": (5, 3, 12, 10), "last": (5, 12, 10, 3), "other size": (5, 3, 7, 9), "one": (3, 12, 10)}[way]
+    shape = {
+        "first": (5, 3, 12, 10), "other size": (5, 3, 7, 9), "one": (3, 12, 10), "one of another size": (3, 7, 9)
+    }[way]  # fmt: skip
+    wanted = RESIZED[COLOUR] if "other" in way else COLOUR
     array = drawn(*shape).astype(kind)
-    if way == "last" and kind != "uint8":
-        return  # channels are moved in pictures of bytes only
     array = numpy.asfortranarray(array) if fortran else array
     path = tmp_path_factory.mktemp("arrays") / "x.npy"
     numpy.save(path, array)
-    whole = array[None] if way == "one" else array
+    whole = array if array.ndim == 4 else array[None]
     numpy.savez(path.with_suffix(".npz"), x=numpy.repeat(whole, 2, 0)[:5], y=numpy.arange(min(5, 2 * len(whole))) % 2)
     trained_on: Any = load_arrays(path.with_suffix(".npz"), input_shape=COLOUR.shape)
-    samples = read_samples(str(path), COLOUR)
+    samples = read_samples(str(path), wanted)
     assert len(samples) == len(whole)
     first = trained_on.train.dataset[0][0] if hasattr(trained_on.train, "dataset") else trained_on.train[0][0]
     torch.testing.assert_close(tensor(samples[0]), first.float(), rtol=0, atol=1e-6)
-    for one, other in zip(samples, read_array(path.read_bytes(), "wire", COLOUR), strict=True):
+    for one, other in zip(samples, read_array(path.read_bytes(), "wire", wanted), strict=True):
         assert torch.equal(tensor(one), tensor(other))
-    assert torch.equal(tensor(read_samples(str(path.with_suffix(".npz")), COLOUR)[0]), tensor(samples[0]))
+    assert torch.equal(tensor(read_samples(str(path.with_suffix(".npz")), wanted)[0]), tensor(samples[0]))
 
 
 @pytest.mark.parametrize(
@@ -138,15 +158,32 @@ def test_arrays_are_read_as_for_training(tmp_path_factory: Any, way: str, fortra
     [
         (
             numpy.zeros((4, 12, 10, 3), numpy.float32),
-            r"12x10x3; the network takes 3x12x10(.|\n)*transpose\(0, 3, 1, 2\)",
+            r"4x12x10x3; the network takes 3x12x10 .*Nx3x12x10(.|\n)*transpose\(0, 3, 1, 2\)",
         ),
-        (numpy.zeros((4, 360), numpy.float32), r"360; the network takes 3x12x10(.|\n)*reshape\(-1, 3, 12, 10\)"),
-        (numpy.zeros((4, 5), numpy.float32), r"of 5; the network takes 3x12x10(.|\n)*--shape 5"),
+        (numpy.zeros((12, 10, 3), numpy.uint8), r"12x10x3; the network takes 3x12x10(.|\n)*transpose\(2, 0, 1\)"),
+        (numpy.zeros((3, 12, 12), numpy.float32), r"3x12x12; the network takes 3x12x10(.|\n)*--resize"),
+        (numpy.zeros((4, 3, 24, 20), numpy.uint8), r"4x3x24x20; the network takes 3x12x10(.|\n)*--resize"),
+        (numpy.zeros((4, 1, 12, 10), numpy.uint8), r"4x1x12x10; the network takes 3x12x10(.|\n)*--shape 1x12x10"),
+        (numpy.zeros((1, 4, 3, 12, 10), numpy.uint8), r"1x4x3x12x10; the network takes 3x12x10"),
+        (numpy.zeros((4, 360), numpy.float32), r"4x360; the network takes 3x12x10(.|\n)*reshape\(-1, 3, 12, 10\)"),
+        (numpy.zeros((4, 5), numpy.float32), r"4x5; the network takes 3x12x10(.|\n)*--shape 5"),
         (numpy.zeros((0, 3, 12, 10), numpy.float32), "no sample"),
         (numpy.zeros((2, 3, 12, 10), numpy.complex64), "complex64"),
         (numpy.zeros((2, 3, 12, 10), numpy.int64), "int64 pictures"),
     ],
-    ids=["channels last", "flat", "strange", "empty", "complex", "integers"],
+    ids=[
+        "channels last",
+        "one, channels last",
+        "one of another size",
+        "of another size",
+        "grey",
+        "an axis too many",
+        "flat",
+        "strange",
+        "empty",
+        "complex",
+        "integers",
+    ],
 )
 def test_what_does_not_fit_is_refused_with_both_shapes(tmp_path: Path, array: numpy.ndarray, words: str) -> None:
     numpy.save(tmp_path / "x.npy", array)
@@ -158,6 +195,26 @@ def test_what_does_not_fit_is_refused_with_both_shapes(tmp_path: Path, array: nu
     ):
         with pytest.raises(BadData, match=words):
             read()
+
+
+def test_an_array_is_one_sample_or_has_one_axis_more(tmp_path: Path) -> None:
+    """3x32x32 is not three grey samples, neither of another size nor of this."""
+    for size in (32, 16):
+        numpy.save(tmp_path / "x.npy", numpy.zeros((3, size, size), numpy.float32))
+        for wanted in (GREY, RESIZED[GREY]):
+            with pytest.raises(BadData, match=rf"x\.npy is 3x{size}x{size}; the network takes 1x16x16 \(one sample\)"):
+                read_samples(str(tmp_path / "x.npy"), wanted)
+    numpy.save(tmp_path / "x.npy", numpy.zeros((3, 1, 16, 16), numpy.float32))
+    assert len(read_samples(str(tmp_path / "x.npy"), GREY)) == 3
+    numpy.save(tmp_path / "x.npy", numpy.float32(2.5))
+    alone = read_samples(str(tmp_path / "x.npy"), Wanted(()))
+    assert [tensor(one).tolist() for one in alone] == [2.5]
+
+
+def test_only_what_has_a_size_is_resized() -> None:
+    for wanted in (Wanted((8,)), Wanted((3, 4, 5), torch.int64)):
+        with pytest.raises(BadData, match=f"the network takes {wanted.text}"):
+            wanted.resizing()
 
 
 def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:

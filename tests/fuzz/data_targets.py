@@ -26,6 +26,7 @@ from manyhands.dashboard.server import Dashboard
 from manyhands.data import cifar, detection, movielens
 from manyhands.data.arrays import load_arrays
 from manyhands.data.sample_arrays import read_array, read_npy, read_npz, shape_in
+from manyhands.data.sample_json import read_json
 from manyhands.data.samples import read_picture
 from manyhands.data.silo import Silo
 from manyhands.data.wanted import Wanted
@@ -33,7 +34,7 @@ from manyhands.engine.http_door import ConnectionLimits
 from manyhands.engine.http_handler import Refusal
 from manyhands.facts.errors import ManyhandsError
 
-WANTED = Wanted((1, 2, 2))
+WANTED = Wanted((1, 2, 2)).resizing()  # what lies behind a wrong size is reached, too
 
 
 def npy(array: Any) -> bytes:
@@ -72,7 +73,7 @@ def zip_sums_right(data: bytes) -> bytes:
 def array_target(folder: Path) -> Target:
     """The bytes of a .npy file, as a client sends them."""
     seeds = [
-        npy(numpy.ones((3, 1, 2, 2), numpy.float32)), npy(numpy.zeros((2, 2), numpy.uint8)),
+        npy(numpy.ones((3, 1, 2, 2), numpy.float32)), npy(numpy.zeros((1, 3, 3), numpy.uint8)),
         npy(numpy.ones((2, 1, 2, 2), ">f8")),
         npy(numpy.asfortranarray(numpy.ones((2, 1, 2, 2), numpy.float16))), npy(numpy.ones((4, 3), numpy.complex64)),
     ]  # fmt: skip
@@ -84,6 +85,21 @@ def array_target(folder: Path) -> Target:
     return Target("arrays that are sent", run, seeds, share=1.5)
 
 
+def json_target(folder: Path) -> Target:
+    """Samples as JSON, of floats and of whole numbers."""
+    seeds = [
+        b"[[[1, 2.5], [-3e-2, 4]]]", b'{"inputs": [[[[1, 2], [3, 4]]], [[[5, 6], [7, 8]]]]}',
+        b"[[[1, 2, 3], [4, 5, 6]]]", b"\xef\xbb\xbf [[1, 2], [3]]",
+    ]  # fmt: skip
+
+    def run(data: bytes) -> object:
+        with contextlib.suppress(ManyhandsError):
+            read_json(data, "sample", Wanted((2, 2), torch.int64))[0]
+        return read_json(data, "sample", WANTED)[0]
+
+    return Target("samples as JSON", run, seeds, share=0.5)
+
+
 def array_file_target(folder: Path) -> Target:
     path = folder / "samples.npy"
 
@@ -93,7 +109,7 @@ def array_file_target(folder: Path) -> Target:
         return read_npy(path, WANTED)[0]
 
     return Target(
-        "array files", run, [npy(numpy.ones((3, 1, 2, 2), numpy.float32)), npy(numpy.zeros((5, 2, 2), numpy.uint8))]
+        "array files", run, [npy(numpy.ones((3, 1, 2, 2), numpy.float32)), npy(numpy.zeros((5, 1, 3, 2), numpy.uint8))]
     )
 
 
@@ -276,7 +292,8 @@ def body_target(folder: Path) -> Target:
     seeds = [
         b"multipart/form-data; boundary=edge\n\n" + _form(picture("PNG"), array),
         b"image/png\n\n" + picture("PNG", "L"),
-        b"application/x-npy\n\n" + array, b"multipart/form-data; boundary*=utf-8''edge\n\n" + _form(array),
+        b"application/x-npy\n\n" + array, b'application/json\n\n{"inputs": [[[1, 2], [3, 4]]]}',
+        b"multipart/form-data; boundary*=utf-8''edge\n\n" + _form(array),
     ]  # fmt: skip
     return Target("bodies of requests", run, seeds, allowed=(ManyhandsError, Refusal), share=1)
 
@@ -298,7 +315,8 @@ def request_target(folder: Path) -> Target:
     form = _form(picture("PNG"))
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(array), array)
     seeds = [
-        request(b"GET /health"), request(b"GET /"),
+        request(b"GET /health"), request(b"GET /"), request(b"GET /infer", b"Accept: application/json"),
+        request(b"POST /infer?resize=0", b"Content-Type: application/json", body=b'{"inputs": [[[1, 2], [3, 4]]]}'),
         request(b"POST /infer?top=1&name=a", b"Content-Type: application/x-npy", body=array),
         request(b"POST /infer", b"Content-Type: multipart/form-data; boundary=edge", body=form) + request(b"GET /"),
         request(b"POST /infer?raw=1", b"Transfer-Encoding: chunked", b"Content-Type: application/x-npy") + chunked,
@@ -360,8 +378,7 @@ class AlwaysOpen:
 
 
 TARGETS: tuple[Build, ...] = (
-    array_target, array_file_target, archive_target, sample_archive_target, silo_target, jpeg_archive_target,
-    cifar_target,
-    picture_target, annotation_target, ratings_target, body_target, request_target,
+    array_target, json_target, array_file_target, archive_target, sample_archive_target, silo_target,
+    jpeg_archive_target, cifar_target, picture_target, annotation_target, ratings_target, body_target, request_target,
     page_target,
 )  # fmt: skip

@@ -120,5 +120,5 @@ def test_runs_are_found_newest_first(tmp_path: Path) -> None:
         os.utime(tmp_path / name / LIVE_FILE, (time.time() - age, time.time() - age))
     (tmp_path / "no run").mkdir()
     assert [folder.name for folder in runs_here(tmp_path)] == ["new", "old", "oldest"]
-    assert newest_live(tmp_path) == tmp_path / "old"
+    assert newest_live(runs_here(tmp_path)) == tmp_path / "old"
     assert runs_here(tmp_path / "nowhere") == []

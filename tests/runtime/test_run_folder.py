@@ -23,6 +23,7 @@ from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import read_document
+from manyhands.observe.recent import recent_runs
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
 from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, piped, shared, train, workers
@@ -140,6 +141,7 @@ def test_resuming_gives_the_same_bits(cluster: Coordinator, tmp_path: Path, opti
     plan = piped(names(cluster))
     whole = train(cluster, plan, tmp_path / "whole", steps=14, optimizer=optimizer)
     first = train(cluster, plan, tmp_path / "parts", steps=5, optimizer=optimizer)
+    assert recent_runs()[:2] == [tmp_path / "parts", tmp_path / "whole"], "status finds them wherever they are"
     assert len(first.result.losses) == 5
     second = train(cluster, plan, tmp_path / "parts", steps=14, optimizer=optimizer, resume=True)
     assert_same(second.state, whole.state)

@@ -1,8 +1,9 @@
 """The HTTP endpoint: pictures and arrays in, answers out one after another as soon as they are there.
 
     POST /infer     a picture, the bytes of a .npy file, or a form with several; a line of JSON for each, in order
+                    JSON; one document of JSON
+    GET /infer      what to send, and what to type
     GET /health     the plan, the devices, how many were answered
-    GET /           what to type
 
 On loopback connections are plain. Beyond it they are encrypted with a certificate of this process alone, and clients
 show a token; the public key's digest, printed with the curl line, vouches for the certificate.
@@ -11,6 +12,7 @@ show a token; the public key's digest, printed with the curl line, vouches for t
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Generator
@@ -19,7 +21,7 @@ from typing import Any
 
 from manyhands.api.answering_handler import Handler
 from manyhands.api.answering_lines import Answer, Labels
-from manyhands.api.answering_requests import Limits, Room
+from manyhands.api.answering_requests import ACCEPTED, JSON, Limits, Room
 from manyhands.api.answering_stream import Asks, Late, in_order
 from manyhands.api.joining import reachable
 from manyhands.data.wanted import Samples, Wanted
@@ -47,7 +49,8 @@ class Answering:
         limits: Limits | None = None,
         health: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self.asks, self.wanted, self.labels = asks, wanted, labels
+        self.asks, self.labels = asks, labels
+        self.wanted = dataclasses.replace(wanted, resize_words="ask /infer?resize=1", shape_option="")
         self.limits = limits or Limits()
         self.is_encrypted = not is_loopback(host)
         self.bearer = bearer or (new_token() if self.is_encrypted else "")
@@ -84,32 +87,75 @@ class Answering:
         digest = hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
         return f"sha256//{base64.b64encode(digest).decode()}"
 
-    def command(self, file: str = "picture.png") -> str:
-        """What to type, ready to be copied."""
+    @property
+    def _curl(self) -> str:
+        """How curl reaches it, with all that it needs to know."""
         words = ["curl", "-N"]
         if self.is_encrypted:
             words += ["--insecure", "--pinnedpubkey", f"'{self.pin}'"]
         if self.bearer:
             words += ["-H", f"'Authorization: Bearer {self.bearer}'"]
-        return " ".join([*words, "--data-binary", f"@{file}", f"{self.url}/infer"])
+        return " ".join(words)
+
+    @property
+    def example(self) -> str:
+        """A line for a terminal that is answered as it is: one sample of zeros, as JSON."""
+        sample = "0"
+        for extent in reversed(self.wanted.shape):
+            sample = f"[{sample}]*{extent}"
+        sent = f"-H 'Content-Type: {JSON}' --data-binary @- {self.url}/infer"
+        return f"python3 -c 'print({sample})' | {self._curl} {sent}"
 
     def health(self) -> dict[str, Any]:
         return {"takes": self.wanted.text, **self._health()}
 
     def help(self) -> str:
         """The page for people."""
-        options = self.command("x").partition(" --data-binary")[0]
+        shape, curl, url = self.wanted.text, self._curl, f"{self.url}/infer"
+        pictures = f"  {curl} --data-binary @picture.png '{url}?resize=1'\n" if self.wanted.takes_pictures else ""
         return (
-            f"manyhands answers here. The network takes {self.wanted.text}; pictures are made to fit.\n\n"
-            f"A picture, or a .npy file with one sample or several on its first axis:\n"
-            f"  {options} --data-binary @picture.png {self.url}/infer\n"
-            f"  {options} --data-binary @samples.npy {self.url}/infer\n\n"
-            f"Several files:\n  {options} -F file=@1.png -F file=@2.png {self.url}/infer\n\n"
-            "A line of JSON comes for each sample, in order, as soon as it is there. ?top=3: so many classes; ?raw=1: "
-            f"all numbers.\nHow it goes:\n  {options} {self.url}/health\n\n"
+            f"manyhands answers here: POST one sample of {shape} ({self.wanted.kind}), or several on one more axis in "
+            f"front, to {url}.\n{self._about_sizes()}\n\n"
+            f"Try it, as it is:\n  {self.example}\n\n"
+            f'JSON, as {{"inputs": [...]}} or the lists alone, is answered by one document, {{"answers": [...]}}:\n'
+            f"  {curl} -H 'Content-Type: {JSON}' --data-binary @samples.json {url}\n\n"
+            f"Files are answered by a line of JSON for each sample, in order, as soon as it is there:\n{pictures}"
+            f"  {curl} --data-binary @samples.npy {url}\n"
+            f"  {curl} -F file=@1.npy -F file=@2.npy {url}\n\n"
+            "?top=3: so many classes; ?raw=1: all numbers; ?name=...: what a single file is called.\n"
+            f"Content-Type is one of: {', '.join(ACCEPTED)}.\n"
             f"At most {self.limits.body_bytes:,} bytes and {self.limits.samples:,} samples a request, which is given "
-            f"{self.limits.request_seconds:g} s.\n"
+            f"{self.limits.request_seconds:g} s.\n\nHow it goes:\n  {curl} {self.url}/health\n"
         )
+
+    def _about_sizes(self) -> str:
+        if not self.wanted.can_resize:
+            return "Another shape is refused."
+        if self.wanted.resize:
+            return "Pictures and arrays of another height and width are resized; with ?resize=0 they are refused."
+        return "Another shape is refused; with ?resize=1 pictures and arrays are resized to this height and width."
+
+    def help_document(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "shape": list(self.wanted.shape),
+            "dtype": self.wanted.kind,
+            "several": "on one more axis in front",
+            "resize": self.wanted.resize,
+            "content_types": list(ACCEPTED),
+            "most_bytes": self.limits.body_bytes,
+            "most_samples": self.limits.samples,
+            "example": self.example,
+        }
+
+    def wanted_by(self, *, resize: bool) -> Wanted:
+        """What one request's samples are to be."""
+        if not resize:
+            return dataclasses.replace(self.wanted, resize=False)
+        try:
+            return self.wanted.resizing()
+        except BadData as error:
+            raise Refusal(400, error.message, error.hint) from error
 
     def answers(self, samples: Samples) -> Generator[Answer, None, None]:
         """In order. A few are asked ahead, so that the devices are busy and other clients have their turn."""

@@ -78,6 +78,35 @@ def json_line(said: Any) -> bytes:
     return text.encode() + b"\n"
 
 
+class Lines:
+    """Answers as lines of JSON, each as soon as it is there."""
+
+    content_type = "application/x-ndjson"
+
+    def one(self, said: dict[str, Any]) -> bytes:
+        return json_line(said)
+
+    def end(self, error: dict[str, str] | None = None) -> bytes:
+        return json_line(error) if error else b""
+
+
+class Document:
+    """Answers as one JSON document, {"answers": [...]}, written as they come. What went wrong in the middle stands
+    behind them: "error"."""
+
+    content_type = "application/json"
+
+    def __init__(self) -> None:
+        self._before = b'{"answers": ['
+
+    def one(self, said: dict[str, Any]) -> bytes:
+        before, self._before = self._before, b",\n"
+        return before + json_line(said).rstrip(b"\n")
+
+    def end(self, error: dict[str, str] | None = None) -> bytes:
+        return b"], " + json_line(error)[1:] if error else b"]}\n"
+
+
 def _finite(said: Any) -> Any:
     if isinstance(said, float):
         return said if math.isfinite(said) else None

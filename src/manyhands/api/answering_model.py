@@ -44,8 +44,9 @@ class Known:
     """Where the weights are from."""
 
 
-def load_known(model: str = "", weights: str = "", shape: str = "", *, source: str = "") -> Known:
-    """What was typed. `source`: the inputs, whose shape is taken where nothing else says it."""
+def load_known(model: str = "", weights: str = "", shape: str = "", *, source: str = "", resize: bool = False) -> Known:
+    """What was typed. `source`: the inputs, whose shape is taken where nothing else says it; `resize`: pictures of
+    another height and width are made to fit."""
     from manyhands.models import registry
 
     run, state, note = _weights(Path(weights).expanduser()) if weights else (None, {}, "")
@@ -53,6 +54,7 @@ def load_known(model: str = "", weights: str = "", shape: str = "", *, source: s
     entry = entry_of(name)
     given = parse_input(shape) or (parse_input(run.input) if run is not None else None)
     data = _loaded(run) if run is not None and name not in ZOO else None
+    is_guessed = given is None and data is None and entry is None
     if given is None and (data is not None or entry is None):
         given = data.input_shape if data is not None else _shape_of(name, source)
     module = _built(name, state, run, data, weights)
@@ -64,12 +66,14 @@ def load_known(model: str = "", weights: str = "", shape: str = "", *, source: s
             f"{name} does not take samples of {'x'.join(map(str, given or ()))}: {error}.", hint="Give --shape."
         ) from error
     example, wanted = _of_one(module, batch, run.data if run is not None else "")
+    if is_guessed and given is not None and not isinstance(example, dict):
+        _check_guess(module, example, name, source)
     are_classes = entry is None or entry.loss == "cross_entropy"
     named = run.data if run is not None else source if source in (*NAMES, *STAND_INS) else ""
     names = data.classes if data is not None else _class_names(named) if named else ()
     if not weights:
         note = "The weights are random: the answers mean nothing. Give trained ones with --weights."
-    return Known(name, module, example, wanted, Labels(names, are_classes), note)
+    return Known(name, module, example, _resizing(wanted) if resize else wanted, Labels(names, are_classes), note)
 
 
 def _same_model(model: str, run: Wish | None, weights: str) -> str:
@@ -88,6 +92,23 @@ def _shape_of(name: str, source: str) -> tuple[int, ...] | None:
     if not source or hasattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch"):
         return None
     return load(source).input_shape if source in (*NAMES, *STAND_INS) else shape_in(source)
+
+
+def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> None:
+    """Where the file alone says what a sample is: that the model runs on samples on its first axis."""
+    import torch
+
+    from manyhands.data.wanted import shape_text
+
+    try:
+        with torch.no_grad():
+            module(torch.stack([example, example]))
+    except Exception as error:  # a module may raise anything
+        raise BadValue(
+            f"{name} does not run on samples of {shape_text(example.shape)}, which {source} has on its first axis: "
+            f"{(str(error).splitlines() or ['?'])[0]:.200}",
+            hint="Say what one sample is, like --shape 3x32x32: the file holds one, or several on one more axis.",
+        ) from error
 
 
 # Weights
@@ -214,18 +235,17 @@ def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, Wanted | 
     """One sample of an example batch, and what samples must be; floats are of the model's own type."""
     import torch
 
+    from manyhands.data import digits, pictures
     from manyhands.data.wanted import Wanted
 
     floats = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    pixels: dict[str, float] = {}
+    pixels = (pictures.PIXEL_MEAN, pictures.PIXEL_STANDARD_DEVIATION)
     if data.partition(":")[0] == "digits":  # enlarged pictures of its own brightness
-        from manyhands.data.digits import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION
-
-        pixels = {"mean": PIXEL_MEAN, "deviation": PIXEL_STANDARD_DEVIATION}
+        pixels = (digits.PIXEL_MEAN, digits.PIXEL_STANDARD_DEVIATION)
 
     def one(tensor: Tensor) -> tuple[Tensor, Wanted]:
         kind = floats if tensor.is_floating_point() else tensor.dtype
-        return tensor[0].to(kind), Wanted(tuple(tensor.shape[1:]), kind, **pixels)
+        return tensor[0].to(kind), Wanted(tuple(tensor.shape[1:]), kind, *pixels)
 
     if isinstance(batch, dict):
         pairs = {key: one(tensor) for key, tensor in batch.items()}
@@ -236,6 +256,16 @@ def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, Wanted | 
             hint="In Python: mh.infer(model, inputs).",
         )
     return one(batch)
+
+
+def _resizing(wanted: Wanted | dict[str, Wanted]) -> Wanted | dict[str, Wanted]:
+    """The same, with pictures resized; of several arrays those that are pictures."""
+    if not isinstance(wanted, dict):
+        return wanted.resizing()
+    pictures = {key: own.resizing() for key, own in wanted.items() if own.can_resize}
+    if not pictures:
+        raise BadValue(f"--resize: the network takes no pictures, but {', '.join(wanted)}.", hint="Leave it out.")
+    return wanted | pictures
 
 
 # Classes

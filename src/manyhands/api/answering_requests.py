@@ -1,7 +1,7 @@
 """The body of a request: how much of it is read, and the samples in it. Data, never code.
 
-A picture, the bytes of a .npy file with one sample or many, or a form with several such files. What it is is seen from
-its first bytes, since clients name the type of a body as they like.
+A picture, JSON or the bytes of a .npy file with one sample or many, or a form with several such files. What a file is
+is seen from its first bytes, since clients name the type of a body as they like.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from email.message import Message
 from typing import Protocol
 
 from manyhands.data.sample_arrays import MAGIC, read_array
+from manyhands.data.sample_json import LARGER, decoded_bytes, looks_like_json, read_json
 from manyhands.data.samples import read_picture
 from manyhands.data.wanted import Sample, Samples, Wanted
 from manyhands.engine.http_door import ConnectionLimits
@@ -21,9 +22,11 @@ from manyhands.engine.http_handler import Refusal
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.units import format_bytes
 
-FORM = "multipart/form-data"
+FORM, JSON = "multipart/form-data", "application/json"
 SINGLE = ("image/", "application/octet-stream", "application/x-npy", "application/x-www-form-urlencoded")
 """Types of a body that is one file; the last is what curl says where it is told nothing."""
+ACCEPTED = (JSON, "application/x-npy", "application/octet-stream", "image/png", "image/jpeg", "image/*", FORM)
+"""Types of a body, as clients are told of them."""
 _PIECE_BYTES = 1 << 16
 _LONGEST_HEADERS = 8192
 _LONGEST_NAME = 200
@@ -155,34 +158,50 @@ def too_long(limits: Limits, length: int = 0) -> Refusal:
 
 def samples_in(content: bytes, content_type: str, name: str, wanted: Wanted, limits: Limits) -> Samples:
     """The samples of a body, in its order. A single one that cannot be read refuses all, named."""
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = kind_of(content_type)
     if kind == FORM:
         files = _files(content, content_type, limits)
-    elif not kind or kind.startswith(SINGLE):
+    elif not kind or kind == JSON or kind.startswith(SINGLE):
         files = [(name, content)]
     else:
         raise Refusal(
-            415, f"Nothing is made of a body of {kind:.80}.",
-            "Send image/png or another picture, application/x-npy, or multipart/form-data with several files.",
+            415, f"Nothing is made of a body of {plain_name(kind):.80}.",
+            f"Content-Type is one of: {', '.join(ACCEPTED)}.",
         )  # fmt: skip
     sample_bytes = wanted.dtype.itemsize
     for extent in wanted.shape:
         sample_bytes *= extent
     try:
+        if kind == JSON:
+            return _joined([_read_json(content, name, wanted, limits)], limits)
         return _joined([_read(file, own, wanted, limits, sample_bytes * len(files)) for own, file in files], limits)
     except ManyhandsError as error:
         raise Refusal(400, error.message, error.hint) from error
 
 
+def kind_of(content_type: str) -> str:
+    """A header without what comes after the type: no character set, no boundary."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 def _read(content: bytes, name: str, wanted: Wanted, limits: Limits, decoded_bytes: int) -> Samples:
     if not content:
-        raise Refusal(400, f"{name}: is empty.", "Send a picture, or the bytes of a .npy file.")
+        raise Refusal(400, f"{name}: is empty.", "Send a picture, JSON, or the bytes of a .npy file.")
     if content.startswith(MAGIC):
         return read_array(content, name, wanted)
+    if looks_like_json(content):
+        return _read_json(content, name, wanted, limits)
     if decoded_bytes > limits.held_bytes:
         raise Refusal(413, f"The pictures take {format_bytes(decoded_bytes)} decoded.", "Send fewer at a time.")
     value = read_picture(content, name, wanted, largest_pixel_count=limits.pixel_count)
     return Samples(1, lambda index: value, lambda index: name)
+
+
+def _read_json(content: bytes, name: str, wanted: Wanted, limits: Limits) -> Samples:
+    if (needed := decoded_bytes(content)) > limits.held_bytes:
+        most = format_bytes(limits.held_bytes)
+        raise Refusal(413, f"{name}: takes {format_bytes(needed)} decoded; at most {most} are.", LARGER)
+    return read_json(content, name, wanted)
 
 
 def _joined(parts: list[Samples], limits: Limits) -> Samples:

@@ -45,6 +45,7 @@ from manyhands.graph.unsupported import refuse_unsupported
 from manyhands.graph.verify import Verified
 from manyhands.graph.weights import Weights
 from manyhands.observe.live import RunState as Ending
+from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.runtime.journey import Journey, Pilot, Replan, Travelled
 from manyhands.runtime.living import Living, rounds_between_looks
@@ -199,6 +200,7 @@ def opened(
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
         _record_check(record, check, say if verify is not False else None)
+        remember(where)
         if on_opened is not None:
             living.shown_at(on_opened(where) or "")
         living.said("starting workers")

@@ -45,8 +45,14 @@ def infer(
     ] = "",
     input: Annotated[
         str,
-        typer.Option("--input", "-i", help="A folder of pictures, a picture, samples.npy, .npz, or digits."),
+        typer.Option("--input", "-i", help="A folder of pictures, a picture, samples.npy, .npz, .json, or digits."),
     ] = "",
+    resize: Annotated[
+        bool,
+        typer.Option(
+            "--resize", help="Resize pictures, and arrays of them, to the network's height and width; else refused."
+        ),
+    ] = False,
     output: Annotated[
         str, typer.Option("--output", "-o", help="Write answers here: .npy (all outputs) or .jsonl (a line each).")
     ] = "",
@@ -131,7 +137,7 @@ def infer(
         from manyhands.api.answering_model import MODEL, load_known
 
         name = job.decoupled_name(model or MODEL, decouple) if decouple else model
-        known = load_known(name, weights, shape, source=input)
+        known = load_known(name, weights, shape, source=input, resize=resize)
         samples = _samples(known, input) if input else None
         _check_served(known, serve)
         wish = job.wish_for(given, chosen)
@@ -240,9 +246,9 @@ def _serve(
     ) as served:  # fmt: skip
         show.stop()
         if json:
-            print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command()})
+            print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.example})
         else:
-            typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\nCtrl-C ends it.")
+            typer.echo(f"Answering at {served.url}. Try:\n  {served.example}\nCtrl-C ends it.")
         sys.stdout.flush()
         try:
             while (error := failed(running)) is None:

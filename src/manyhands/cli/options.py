@@ -80,7 +80,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="For shuffling and drop
 Resume = Annotated[str, typer.Option("--resume", help="Go on with the run in this folder.")]
 Out = Annotated[str, typer.Option("--out", help="The run's folder. Default: a new one in runs/.")]
 Run = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="A run's folder. Default: the newest that goes on, or else the newest.")
+    str,
+    typer.Argument(
+        metavar="[RUN]", help="A run's folder. Default: the newest that goes on, or else the newest, wherever it is."
+    ),
 ]
 
 # Of jobs: the devices

@@ -36,23 +36,25 @@ def status(run: Run = "", json: Json = False) -> None:
 
 
 def run_named(text: str) -> Path:
-    """A run's folder, by its path or its name in runs/; the newest that goes on, or else the newest."""
+    """A run's folder, by its path or its name in runs/. Without either: the newest that goes on, or else the newest,
+    wherever it was written."""
     from manyhands.facts.errors import BadFile
-    from manyhands.observe.watching import RUNS, is_run, newest_live, runs_here
+    from manyhands.observe.watching import RUNS, is_run, known_runs, newest_live
 
     if not text:
-        found = newest_live() or next(iter(runs_here()), None)
+        known = known_runs()
+        found = newest_live(known) or next(iter(known), None)
         if found is None:
             raise BadFile(
-                f"There is no run in {RUNS.absolute()}.",
+                f"There is no run in {RUNS.absolute()}, and none is known elsewhere.",
                 hint="Start one: manyhands train\nOr name its folder: manyhands status FOLDER",
             )
         return found
     for folder in (Path(text), RUNS / text):
         if folder.is_dir() and is_run(folder):
             return folder
-    known = [folder.name for folder in runs_here()[:5]]
-    hint = f"There are: {', '.join(known)}" if known else "List them: ls runs"
+    known = known_runs()
+    hint = f"There are: {', '.join(map(str, known[:5]))}" if known else "Start one: manyhands train"
     raise BadFile(f"{text}: there is no run in such a folder.", hint=hint)
 
 

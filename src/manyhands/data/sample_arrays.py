@@ -1,7 +1,7 @@
-"""Arrays with samples on their first axis (.npy, .npz). Nothing is unpickled.
+"""Arrays of one sample, or of several on their first axis (.npy, .npz). Nothing is unpickled.
 
 Shapes, types and sizes are looked at before memory is taken. As in training, bytes become numbers by a mean and a
-deviation, channels may come last in pictures of bytes, and pictures are resized.
+deviation; unlike there, an array of another shape is refused, and resized only where that was asked for (wanted.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from manyhands.data.wanted import Sample, Samples, Wanted, misfit
 from manyhands.facts.errors import BadData, BadFile
 
 MAGIC = b"\x93NUMPY"
-HOW = "Write samples with numpy.save('samples.npy', x), their number on the first axis."
+HOW = "Write samples with numpy.save('samples.npy', x), several of them on the first axis."
 _START = struct.Struct("<6sBBH")
 _LONGEST_HEADER = 10_000
 _FIELDS = tuple(
@@ -68,7 +68,7 @@ def read_array(content: bytes, name: str, wanted: Wanted) -> Samples:
                 f"{name}: {'x'.join(map(str, shape))} of {dtype} are {needed:,} bytes; {len(content) - start:,} came."
             )
         array = numpy.frombuffer(content, dtype, offset=start).reshape(shape, order="F" if is_fortran else "C")
-    return _of_array(name, array, wanted)
+    return of_array(name, array, wanted)
 
 
 def read_npy(path: Path, wanted: Wanted) -> Samples:
@@ -79,16 +79,16 @@ def read_npy(path: Path, wanted: Wanted) -> Samples:
         with open(path, "rb") as file:
             _header(str(path), file)
         array = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    return _of_array(str(path), array, wanted)
+    return of_array(str(path), array, wanted)
 
 
 def read_npz(path: Path, wanted: Wanted) -> Samples:
-    return _of_array(str(path), _unpacked(path, "", wanted), wanted)
+    return of_array(str(path), _unpacked(path, "", wanted), wanted)
 
 
 def read_several(path: Path, wanted: Mapping[str, Wanted]) -> Samples:
     """An array for each of the network's arguments."""
-    arrays = {key: _of_array(f"{path}: {key}", _unpacked(path, key, own), own) for key, own in wanted.items()}
+    arrays = {key: of_array(f"{path}: {key}", _unpacked(path, key, own), own) for key, own in wanted.items()}
     counts = {key: len(samples) for key, samples in arrays.items()}
     if len(set(counts.values())) > 1:
         raise BadData(f"{path}: the arrays have different numbers of samples: {counts}.")
@@ -168,7 +168,8 @@ def _blamed(name: str) -> Iterator[None]:
         raise BadData(f"{name}: is no .npy array: {str(error)[:200]}.", hint=HOW) from error
 
 
-def _of_array(name: str, array: numpy.ndarray, wanted: Wanted) -> Samples:
+def of_array(name: str, array: numpy.ndarray, wanted: Wanted) -> Samples:
+    """The samples of an array, each made when it is asked for."""
     fitted = _fitted(name, array, wanted)
     short = Path(name).name
     return Samples(
@@ -179,29 +180,22 @@ def _of_array(name: str, array: numpy.ndarray, wanted: Wanted) -> Samples:
 
 
 def _fitted(name: str, array: numpy.ndarray, wanted: Wanted) -> numpy.ndarray:
-    """A view with samples first and their channels next, if the network can take them."""
-    floats, channels = wanted.dtype.is_floating_point, wanted.shape[0] if len(wanted.shape) == 3 else 0
-    pixels = array.dtype == numpy.uint8 and floats
+    """A view with samples first, if the network can take them."""
+    floats = wanted.dtype.is_floating_point
     if array.dtype.kind not in ("fiub" if floats else "iub"):
         kind = "numbers" if floats else "whole numbers"
         raise BadData(f"{name} holds {array.dtype}; the network takes {kind}.", hint="Convert it: x.astype('float32').")
-    if array.shape == wanted.shape:
-        array = array[None]
-    elif channels == 3 and array.ndim == 3 and pixels and array.shape[2] == 3:
-        array = array[None].transpose(0, 3, 1, 2)
-    elif channels and array.ndim == 3 and array.shape[1:] != wanted.shape:
-        array = array[:, None]
-    elif array.ndim == 4 and pixels and array.shape[3] == channels != array.shape[1]:
-        array = array.transpose(0, 3, 1, 2)
-    shape = array.shape[1:]
-    if array.ndim == 0 or array.size == 0:
+    if array.size == 0:
         raise BadData(f"{name} has the shape {array.shape}: there is no sample in it.", hint=HOW)
-    is_resizable = floats and len(shape) == len(wanted.shape) == 3 and shape[0] == channels
-    if shape != wanted.shape and not is_resizable:
-        raise misfit(name, shape, wanted)
-    if channels and floats and array.dtype.kind in "iub" and not pixels:
+    if array.ndim not in (len(wanted.shape), len(wanted.shape) + 1):
+        raise misfit(name, array.shape, wanted)
+    samples = array[None] if array.ndim == len(wanted.shape) else array
+    is_resized = wanted.resize and samples.shape[1] == wanted.shape[0]
+    if samples.shape[1:] != wanted.shape and not is_resized:
+        raise misfit(name, array.shape, wanted)
+    if wanted.can_resize and array.dtype.kind in "iub" and array.dtype != numpy.uint8:
         raise BadData(f"{name} holds {array.dtype} pictures.", hint="Use uint8 for pixels from 0 to 255, else float32.")
-    return array
+    return samples
 
 
 def _sample(name: str, array: numpy.ndarray, wanted: Wanted) -> Tensor:

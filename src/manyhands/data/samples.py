@@ -1,13 +1,16 @@
 """Samples to run a network on: a folder of pictures, one picture, arrays, or the held-out part of a data set.
 
-They become what the network was trained on: pictures are squeezed into the input's height and width, bytes from 0 to
-255 become numbers by the same mean and deviation.
+Bytes from 0 to 255 become numbers by the mean and deviation that the network was trained with. Pictures and arrays of
+another height and width are resized only where that was asked for (wanted.py); a data set by name comes as training has
+it.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,19 @@ from torch import Tensor
 from manyhands.data.pictures import FORMATS, LARGEST_PIXEL_COUNT, check_all, eight_bits, pillow, reason
 from manyhands.data.plain_files import entries
 from manyhands.data.sample_arrays import HOW, read_npy, read_npz, read_several
+from manyhands.data.sample_json import read_json_file
 from manyhands.data.sets import NAMES, STAND_INS, load
-from manyhands.data.wanted import Sample, Samples, Wanted, misfit
-from manyhands.facts.errors import BadData, BadFile
+from manyhands.data.wanted import Sample, Samples, Wanted, misfit, misfit_hint, shape_text
+from manyhands.facts.errors import BadData, BadFile, ManyhandsError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 LARGEST_FILE_COUNT = 1_000_000
+_NAMED = 5
+_THREADS = 8
 
 
 def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
-    """A folder of pictures, one picture, .npy, .npz, or the held-out samples of a data set by its name.
+    """A folder of pictures, one picture, .npy, .npz, .json, or the held-out samples of a data set by its name.
 
     `wanted` is one for each argument where the network takes several; then a .npz file has an array for each.
     """
@@ -37,7 +43,7 @@ def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
     if not path.exists():
         raise BadFile(
             f"{source}: there is no such file, folder or data set.",
-            hint=f"Give a folder of pictures, a picture, a .npy or .npz file, or {', '.join(NAMES)}.",
+            hint=f"Give a folder of pictures, a picture, a .npy, .npz or .json file, or {', '.join(NAMES)}.",
         )
     suffix = path.suffix.lower()
     if not isinstance(wanted, Wanted):
@@ -53,6 +59,8 @@ def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
         return _data_set(source, wanted) if cifar_root(path) is not None else _folder(path, wanted)
     if suffix == ".npy":
         return read_npy(path, wanted)
+    if suffix == ".json":
+        return read_json_file(path, wanted)
     if suffix == ".npz":
         from manyhands.data.cifar import is_jpeg_copy
 
@@ -67,29 +75,40 @@ def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
 def read_picture(
     source: Path | bytes, name: str, wanted: Wanted, *, largest_pixel_count: int = LARGEST_PIXEL_COUNT
 ) -> Tensor:
-    """One picture, decoded as for training."""
+    """One picture, decoded as for training. One of another height or width is resized where that was asked for."""
     _check_pictures(name, wanted)
     channels, height, width = wanted.shape
     mode, decoder = "RGB" if channels == 3 else "L", pillow()
+    with _opened(source, name, largest_pixel_count) as image:
+        if not wanted.resize and (image.height, image.width) != (height, width):
+            raise misfit(name, (channels, image.height, image.width), wanted)
+        image.draft(mode, (2 * width, 2 * height))  # a large JPEG need not be decoded in full
+        pixels = eight_bits(image).convert(mode).resize((width, height), decoder.Resampling.BILINEAR)
+    array = numpy.array(pixels, dtype=numpy.float32).reshape(height, width, channels)
+    value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    return ((value / 255 - wanted.mean) / wanted.deviation).to(wanted.dtype)
+
+
+@contextmanager
+def _opened(source: Path | bytes, name: str, largest_pixel_count: int = LARGEST_PIXEL_COUNT) -> Iterator[Any]:
+    """A picture of which the header is read, not its pixels yet. What Pillow cannot decode is refused by name."""
     try:
         if isinstance(source, Path) and not source.is_file():  # opening a pipe would wait for ever
             raise OSError("no such file" if not source.exists() else "not a plain file")
-        with decoder.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS) as image:
+        with pillow().open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS) as image:
             pixel_count = image.width * image.height
             if pixel_count > largest_pixel_count:
                 raise OSError(f"{pixel_count:,} pixels; at most {largest_pixel_count:,} are decoded")
             if image.mode == "F":
                 raise OSError("its pixels are floats, not 0 to 255")
-            image.draft(mode, (2 * width, 2 * height))  # a large JPEG need not be decoded in full
-            pixels = eight_bits(image).convert(mode).resize((width, height), decoder.Resampling.BILINEAR)
+            yield image
+    except ManyhandsError:
+        raise
     except Exception as error:  # Pillow's decoders raise nearly anything
         raise BadData(
             f"{name}: the picture cannot be read: {reason(error)}.",
-            hint=f"Read are: {', '.join(FORMATS)}; arrays as .npy.",
+            hint=f"Read are: {', '.join(FORMATS)}; arrays as .npy or .json.",
         ) from error
-    array = numpy.array(pixels, dtype=numpy.float32).reshape(height, width, channels)
-    value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-    return ((value / 255 - wanted.mean) / wanted.deviation).to(wanted.dtype)
 
 
 def _check_pictures(name: str, wanted: Wanted) -> None:
@@ -107,12 +126,34 @@ def _folder(folder: Path, wanted: Wanted) -> Samples:
         beside = f"; {others} other file(s)" if others else ""
         raise BadData(f"{folder}: there is no picture in it{beside}.", hint=f"Looked for: {', '.join(SUFFIXES)}.")
     check_all(folder, files)
+    if not wanted.resize:
+        _check_sizes(folder, files, wanted)
     return Samples(
         len(files),
         lambda index: read_picture(files[index], str(files[index]), wanted),
         lambda index: files[index].relative_to(folder).as_posix(),
         note=f"{others} file(s) in {folder} are no pictures by their names and were left out." if others else "",
     )
+
+
+def _check_sizes(folder: Path, files: list[Path], wanted: Wanted) -> None:
+    """All pictures have the network's height and width, as their headers say."""
+
+    def shape(file: Path) -> tuple[int, ...]:
+        with _opened(file, str(file)) as image:
+            return wanted.shape[0], image.height, image.width
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        shapes = list(threads.map(shape, files))
+    others = [(file, shape) for file, shape in zip(files, shapes) if shape != wanted.shape]
+    if others:
+        named = [f"{file.relative_to(folder).as_posix()} is {shape_text(shape)}" for file, shape in others[:_NAMED]]
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        raise BadData(
+            f"{folder}: {len(others)} of {len(files)} pictures are not {wanted.text}, which the network takes: "
+            f"{', '.join(named)}{more}.",
+            hint=misfit_hint(others[0][1], wanted),
+        )
 
 
 def _below(folder: Path) -> tuple[list[Path], int]:

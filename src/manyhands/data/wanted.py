@@ -1,7 +1,13 @@
-"""What a network takes for one sample, and samples made to be that."""
+"""What a network takes for one sample, and samples made to be that.
+
+An array is one sample of exactly the network's shape, or several with one more axis in front. Nothing else is guessed:
+of an array of another shape nobody knows whether it is one sample or many, and a network answers to a resized picture
+as surely as to the right one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +29,44 @@ class Wanted:
     dtype: torch.dtype = torch.float32
     mean: float = PIXEL_MEAN
     deviation: float = PIXEL_STANDARD_DEVIATION
+    resize: bool = False
+    """Whether pictures, and arrays of them, of another height and width are resized; else they are refused."""
+    resize_words: str = "add --resize"
+    """How whoever gives the samples asks for that, in error messages."""
+    shape_option: str = "--shape"
+    """What makes the network take another shape; empty: nothing that whoever gives the samples could type."""
+
+    @property
+    def can_resize(self) -> bool:
+        """Whether samples have a height and a width."""
+        return self.dtype.is_floating_point and len(self.shape) == 3
 
     @property
     def takes_pictures(self) -> bool:
-        return self.dtype.is_floating_point and len(self.shape) == 3 and self.shape[0] in (1, 3)
+        return self.can_resize and self.shape[0] in (1, 3)
 
     @property
     def text(self) -> str:
-        return "x".join(map(str, self.shape)) or "one number"
+        return shape_text(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """float32, int64, ..."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def resizing(self) -> Wanted:
+        """The same, with pictures of another height and width resized. Refused where samples have none."""
+        if not self.can_resize:
+            raise BadData(
+                "Nothing can be resized: only pictures, which are channels x height x width, have a size, and the "
+                f"network takes {self.text} ({self.kind}).",
+                hint="Give samples of exactly this shape.",
+            )
+        return dataclasses.replace(self, resize=True)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "one number"
 
 
 class Samples:
@@ -65,13 +101,25 @@ class Samples:
 
 
 def misfit(name: str, shape: tuple[int, ...], wanted: Wanted) -> BadData:
-    text = "x".join(map(str, shape)) or "one number"
-    if len(shape) == 3 == len(wanted.shape) and shape[2] == wanted.shape[0]:
-        hint = "Channels come first: numpy.save('samples.npy', x.transpose(0, 3, 1, 2))"
-    elif math.prod(shape) == math.prod(wanted.shape):
-        hint = (
-            f"If it is the same in another order: numpy.save('samples.npy', x.reshape(-1, {str(wanted.shape)[1:-1]}))"
-        )
-    else:
-        hint = f"Give samples of {wanted.text}, or say what the network is to take: --shape {text}"
-    return BadData(f"{name} has samples of {text}; the network takes {wanted.text}.", hint=hint)
+    """The error for an array or a picture of another shape than the network takes."""
+    several = f"Nx{wanted.text}" if wanted.shape else "N numbers"
+    return BadData(
+        f"{name} is {shape_text(shape)}; the network takes {wanted.text} (one sample) or {several} (several).",
+        hint=misfit_hint(shape, wanted),
+    )
+
+
+def misfit_hint(shape: tuple[int, ...], wanted: Wanted) -> str:
+    """What to type for samples of another shape."""
+    own = shape if len(shape) == len(wanted.shape) or len(shape) < 2 else shape[1:]
+    other_shape = f"{wanted.shape_option} {shape_text(own)}" if wanted.shape_option else ""
+    if wanted.can_resize and len(own) == 3 and own[0] == wanted.shape[0]:
+        taken = f"\nOr have the network take them as they are: {other_shape}" if other_shape else ""
+        return f"To have them resized to {wanted.text}: {wanted.resize_words}{taken}"
+    if len(own) == len(wanted.shape) == 3 and own[2] == wanted.shape[0]:
+        order = "0, 3, 1, 2" if len(shape) == 4 else "2, 0, 1"
+        return f"Channels come first: x.transpose({order})"
+    if math.prod(wanted.shape) in (math.prod(shape), math.prod(shape[1:])):
+        return f"If the numbers are in the network's order: x.reshape({str((-1, *wanted.shape))[1:-1].rstrip(',')})"
+    taken = f", or say what the network is to take: {other_shape}" if other_shape else ""
+    return f"Give samples of {wanted.text}{taken}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 from manyhands.facts.errors import ManyhandsError
 from manyhands.files.documents import read_document
 from manyhands.observe.live import LIVE_FILE, OVER, Live, LiveDevice, LiveStage, read_live
+from manyhands.observe.recent import recent_runs
 
 RUNS = Path("runs")
 FRESH_SECONDS = 10.0
@@ -224,12 +226,28 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_here(where: Path = RUNS) -> list[Path]:
-    """Folders of runs, the one that was written to last first."""
+    """Folders of runs below this one, the one that was written to last first."""
     try:
         found = [folder for folder in where.iterdir() if folder.is_dir() and is_run(folder)]
     except OSError:
         return []
     return sorted(found, key=_touched, reverse=True)
+
+
+def known_runs() -> list[Path]:
+    """Folders of runs in runs/ and of those that were started lately elsewhere, the one that was written to last first.
+    Those below the present folder by their short names."""
+    found = {folder.resolve(): folder for folder in runs_here()}
+    for folder in recent_runs():
+        if is_run(folder):
+            found.setdefault(folder.resolve(), _shortest(folder))
+    return sorted(found.values(), key=_touched, reverse=True)
+
+
+def _shortest(folder: Path) -> Path:
+    with contextlib.suppress(ValueError, OSError):  # it is not below the present folder, or that one is gone
+        return folder.relative_to(Path.cwd())
+    return folder
 
 
 def _touched(folder: Path) -> float:
@@ -242,9 +260,9 @@ def _touched(folder: Path) -> float:
     return max(times, default=0.0)
 
 
-def newest_live(where: Path = RUNS) -> Path | None:
-    """The run that goes on now, the newest of several."""
-    for folder in runs_here(where):
+def newest_live(folders: Iterable[Path]) -> Path | None:
+    """The first of these runs that goes on now."""
+    for folder in folders:
         live = read_live(folder)
         if live is not None and _is_live(live):
             return folder
