@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -131,4 +132,4 @@ def test_hooks_and_autocast_in_forward_are_refused_with_their_line(
 ) -> None:
     with pytest.raises(CaptureFailed, match=words) as refused:
         captured(Between(function), pictures().float())
-    assert "test_custom_functions.py:" in str(refused.value)
+    assert re.search(r"custom_functions\.py:\d+", str(refused.value))

@@ -173,7 +173,7 @@ def _refused(function: Any, what: str, hint: str) -> CaptureFailed:
 
 
 def _place(function: Any) -> str:
-    """'file.py:12' of a function's backward."""
+    """File and line of a function's backward."""
     try:
         method = _backward_of(function)
         return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"

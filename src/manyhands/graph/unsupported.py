@@ -70,7 +70,7 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _place(hook: Callable[..., Any]) -> str:
-    """'file.py:12' of a hook's first line."""
+    """File and line of a hook's beginning."""
     try:
         plain = inspect.unwrap(getattr(hook, "__func__", hook))
         return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
