@@ -118,13 +118,25 @@ def rows(samples: int = 48) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def test_a_module_in_lightnings_way_is_trained_exactly(cluster: Coordinator, tmp_path: Path) -> None:
-    module, data = Module(), rows()
+class OneCycle(Module):
+    """Its schedule has exactly as many steps as the run, and so has none to spare for measuring."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("kind", [Module, OneCycle])
+def test_a_module_in_lightnings_way_is_trained_exactly(
+    kind: type[Module], cluster: Coordinator, tmp_path: Path
+) -> None:
+    module, data = kind(), rows()
     trainer = mh.Trainer(cluster=cluster, max_epochs=2, plan="samples", folder=tmp_path / "run")
     result = trainer.fit(module, DataLoader(data, batch_size=12), DataLoader(rows(20), batch_size=4))
     assert result.test is not None
     assert result.test.samples == 20
-    plain = Module()
+    plain = kind()
     settings = plain.configure_optimizers()
     expected = []
     for _ in range(2):

@@ -175,7 +175,7 @@ def opened(
     if tensorboard:
         need_tensorboard()
     folder, resumed = resumed_from(folder, resume, say)
-    last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
+    last_step = options.last_step
     graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
     on_captured(graph)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
