@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.api.trainer import StepLoss, optimizer_of
 from manyhands.cli.main import app
 from manyhands.executor.optimizers import validate
-from manyhands.facts.errors import BadValue, NotInstalled
+from manyhands.facts.errors import BadData, BadValue, NotInstalled
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.runtime.coordinator import Coordinator
@@ -80,6 +80,20 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     events = [json.loads(line) for line in (tmp_path / "start" / "events.jsonl").read_text().splitlines()]
     (event,) = (one for one in events if one["event"] == "laid")
     assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2
+
+
+@pytest.mark.parametrize("feed", ["step", "start"])
+def test_a_label_without_an_output_is_found_before_it_is_sent(feed: str, cluster: Coordinator, tmp_path: Path) -> None:
+    inputs = torch.randn(48, 6, dtype=torch.float64)
+    labels = torch.zeros(48, dtype=torch.long)
+    labels[41] = 12
+    with pytest.raises(BadData, match="has the label 12; the network has 3 outputs, for labels from 0 to 2") as caught:
+        mh.train(
+            nn.Linear(6, 3).double(), TensorDataset(inputs, labels), loss=functional.cross_entropy, optimizer=SGD,
+            batch_size=12, cluster=cluster, plan="samples", folder=tmp_path, feed=feed, shuffle=False,
+        )  # fmt: skip
+    assert ("step 3: sample 5 has" in caught.value.message) == (feed == "step")
+    assert "13 outputs" in caught.value.hint
 
 
 # Lightning's way
