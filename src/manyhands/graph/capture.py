@@ -13,12 +13,10 @@ import inspect
 import io
 import linecache
 import logging
-import os
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +26,12 @@ from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph import recurrent
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
+from manyhands.graph.frames import is_torchs_or_ours, whole_stacks
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 from manyhands.graph.loss import combination
 from manyhands.graph.misfits import Entered, last_entered, shape_text, target_misfit
 from manyhands.graph.sizes import at
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
-_HERE = str(Path(__file__).parent.parent) + os.sep
-_MODELS = _HERE + "models" + os.sep  # written as anybody's
 _SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
 _DEPENDS = ("DataDependent", "ConstraintViolation", "Unbacked")
 """In the names of torch's errors about values or sizes that tracing does not know."""
@@ -289,7 +285,7 @@ def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: A
     quiet = _only_listener(logging.NullHandler())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():
         warnings.simplefilter("ignore")
-        with torch.enable_grad():
+        with torch.enable_grad(), whole_stacks():
             return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
 
 
@@ -400,8 +396,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 def _is_library(filename: str) -> bool:
     in_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
-    is_ours = filename.startswith(_HERE) and not filename.startswith(_MODELS)
-    return filename.startswith(("<frozen", "<string", _TORCH)) or is_ours or in_standard
+    return filename.startswith(("<frozen", "<string")) or is_torchs_or_ours(filename) or in_standard
 
 
 def _explain(error: Exception, module: nn.Module, fixed: str, entered: Entered, given: str) -> CaptureFailed:
