@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.api.trainer import StepLoss, optimizer_of
 from manyhands.cli.main import app
 from manyhands.executor.optimizers import validate
-from manyhands.facts.errors import BadValue, NotInstalled
+from manyhands.facts.errors import BadData, BadValue, NotInstalled
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.runtime.coordinator import Coordinator
@@ -82,6 +82,20 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2
 
 
+@pytest.mark.parametrize("feed", ["step", "start"])
+def test_a_label_without_an_output_is_found_before_it_is_sent(feed: str, cluster: Coordinator, tmp_path: Path) -> None:
+    inputs = torch.randn(48, 6, dtype=torch.float64)
+    labels = torch.zeros(48, dtype=torch.long)
+    labels[41] = 12
+    with pytest.raises(BadData, match="has the label 12; the network has 3 outputs, for labels from 0 to 2") as caught:
+        mh.train(
+            nn.Linear(6, 3).double(), TensorDataset(inputs, labels), loss=functional.cross_entropy, optimizer=SGD,
+            batch_size=12, cluster=cluster, plan="samples", folder=tmp_path, feed=feed, shuffle=False,
+        )  # fmt: skip
+    assert ("step 3: sample 5 has" in caught.value.message) == (feed == "step")
+    assert "13 outputs" in caught.value.hint
+
+
 # Lightning's way
 
 
@@ -118,13 +132,25 @@ def rows(samples: int = 48) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def test_a_module_in_lightnings_way_is_trained_exactly(cluster: Coordinator, tmp_path: Path) -> None:
-    module, data = Module(), rows()
+class OneCycle(Module):
+    """Its schedule has exactly as many steps as the run, and so has none to spare for measuring."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("kind", [Module, OneCycle])
+def test_a_module_in_lightnings_way_is_trained_exactly(
+    kind: type[Module], cluster: Coordinator, tmp_path: Path
+) -> None:
+    module, data = kind(), rows()
     trainer = mh.Trainer(cluster=cluster, max_epochs=2, plan="samples", folder=tmp_path / "run")
     result = trainer.fit(module, DataLoader(data, batch_size=12), DataLoader(rows(20), batch_size=4))
     assert result.test is not None
     assert result.test.samples == 20
-    plain = Module()
+    plain = kind()
     settings = plain.configure_optimizers()
     expected = []
     for _ in range(2):

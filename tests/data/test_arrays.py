@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy
 import pytest
 import torch
 
+from manyhands.api.jobs import build_model, check_classes
 from manyhands.data import arrays
 from manyhands.data.loader import example, length
 from manyhands.data.sets import DataSets, load
-from manyhands.facts.errors import BadData, BadFile, ManyhandsError
+from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
 
 LABELS = numpy.arange(20) % 4
 
@@ -212,3 +214,40 @@ def test_a_file_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path, monkeyp
 def test_resizing_is_bilinear() -> None:
     data = arrays.ArrayData(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]), torch.zeros(1), size=(2, 4))
     assert data[0][0][0, 0].tolist() == pytest.approx([0.0, 0.25, 0.75, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "hint"),
+    [
+        ((3, 20, 20), (1, 16, 16), r"3 are given, 1 taken.*--input 3x16x16.*x\.mean\(axis=1, keepdims=True\)"),
+        ((1, 20, 20), (3, 16, 16), r"1 are given, 3 taken.*--input 1x16x16.*x\.repeat\(3, axis=1\)"),
+        ((20, 20, 3), (3, 16, 16), r"^Channels come first: x\.transpose\(0, 3, 1, 2\)"),
+        ((8,), (1, 16, 16), "^Give samples of the model's shape"),
+    ],
+)
+def test_samples_of_another_shape(tmp_path: Path, given: tuple[int, ...], taken: tuple[int, ...], hint: str) -> None:
+    """Both shapes, and to move the channels only where that would help."""
+    path = saved(tmp_path, x=numpy.zeros((20, *given), "float32"), y=LABELS)
+    with pytest.raises(BadData) as caught:
+        load(path, input_shape=taken)
+    assert f"x has samples of shape {given}; the model takes {taken}" in caught.value.message
+    assert re.search(hint, caught.value.hint), caught.value.hint
+    assert ("transpose" in caught.value.hint) == (given[-1] == taken[0])
+
+
+@pytest.mark.parametrize(
+    ("y", "said", "hint"),
+    [
+        (
+            LABELS.astype("float32"),
+            "tiny gives 10 for a sample; the target of it is one number, 0 for the first",
+            "int64",
+        ),
+        (numpy.full((20, 3), 0.5), "the target of it is 3, 0.5 for the first, as float32", "of the shape"),
+    ],
+)
+def test_numbers_that_the_output_has_no_place_for(tmp_path: Path, y: Any, said: str, hint: str) -> None:
+    sets = load(saved(tmp_path, x=numpy.zeros((20, 1, 16, 16), "float32"), y=y))
+    with pytest.raises(BadValue, match=said) as caught:
+        check_classes(build_model("tiny", sets), "tiny", "it", sets)
+    assert hint in caught.value.hint

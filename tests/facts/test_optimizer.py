@@ -23,11 +23,17 @@ options = st.dictionaries(
     names.filter(lambda name: name != "schedule"), scalars | st.lists(scalars, max_size=3), max_size=4
 )
 drawn = st.builds(
-    lambda name, schedule, given: Optimizer(name, schedule=schedule, **given),
+    lambda name, schedule, given: Optimizer(
+        name, schedule=schedule, milestones=range_of(schedule), **{k: v for k, v in given.items() if k != "milestones"}
+    ),
     names,
     st.lists(st.tuples(names, options), max_size=3),
     options,
 )
+
+
+def range_of(schedule: list[Any]) -> list[int]:
+    return [7 * number for number in range(1, len(schedule))]
 
 
 def test_what_was_written_can_be_read() -> None:
@@ -37,7 +43,11 @@ def test_what_was_written_can_be_read() -> None:
     assert optimizer.schedule == (COSINE,)
     assert Optimizer("SGD").schedule == ()
     assert Optimizer("SGD", schedule=None) == Optimizer("SGD")
-    assert Optimizer("SGD", schedule=[COSINE, ("StepLR", {"step_size": 3})]).schedule[1] == ("StepLR", {"step_size": 3})
+    two = Optimizer("SGD", schedule=[COSINE, ("StepLR", {"step_size": 3})])
+    assert two.schedule[1] == ("StepLR", {"step_size": 3})
+    assert two.milestones == (100,)
+    assert two == Optimizer("SGD", schedule=list(two.schedule), milestones=[100])
+    assert two != Optimizer("SGD", schedule=list(two.schedule), milestones=[99])
 
 
 def test_prints_as_it_was_written() -> None:
@@ -46,7 +56,7 @@ def test_prints_as_it_was_written() -> None:
     assert repr(Optimizer("Adam", lr=1e-3, schedule=COSINE)) == text
     two = Optimizer("SGD", schedule=[COSINE, COSINE])
     assert repr(two).endswith(
-        "schedule=[('CosineAnnealingLR', {'T_max': 100}), ('CosineAnnealingLR', {'T_max': 100})])"
+        "schedule=[('CosineAnnealingLR', {'T_max': 100}), ('CosineAnnealingLR', {'T_max': 100})], milestones=[100])"
     )
 
 
@@ -96,6 +106,18 @@ def test_cannot_be_changed() -> None:
         ({"schedule": ["StepLR", {"step_size": 1}, 3]}, "must be a pair"),
         ({"schedule": [("StepLR", {"step_size": 1}), "ExponentialLR"]}, "A schedule is 'ExponentialLR'"),
         ({"schedule": [(3, {})]}, "The schedule is 3; it must be a class of torch.optim.lr_scheduler"),
+        (
+            {"schedule": [("StepLR", {"step_size": 3}), COSINE]},
+            "nothing says where StepLR ends: it has no end of its own",
+        ),
+        ({"schedule": [("LinearLR", {}), COSINE]}, "nothing says where LinearLR ends: its total_iters is None"),
+        ({"schedule": [COSINE, COSINE], "milestones": []}, r"There are 2 schedule\(s\) and 0 milestone\(s\)"),
+        ({"schedule": COSINE, "milestones": [3]}, r"There are 1 schedule\(s\) and 1 milestone\(s\)"),
+        ({"milestones": [3]}, r"There are 0 schedule\(s\) and 1 milestone\(s\)"),
+        ({"schedule": [COSINE] * 3, "milestones": [5, 5]}, "each above the one before"),
+        ({"schedule": [COSINE] * 2, "milestones": [0]}, "above 0"),
+        ({"schedule": [COSINE] * 2, "milestones": 5}, "milestones is 5; it must be a list of steps"),
+        ({"schedule": [COSINE] * 2, "milestones": [2.5]}, "must be a list of steps"),
         ({"schedule": ("LambdaLR", {"lr_lambda": abs})}, "LambdaLR: lr_lambda is <built-in function abs>"),
     ],
 )
@@ -143,8 +165,12 @@ def test_bad_documents(document: Any, message: str) -> None:
         ),
         ("SGD:lr=0.1,schedule=CosineAnnealingLR,T_max=100", Optimizer("SGD", lr=0.1, schedule=COSINE)),
         (
-            "SGD:schedule=MultiStepLR,milestones=[3,5],gamma=0.5,schedule=LinearLR",
-            Optimizer("SGD", schedule=[("MultiStepLR", {"milestones": (3, 5), "gamma": 0.5}), ("LinearLR", {})]),
+            "SGD:milestones=[8],schedule=MultiStepLR,milestones=[3,5],gamma=0.5,schedule=LinearLR",
+            Optimizer(
+                "SGD",
+                schedule=[("MultiStepLR", {"milestones": (3, 5), "gamma": 0.5}), ("LinearLR", {})],
+                milestones=[8],
+            ),
         ),
         ("SGD:schedule=CyclicLR,mode=exp_range", Optimizer("SGD", schedule=("CyclicLR", {"mode": "exp_range"}))),
     ],

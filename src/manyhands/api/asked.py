@@ -67,8 +67,13 @@ class Options:
             raise BadValue(f"batch_norm is {self.batch_norm!r}; it must be 'synchronised' or 'local'.")
         if self.feed not in WAYS_TO_FEED:
             raise unknown("way to feed samples", self.feed, WAYS_TO_FEED)
-        validate(self.optimizer)
         self.order = BatchOrder(length(self.data), self.batch_size, self.shuffle, self.seed)
+        validate(self.optimizer, self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        """How many steps of the optimiser the whole run makes."""
+        return self.steps if self.steps is not None else self.epochs * self.order.steps_per_epoch
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.batching import bound_inputs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
+from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import ignored_class
 from manyhands.graph.tape import outputs_of
 from manyhands.runtime.coordinator import Coordinator
@@ -138,7 +139,9 @@ class _Batches:
         return 0.0 if self.left else math.inf
 
     def take(self, step: int, size: int) -> Mapping[str, torch.Tensor]:
-        step, inputs, self.tally.targets[step] = next(self.batches)
+        step, inputs, targets = next(self.batches)
+        check_labels(self.graph, targets, f"The targets of batch {step}")
+        self.tally.targets[step] = targets
         self.left -= 1
         return bound_inputs(self.graph, inputs)
 

@@ -180,7 +180,7 @@ def opened(
         need_tensorboard()
     refuse_unsupported(options.model)
     folder, resumed = resumed_from(folder, resume, say)
-    last_step = options.steps if options.steps is not None else options.epochs * options.order.steps_per_epoch
+    last_step = options.last_step
     graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
     on_captured(graph)
     check = verified(graph, options, verify)

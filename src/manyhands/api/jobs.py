@@ -549,9 +549,10 @@ def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -
 
     from manyhands.data.loader import example
 
-    if not data.num_classes:
+    known = entry_of(name)
+    if not data.num_classes and known is not None and known.loss not in ("cross_entropy", "mse"):
         return
-    inputs, _ = example(data.train, 2)
+    inputs, targets = example(data.train, 2)
     was_training = model.training
     try:
         with torch.no_grad():
@@ -565,7 +566,9 @@ def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -
         ) from error
     finally:
         model.train(was_training)
-    if data.has_boxes:
+    if not data.num_classes:
+        _check_numbers(output, targets, name, data_name)
+    elif data.has_boxes:
         from manyhands.models.yolov2 import VOC_ANCHORS
 
         channels = len(VOC_ANCHORS) * (5 + data.num_classes)
@@ -581,3 +584,22 @@ def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -
             f"{name} has {output.shape[1]} outputs; {data_name} has {data.num_classes} classes.",
             hint="Build it with more: a factory may take num_classes.",
         )
+
+
+def _check_numbers(output: Any, targets: Any, name: str, data_name: str) -> None:
+    """Targets that are no class numbers are compared with the output one by one, so there must be as many."""
+    import torch
+
+    if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor) or output.shape == targets.shape:
+        return
+    gives, wants = ("x".join(map(str, one.shape[1:])) or "one number" for one in (output, targets))
+    hint = "Give targets of the shape that the model gives, or a model that gives theirs."
+    if output.shape == (*targets.shape, 1):
+        hint = "Give targets of the same shape: y[:, None]."
+    elif targets.dim() == 1 and bool((targets == targets.round()).all()):
+        hint = "Floats are numbers that the output is to come near to. If they are classes: y.astype('int64')."
+    raise BadValue(
+        f"{name} gives {gives} for a sample; the target of {data_name} is {wants}, {targets.flatten()[0].item():g} for "
+        f"the first, as {str(targets.dtype).removeprefix('torch.')}.",
+        hint=hint,
+    )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.api.configuring import Configuring, check_begun
 from manyhands.api.job import TrainResult
 from manyhands.api.training import train
 from manyhands.facts.cluster import Cluster
@@ -185,7 +186,8 @@ def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
 
 def optimizer_of(module: nn.Module) -> Optimizer:
     """What configure_optimizers() gives, as data."""
-    found = module.configure_optimizers()  # type: ignore[operator]
+    with Configuring() as configuring:
+        found = module.configure_optimizers()  # type: ignore[operator]
     schedulers: list[Any] = []
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
         found, schedulers = found[0], list(found[1])
@@ -206,40 +208,16 @@ def optimizer_of(module: nn.Module) -> Optimizer:
             f"{len(trained)}. All are trained alike.",
             hint="Give it self.parameters(); freeze others with requires_grad_(False).",
         )
-    group = found.param_groups[0]
-    beginning = {"lr": group.get("initial_lr", group.get("lr"))}  # a scheduler has changed it already
+    group = configuring.group_of(found)
     taken = [name for name in inspect.signature(type(found)).parameters if name not in NOT_OURS]
-    options = {**{name: group[name] for name in taken if name in group}, **beginning}
-    kept = {name: _plain(value) for name, value in options.items() if value is not None}
-    return Optimizer(type(found).__name__, schedule=[_schedule(one) for one in schedulers], **kept)
-
-
-def _schedule(found: Any) -> tuple[str, dict[str, Any]]:
-    """A scheduler by its name and options, which it holds under their own names."""
-    interval = found.get("interval", "epoch") if isinstance(found, dict) else "epoch"
-    scheduler = found.get("scheduler") if isinstance(found, dict) else found
-    name = type(scheduler).__name__
-    if interval != "step":
-        raise BadValue(
-            f"The schedule {name} is one of epochs; here the learning rate follows steps.",
-            hint='Return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}, counted in steps.',
-        )
-    options = {}
-    for parameter in list(inspect.signature(type(scheduler)).parameters)[1:]:
-        if parameter in ("last_epoch", "verbose"):
-            continue
-        if not hasattr(scheduler, parameter):
-            raise BadValue(
-                f"The schedule {name} does not tell its {parameter}.",
-                hint=f'Use mh.train with optimizer=mh.Optimizer(..., schedule=("{name}", {{...}})).',
-            )
-        options[parameter] = _plain(getattr(scheduler, parameter))
-    return name, options
+    kept = {name: _plain(group[name]) for name in taken if group.get(name) is not None}
+    schedule, milestones = configuring.schedule_of(schedulers)
+    optimizer = Optimizer(type(found).__name__, schedule=schedule, milestones=milestones, **kept)
+    check_begun(optimizer, found)
+    return optimizer
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
-    if isinstance(value, dict):  # milestones, counted
-        return sorted(number for number, times in value.items() for _ in range(times))
     return list(value) if isinstance(value, tuple) else value

@@ -12,6 +12,7 @@ import msgspec
 from manyhands.api.job import cuts_statistics
 from manyhands.data.laying import Laying
 from manyhands.executor.messages import runs_here
+from manyhands.executor.optimizers import at_start
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
@@ -150,8 +151,8 @@ def _steps(
 ) -> list[float]:
     """Seconds of each of a few steps; none where a worker has no room for it."""
     order = Order(
-        graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS, optimizer=optimizer,
-        kernels={name: kernels.get(name, {}) for name in plan.devices},
+        graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS,
+        optimizer=at_start(optimizer), kernels={name: kernels.get(name, {}) for name in plan.devices},
         laying=batch if is_laid else None,
     )  # fmt: skip
     run = Run(coordinator, order)

@@ -153,13 +153,27 @@ def _inputs(what: str, array: numpy.ndarray, input_shape: tuple[int, ...] | None
         input_shape is not None and (min(input_shape) < 1 or (shape != input_shape and not resizable))
     ):
         raise BadData(
-            f"{what} has samples of shape {shape}; the model takes {input_shape}.",
-            hint="Pictures are resized, but channels must agree: x.transpose(0, 3, 1, 2) moves them from last to first",
+            f"{what} has samples of shape {shape}; the model takes {input_shape}.", hint=_misfit(shape, input_shape)
         )
     if array.dtype.kind == "f":
         return _finite(what, array)
     kept = array if array.dtype == numpy.uint8 else array.astype(numpy.int64)
     return torch.from_numpy(numpy.ascontiguousarray(kept))
+
+
+def _misfit(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> str:
+    """What to do about samples of another shape: pictures are resized, so that only their channels can be wrong."""
+    if wanted is None or len(shape) != 3 or len(wanted) != 3 or min(wanted) < 1:
+        return "Give samples of the model's shape, or the shape they have with --input, to a model that takes it."
+    if shape[2] == wanted[0]:
+        return "Channels come first: x.transpose(0, 3, 1, 2) moves them from last to first."
+    own = f"x.mean(axis=1, keepdims=True) makes {shape[0]} channels one" if wanted[0] == 1 else ""
+    own = f"x.repeat({wanted[0]}, axis=1) makes one channel {wanted[0]}" if shape[0] == 1 else own
+    size = "x".join(map(str, (shape[0], *wanted[1:])))
+    return (
+        f"Pictures are resized, but channels must agree: {shape[0]} are given, {wanted[0]} taken. For a model that can "
+        f"be built for {shape[0]}: --input {size}. {own}"
+    ).strip()
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool:

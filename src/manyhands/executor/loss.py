@@ -8,6 +8,7 @@ import torch
 
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph, tree_leaves, values_of
+from manyhands.graph.labels import check_leaves, labels_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
@@ -49,6 +50,7 @@ class ShareLoss:
     def __init__(self, graph: Graph, plan: Plan, device: torch.device) -> None:
         assert graph.loss is not None, "the graph was captured without a loss"
         self.loss, self.plan, self.is_mean = graph.loss, plan, graph.loss_combination != "sum"
+        self.labels = labels_of(graph.loss)
         self.piece = Piece(graph.loss, Weights.copied(graph.loss, device=device))
         inputs = tree_leaves(graph.loss.input_tree[0][0])
         self.outputs = dict(zip(inputs, tree_leaves(graph.loss_tree), strict=True))
@@ -64,7 +66,11 @@ class ShareLoss:
                 tensor.requires_grad_()
         given = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
         with torch.set_grad_enabled(self.plan.is_training):
-            value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
+            try:
+                value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
+            except IndexError:
+                check_leaves(self.labels, given, "The targets")
+                raise
             if self.is_mean:
                 value = value * (samples / self.plan.step_size)
         if self.plan.is_training:

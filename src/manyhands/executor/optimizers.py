@@ -9,19 +9,20 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, did_you_mean, unknown
+from manyhands.executor.by_name import check_options, classes, resolve, said, wrapped
+from manyhands.executor.schedules import check_length, scheduler
+from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer, Option
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights, dense_gradient, memory_order
 from manyhands.profiler.steps import now
 
-T = TypeVar("T")
 SEPARATOR = "/"
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13)
 """Sizes of a probe's axes: all different, so that a state tensor's axes tell which of the weight's they follow."""
@@ -31,16 +32,7 @@ _REFUSED_OPTIMIZERS = {
     "LBFGS": "it evaluates the loss again and again within a step, which workers cannot",
     "SparseAdam": "it needs sparse gradients, and those of workers are dense",
 }
-_REFUSED_SCHEDULES = {
-    "ReduceLROnPlateau": "it needs a metric, and workers have none",
-    "LambdaLR": "it needs a function, and no code travels to workers",
-    "MultiplicativeLR": "it needs a function, and no code travels to workers",
-    "SequentialLR": "it needs schedule objects; give a list of schedules, all of which are applied each step",
-    "ChainedScheduler": "it needs schedule objects; give a list of schedules, all of which are applied each step",
-}
 _ABOUT_FUSING = {"fused", "foreach", "differentiable", "capturable"}
-_NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}
-"""Given by us, deprecated, or code."""
 
 
 def _looked_up(*names: str) -> frozenset[Any]:
@@ -69,12 +61,12 @@ class Stepper:
 
     def _start(self) -> None:
         self.steps_done = 0
-        self._torch, self._schedules = _construct(self.optimizer, list(self.weights.values()))
+        self._torch, self._schedule = _construct(self.optimizer, list(self.weights.values()))
         self._laid = {name: _laid(weight) for name, weight in self.weights.items()}
         self._rows = self._laid_as_rows() if self._torch.defaults.get("fused") else {}
         if self._rows:
             over = [self._stepped(name) for name in self.weights]
-            self._torch, self._schedules = _construct(self.optimizer, over)
+            self._torch, self._schedule = _construct(self.optimizer, over)
 
     def _laid_as_rows(self) -> dict[str, _Row]:
         """Of weights in channels_last, leaves over the same memory that are contiguous: a fused step, which knows no
@@ -93,7 +85,7 @@ class Stepper:
         return self.weights[name] if row is None else row.leaf
 
     def step(self) -> None:
-        """Step the optimiser, then its schedules. Weights without a gradient stay as they are."""
+        """Step the optimiser, then its schedule. Weights without a gradient stay as they are."""
         for weight in self.weights.values():
             if weight.grad is not None and weight.grad.stride() != weight.stride():
                 dense_gradient(weight)  # a fused step takes both for rows of numbers
@@ -105,16 +97,15 @@ class Stepper:
         self._torch.step()
         for row in self._rows.values():
             row.leaf.grad = None
-        self._step_schedules()
+        self._step_schedule()
 
-    def _step_schedules(self) -> None:
+    def _step_schedule(self) -> None:
         try:
-            for schedule in self._schedules:
-                schedule.step()
+            if self._schedule is not None:
+                self._schedule.step()
         except (ValueError, ArithmeticError) as error:
-            names = ", ".join(name for name, _ in self.optimizer.schedule)
-            said = _said(error)
-            raise BadValue(f"The schedule ({names}) cannot go on after step {self.steps_done}: {said}") from error
+            names, why = ", ".join(name for name, _ in self.optimizer.schedule), said(error)
+            raise BadValue(f"The schedule ({names}) cannot go on after step {self.steps_done}: {why}") from error
         self.steps_done += 1
 
     def zero(self) -> None:
@@ -163,9 +154,9 @@ class Stepper:
             row = self._rows.get(name)
             self._torch.state[self._stepped(name)] = held if row is None else row.as_rows(held)
         self._torch.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
-        if self._schedules:
+        if self._schedule is not None:
             for _ in range(steps_done):
-                self._step_schedules()
+                self._step_schedule()
         self.steps_done = steps_done
 
     def _find(
@@ -249,9 +240,25 @@ def build(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> Stepper:
     return Stepper(optimizer, weights)
 
 
-def validate(optimizer: Optimizer) -> None:
-    """Refuse, before anything starts, an optimiser that cannot be built or makes no step."""
+def validate(optimizer: Optimizer, steps: int | None = None) -> None:
+    """Refuse, before anything starts, an optimiser that cannot be built, makes no step, or whose schedule is over
+    before so many steps."""
     _state_after_a_step(optimizer, (4, 4))
+    if steps is not None:
+        check_length(optimizer, _construct(optimizer, [])[1], steps)
+
+
+def at_start(optimizer: Optimizer) -> Optimizer:
+    """The optimiser as it is at its first step, without its schedule.
+
+    Measuring and trying plans take as many steps as they need, which may be more than the schedule has.
+    """
+    if not optimizer.schedule:
+        return optimizer
+    group = _construct(optimizer, [])[0].param_groups[0]
+    options: dict[str, Any] = optimizer.options
+    options.update((name, group[name]) for name in ("lr", "momentum", "betas") if name in group)  # OneCycleLR's
+    return Optimizer(optimizer.name, **options)
 
 
 def slots(optimizer: Optimizer) -> int:
@@ -291,12 +298,7 @@ def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:
 
 def optimizer_names() -> list[str]:
     """Those of this PyTorch that workers can run."""
-    return sorted(set(_classes(torch.optim, torch.optim.Optimizer)) - set(_REFUSED_OPTIMIZERS))
-
-
-def schedule_names() -> list[str]:
-    """Those of this PyTorch that workers can run."""
-    return sorted(set(_classes(lr_scheduler, lr_scheduler.LRScheduler)) - set(_REFUSED_SCHEDULES))
+    return sorted(set(classes(torch.optim, torch.optim.Optimizer)) - set(_REFUSED_OPTIMIZERS))
 
 
 def _state_after_a_step(
@@ -308,26 +310,17 @@ def _state_after_a_step(
     weight = torch.zeros(tuple(sizes), dtype=dtype, device=device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     stepper = build(optimizer, {"weight": weight})
-    _wrapped(optimizer.name, optimizer.options, stepper.step)
+    wrapped(optimizer.name, optimizer.options, stepper.step)
     return dict(stepper._torch.state.get(weight, {}))
 
 
-def _construct(
-    optimizer: Optimizer, weights: list[torch.Tensor]
-) -> tuple[torch.optim.Optimizer, list[lr_scheduler.LRScheduler]]:
-    known = _classes(torch.optim, torch.optim.Optimizer)
-    kind = _resolve("optimizer", optimizer.name, known, _REFUSED_OPTIMIZERS)
-    _check_options(kind, optimizer.options)
+def _construct(optimizer: Optimizer, weights: list[torch.Tensor]) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    kind = resolve("optimizer", optimizer.name, classes(torch.optim, torch.optim.Optimizer), _REFUSED_OPTIMIZERS)
+    check_options(kind, optimizer.options)
     over = weights or [torch.zeros(1, 1, requires_grad=True)]  # PyTorch takes no empty list, but schedules must run
     options = optimizer.options | ({"fused": True} if _may_fuse(kind, optimizer.options, over) else {})
-    built = _wrapped(kind.__name__, optimizer.options, lambda: kind(over, **options))
-    schedules = []
-    for name, options in optimizer.schedule:
-        known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
-        scheduler = _resolve("schedule", name, known, _REFUSED_SCHEDULES)
-        _check_options(scheduler, options)
-        schedules.append(_wrapped(scheduler.__name__, options, lambda: scheduler(built, **options)))  # noqa: B023
-    return built, schedules
+    built = wrapped(kind.__name__, optimizer.options, lambda: kind(over, **options))
+    return built, scheduler(optimizer, built)
 
 
 def _may_fuse(kind: Any, given: Mapping[str, Option], weights: Sequence[torch.Tensor]) -> bool:
@@ -336,51 +329,6 @@ def _may_fuse(kind: Any, given: Mapping[str, Option], weights: Sequence[torch.Te
     if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(given):
         return False
     return all(weight.is_cpu and weight.dtype in (torch.float32, torch.float64) for weight in weights)
-
-
-def _classes(module: Any, base: type) -> dict[str, Any]:
-    found = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind) and issubclass(kind, base)}
-    return {name: kind for name, kind in found.items() if kind is not base and not name.startswith("_")}
-
-
-def _resolve(what: str, name: str, known: dict[str, Any], refused: dict[str, str]) -> Any:
-    exact = {other.lower(): other for other in known}.get(name.lower())
-    allowed = sorted(set(known) - set(refused))
-    if exact is None:
-        raise unknown(what, name, allowed)
-    if exact in refused:
-        raise BadValue(f"{exact} cannot be used: {refused[exact]}.", hint=f"Use one of {', '.join(allowed)}")
-    return known[exact]
-
-
-def _check_options(kind: Any, options: Mapping[str, Option]) -> None:
-    taken = {name: one for name, one in inspect.signature(kind).parameters.items() if name not in _NOT_OPTIONS}
-    for name in options:
-        if name not in taken:
-            close = did_you_mean(name, taken)
-            hint = f"{close}\n" if close.startswith("Did") else ""
-            raise BadValue(
-                f"{kind.__name__} takes no option '{name}'.", hint=f"{hint}{kind.__name__} takes {', '.join(taken)}"
-            )
-    needed = [name for name, one in taken.items() if one.default is inspect.Parameter.empty and name not in options]
-    if needed:
-        hint = f"{kind.__name__} takes {', '.join(taken)}"
-        raise BadValue(f"{kind.__name__} needs {' and '.join(needed)}, which is not given.", hint=hint)
-
-
-def _wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except ManyhandsError:
-        raise
-    except Exception as error:  # PyTorch checks little, so that a wrong value may fail in any way
-        written = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise BadValue(f"{name}({written}) is refused by PyTorch: {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{first:.300}".rstrip(".") + "."
 
 
 def _entry(name: str, key: str) -> str:

@@ -3,14 +3,19 @@
     Optimizer("SGD", lr=0.1, momentum=0.9)
     Optimizer("Adam", lr=1e-3, schedule=("CosineAnnealingLR", {"T_max": 100}))
     Optimizer("SGD", lr=0.1, schedule=[("LinearLR", {"total_iters": 5}), ("ExponentialLR", {"gamma": 0.99})])
+    Optimizer("SGD", lr=0.1, schedule=[("StepLR", {"step_size": 3}), ("ExponentialLR", {"gamma": 0.9})], milestones=[9])
+
+A schedule steps once per optimiser step. Those of a list follow one another, as in PyTorch's SequentialLR: each begins
+at its milestone, a number of steps. Without milestones each begins where the one before it ends, if that says where.
 
 On the command line the same is one word, read by `parse`:
 
     SGD:lr=0.1,momentum=0.9
     Adam:lr=1e-3,betas=[0.9,0.99],schedule=CosineAnnealingLR,T_max=100
+    SGD:lr=0.1,milestones=[9],schedule=StepLR,step_size=3,schedule=ExponentialLR,gamma=0.9
 
-What follows `schedule=` belongs to that schedule; a second `schedule=` begins the next one. Schedules step once per
-optimiser step, one after another. Whether PyTorch knows the names and options is asked where PyTorch is.
+What follows `schedule=` belongs to that schedule; a second `schedule=` begins the next one. Whether PyTorch knows the
+names and options is asked where PyTorch is.
 """
 
 from __future__ import annotations
@@ -31,21 +36,36 @@ _Options = tuple[tuple[str, Option], ...]
 _ALLOWED = "Options may be numbers, true or false, texts, None, and lists of these."
 _PAIR_HINT = 'Write it like schedule=("CosineAnnealingLR", {"T_max": 100}), or a list of such pairs.'
 _TEXT_HINT = "Write it like SGD:lr=0.1,momentum=0.9 or Adam:lr=1e-3,schedule=CosineAnnealingLR,T_max=100"
+_LENGTHS = {
+    "constantlr": "total_iters", "cosineannealinglr": "T_max", "linearlr": "total_iters", "onecyclelr": "total_steps",
+    "polynomiallr": "total_iters",
+}  # fmt: skip
+"""Schedules that come to an end, and the option that says after how many steps; the others go on for ever."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _COMMA = re.compile(r",(?![^\[(]*[\])])")  # not those within brackets
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 
 
 class Optimizer:
-    """An optimiser's name and options, and its schedules. It never changes; equal ones are interchangeable."""
+    """An optimiser's name and options, and its schedules. It never changes; equal ones are interchangeable.
 
-    __slots__ = ("_name", "_options", "_schedule")
+    schedule    one pair (name, options) of torch.optim.lr_scheduler, or a list of pairs that follow one another
+    milestones  of a list: the steps at which the second schedule begins, the third, ...; None: each where the one
+                before it ends (total_iters, T_max, total_steps)
+    """
+
+    __slots__ = ("_milestones", "_name", "_options", "_schedule")
     _name: str
     _options: _Options
     _schedule: tuple[tuple[str, _Options], ...]
+    _milestones: tuple[int, ...]
 
-    def __init__(self, name: str, /, *, schedule: Any = (), **options: Any) -> None:
-        parts = (_checked_name("optimizer", name), _checked(name, options), _checked_schedules(schedule))
+    def __init__(self, name: str, /, *, schedule: Any = (), milestones: Any = None, **options: Any) -> None:
+        schedules = _checked_schedules(schedule)
+        parts = (
+            _ends(schedules) if milestones is None else _checked_milestones(milestones, schedules),
+            _checked_name("optimizer", name), _checked(name, options), schedules,
+        )  # fmt: skip
         for field, part in zip(self.__slots__, parts):
             object.__setattr__(self, field, part)
 
@@ -60,21 +80,33 @@ class Optimizer:
 
     @property
     def schedule(self) -> tuple[tuple[str, dict[str, Option]], ...]:
-        """(name, options) of each schedule, in the order they are applied."""
+        """(name, options) of each schedule, in the order they follow one another."""
         return tuple((name, dict(options)) for name, options in self._schedule)
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """The steps at which the second schedule begins, the third, ..."""
+        return self._milestones
 
     def to_dict(self) -> dict[str, Any]:
         """A plain document that `from_dict` reads back to an equal optimiser."""
         schedule = [[name, _plain(options)] for name, options in self._schedule]
         document: dict[str, Any] = {"name": self.name, "options": _plain(self._options)}
-        return {**document, "schedule": schedule} if schedule else document
+        if schedule:
+            document["schedule"] = schedule
+        if self._milestones:
+            document["milestones"] = list(self._milestones)
+        return document
 
     @classmethod
     def from_dict(cls, document: Any) -> Optimizer:
         read = decode(document, _Document, "optimizer", BadValue)
-        if "schedule" in read.options:
-            raise BadValue("optimizer: 'schedule' is among the options; it is a field beside them.", hint=_PAIR_HINT)
-        return cls(read.name, schedule=read.schedule, **read.options)
+        for field in ("schedule", "milestones"):
+            if field in read.options:
+                raise BadValue(
+                    f"optimizer: '{field}' is among the options; it is a field beside them.", hint=_PAIR_HINT
+                )
+        return cls(read.name, schedule=read.schedule, milestones=read.milestones, **read.options)
 
     def __setattr__(self, field: str, value: object) -> None:
         raise AttributeError(f"An Optimizer cannot be changed ({field}); make another.")
@@ -85,15 +117,19 @@ class Optimizer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Optimizer):
             return NotImplemented
-        return (self.name, self.options, self.schedule) == (other.name, other.options, other.schedule)
+        mine, others = ((one.name, one.options, one.schedule, one.milestones) for one in (self, other))
+        return mine == others
 
     def __hash__(self) -> int:
-        return hash((self._name, frozenset(self._options), *((name, frozenset(rest)) for name, rest in self._schedule)))
+        schedules = ((name, frozenset(rest)) for name, rest in self._schedule)
+        return hash((self._name, frozenset(self._options), self._milestones, *schedules))
 
     def __repr__(self) -> str:
         words = [repr(self.name), *(f"{option}={value!r}" for option, value in self._options)]
         if self._schedule:
             words.append(f"schedule={self.schedule[0] if len(self._schedule) == 1 else list(self.schedule)!r}")
+        if self._milestones:
+            words.append(f"milestones={list(self._milestones)!r}")
         return f"Optimizer({', '.join(words)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,6 +141,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     options: dict[str, Any] = {}
     schedule: list[tuple[str, dict[str, Any]]] = []
+    milestones: list[int] | None = None
 
 
 def parse(text: str) -> Optimizer:
@@ -197,6 +234,35 @@ def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
         name = _checked_name("schedule", pair[0])
         checked.append((name, _checked(name, pair[1])))
     return tuple(checked)
+
+
+def _checked_milestones(given: object, schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
+    """The steps at which each schedule but the first begins, as the caller gave them."""
+    hint = "Each schedule but the first begins at one: schedule=[first, second], milestones=[5]."
+    if not isinstance(given, (list, tuple)) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
+        raise BadValue(f"milestones is {given!r:.80}; it must be a list of steps.", hint=hint)
+    if len(given) != max(len(schedules) - 1, 0):
+        raise BadValue(f"There are {len(schedules)} schedule(s) and {len(given)} milestone(s).", hint=hint)
+    if any(later <= earlier for earlier, later in zip((0, *given), given)):
+        raise BadValue(f"milestones is {list(given)}; they must be above 0 and each above the one before it.")
+    return tuple(int(one) for one in given)
+
+
+def _ends(schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
+    """The steps at which each schedule but the last ends, by its own options; where none says so it is refused, since
+    PyTorch has no rule for it."""
+    found: list[int] = []
+    for name, options in schedules[:-1]:
+        option = _LENGTHS.get(name.lower())
+        length = dict(options).get(option) if option is not None else None
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            said = f"its {option} is {length!r}" if option is not None else "it has no end of its own"
+            raise BadValue(
+                f"Schedules follow one another, but nothing says where {name} ends: {said}.",
+                hint=f"Say at which step each of the others begins: milestones=[...], {len(schedules) - 1} number(s).",
+            )
+        found.append((found[-1] if found else 0) + length)
+    return tuple(found)
 
 
 def _plain(options: _Options) -> dict[str, Any]:

@@ -13,12 +13,10 @@ import inspect
 import io
 import linecache
 import logging
-import os
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,14 +28,14 @@ from manyhands.graph import custom_functions, recurrent
 from manyhands.graph.arguments import bound_arguments, in_training_mode
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.convert import Exported, convert
+from manyhands.graph.frames import is_torchs_or_ours, whole_stacks
 from manyhands.graph.graph import Graph, tree_leaves, tree_map
 from manyhands.graph.loss import combination
+from manyhands.graph.misfits import Entered, last_entered, shape_text, target_misfit
 from manyhands.graph.penalties import with_penalties
 from manyhands.graph.sizes import at
 from manyhands.graph.verify import verify as check
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
-_HERE = str(Path(__file__).parent) + os.sep
 _SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
 _DEPENDS = ("DataDependent", "ConstraintViolation", "Unbacked")
 """In the names of torch's errors about values or sizes that tracing does not know."""
@@ -93,9 +91,12 @@ def _with_loss(
     graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
 ) -> Graph:
     """The graph with its loss, and how that combines over samples. `examples` are of an output and a target."""
-    loss_graph, value = _export(
-        _Loss(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True
-    )
+    try:
+        loss_graph, value = _export(
+            _Loss(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True
+        )
+    except CaptureFailed as error:
+        raise target_misfit(loss, *examples) or error from error
     if not isinstance(value, torch.Tensor) or value.dim():
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
         raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
@@ -264,8 +265,10 @@ def _export(
     except CaptureFailed:
         raise
     except Exception as error:
-        fixed = _where_batch_was_fixed(lambda: _quiet_export(flat, tuple(examples), shapes))
-        raise _explain(error, module, fixed) from error
+        with last_entered(module) as entered:
+            fixed = _where_batch_was_fixed(lambda: _quiet_export(flat, tuple(examples), shapes))
+        given = ", ".join(shape_text(leaf.shape) for leaf in leaves)
+        raise _explain(error, module, fixed, entered, given) from error
     names = _input_names(module, *trees)
     output_tree, assigned = returned[-1]
     graph = convert(
@@ -289,7 +292,7 @@ def _quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: A
     quiet = _only_listener(logging.NullHandler())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():
         warnings.simplefilter("ignore")
-        with torch.enable_grad():
+        with torch.enable_grad(), whole_stacks():
             return export(flat, examples, dynamic_shapes=(shapes,), strict=False)
 
 
@@ -324,11 +327,18 @@ class _BatchFixed(logging.Handler):
     place = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "set_replacement" in record.getMessage():
-            own = [frame for frame in traceback.extract_stack() if not _is_library(frame.filename)]
+        if "set_replacement" in record.getMessage() and _is_number(record.args):
+            stack = traceback.extract_stack()
+            begins = max((i for i, frame in enumerate(stack) if frame.name == _quiet_export.__name__), default=0)
+            own = [frame for frame in stack[begins:] if not _is_library(frame.filename)]  # not who called capture
             inside = [frame for frame in own if frame.name != "<module>"]
             if inside:
                 self.place = f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}:\n    {inside[-1].line}"
+
+
+def _is_number(replaced: Any) -> bool:
+    """Whether a symbol was replaced by a number, of torch's log of (symbol, by what, ...); not by another symbol."""
+    return isinstance(replaced, tuple) and len(replaced) > 1 and str(replaced[1]).isdecimal()
 
 
 def _where_batch_was_fixed(again: Callable[[], Any]) -> str:
@@ -395,16 +405,17 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 def _is_library(filename: str) -> bool:
     in_standard = filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
-    return filename.startswith(("<frozen", "<string", _TORCH, _HERE)) or in_standard
+    return filename.startswith(("<frozen", "<string")) or is_torchs_or_ours(filename) or in_standard
 
 
-def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:
+def _explain(error: Exception, module: nn.Module, fixed: str, entered: Entered, given: str) -> CaptureFailed:
     """An error that names the line in the user's code and what export said, shortly."""
     forward = inspect.unwrap(type(module).forward)
     source = inspect.getsourcefile(forward) or ""
     frames = list(user_frames(error))
     # Frames below the call of capture() itself are the caller's; the user's forward comes after torch's.
-    inside = [frame for frame in frames if frame.name == "forward" or frame.filename == source] or []
+    is_loss = isinstance(module, _Loss)
+    inside = [frame for frame in frames if is_loss or frame.name == "forward" or frame.filename == source]
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if inside:
         frame = frames[-1] if frames[-1].filename == inside[-1].filename else inside[-1]
@@ -413,14 +424,20 @@ def _explain(error: Exception, module: nn.Module, fixed: str) -> CaptureFailed:
     elif fixed:
         place = fixed
     else:
-        line = f"{source}:{inspect.getsourcelines(forward)[1]}, in " if source else ""
-        place = f"{line}{type(module).__name__}.forward"
+        is_own = source and not _is_library(source)
+        place = f"{source}:{inspect.getsourcelines(forward)[1]}, in {type(module).__name__}.forward" if is_own else ""
     depends = fixed or any(name in type(one).__name__ for one in _causes(error) for name in _DEPENDS)
     if depends or any(text in str(error) for text in ("Constraints violated", "data-dependent", "dynamic shape")):
         hint = (
             "Python control flow that depends on tensor values, or a fixed batch size, cannot be captured. "
             "Use torch.where, or x.shape[0] in place of a number."
         )
+    elif entered.layer is not None:
+        hint = (
+            f"The data gives {given}, of which {entered}. Give samples of the shape that the network was made for, "
+            "or change that layer."
+        )
     else:
-        hint = "Does the module itself run on this example batch? Try module(example_batch)."
-    return CaptureFailed(f"torch.export cannot capture {type(module).__name__}: {said}{at(place)}", hint=hint)
+        hint = f"Does {'the loss' if is_loss else 'the module'} itself run on {given}, as the data gives it?"
+    what = "the loss" if is_loss else type(module).__name__
+    return CaptureFailed(f"torch.export cannot capture {what}: {said}{at(place)}", hint=hint)

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import operator
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.custom_functions import INCOMING
+from manyhands.graph.frames import is_torchs_or_ours
 from manyhands.graph.graph import (
     Argument,
     Enum,
@@ -38,11 +39,10 @@ from manyhands.graph.graph import (
     weights_of,
 )
 from manyhands.graph.random_ops import RANDOM_CALLS
+from manyhands.graph.replacements import advice
 from manyhands.graph.rows import outer_of
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
-_HERE = str(Path(__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})
@@ -263,13 +263,13 @@ def _convert_node(node: Any, state: _State) -> None:
     if is_write:
         plain = target if target in ops.RANDOM else ops.functional(target)
         if plain is None:
-            raise _off_list(target, where)
+            raise _off_list(target, node)
         assert isinstance(mutated, Value)
         _check_write(target, mutated.name, where, state)
         _check_no_other_view(node, mutated.name, where, state)
         target, in_place = plain, plain != target
     if target not in ops.ALLOWED or ops.resolve(target) is None:
-        raise _off_list(target, where)
+        raise _off_list(target, node)
     _refuse_hidden_randomness(target, arguments, where)
     outputs = output_specs(name, value, where)
     several = isinstance(value, (tuple, list))
@@ -382,7 +382,7 @@ def _convert_buffer_write(
     if target == "aten.copy_.default" and arguments[1] == Weight(name):
         return  # export's epilogue: the buffer was already written in place
     if target not in ops.BUFFER_UPDATE:
-        raise _off_list(target, where)
+        raise _off_list(target, node)
     spec = spec_of(state.prefix + node.name, node.meta["val"], where)
     state.add(
         Node(spec.name, target, arguments, options, (spec,), False, False, name, _module(node, state), where,
@@ -483,10 +483,10 @@ def _refuse_hidden_randomness(target: str, arguments: tuple[Argument, ...], wher
             )
 
 
-def _off_list(target: str, where: str) -> CaptureFailed:
+def _off_list(target: str, node: Any) -> CaptureFailed:
     return CaptureFailed(
-        f"Operator {target} is not on the list of operators manyhands runs.{at(where)}",
-        hint="The list is in manyhands/graph/ops.py; write the same with operators on it.",
+        f"The operator {target.split('.')[1]} ({target}) is none of those that manyhands runs.{at(_line(node))}",
+        hint=advice(target),
     )
 
 
@@ -520,10 +520,25 @@ def _module(node: Any, state: _State) -> str:
     return _own_name(list(stack.values())[-1][0] + ".", state.wrappers).rstrip(".") if stack else ""
 
 
+def _own_frames(node: Any) -> list[tuple[str, str]]:
+    """(file, line) of the user's frames, innermost last."""
+    frames: list[tuple[str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [frame for frame in frames if not is_torchs_or_ours(frame[0])]
+
+
+def _line(node: Any) -> str:
+    """The whole path and the text of the user's line; else the layer's name."""
+    own = _own_frames(node)
+    if not own:
+        return f"layer '{where}'" if (where := _where(node)) else ""
+    file, line = own[-1]
+    text = linecache.getline(file, int(line)).strip()
+    return f"{file}:{line}:\n    {text}" if text else f"{file}:{line}"
+
+
 def _where(node: Any) -> str:
     """'FILE:LINE' of the innermost frame that is not torch's; else the path of the child module, or ''."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if not f[0].startswith((_TORCH, _HERE))]
+    own = _own_frames(node)
     if own:
         return f"{Path(own[-1][0]).name}:{own[-1][1]}"
     stack = list((node.meta.get("nn_module_stack") or {}).values())

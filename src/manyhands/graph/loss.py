@@ -37,6 +37,7 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
+from manyhands.graph.labels import CLASS_LOSSES, check_labels
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.random_ops import RANDOM_CALLS
 from manyhands.graph.read_rules import mixes_samples
@@ -50,8 +51,10 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
 
     A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; whoever shares a batch
     must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole".
+    An example target that names a class without an output is refused: the loss would fail on it, for another reason.
     """
     assert graph.loss is not None, "the graph was captured without a loss"
+    check_labels(graph, target)
     proof = _Proof(graph.loss, _penalties(graph))
     proved = proof.combination()
     if proved == "whole" or len({number for _, number in proof.ignored}) > 1:
@@ -121,7 +124,6 @@ class _Kind:
 
 
 _FIXED, _EACH = _Kind("fixed"), _Kind("each")
-_CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _PAIRS = frozenset({"triplet_margin_loss", "cosine_embedding_loss"})
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _TOTALS = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim"})
@@ -286,7 +288,7 @@ class _Proof:
         batched = [self.specs[value] for value in values_of(node) if self.kinds[value].what == "each"]
         if any(kind.what not in ("fixed", "each") or kind.power for kind in given) or not batched:
             return None
-        if name in _CLASSES | _PAIRS:
+        if name in CLASS_LOSSES | _PAIRS:
             first = batched[0]
             if first.name != _name(node.arguments[0]) or len(first.shape) < 2:
                 return None
@@ -294,21 +296,21 @@ class _Proof:
                 return None  # e.g. as the axis of classes
         elif len({len(spec.shape) - (spec.batch_axis or 0) for spec in batched}) > 1:
             return None  # (B, 1) against (B): every sample meets every other
-        reduction = _option(node, "reduction")
+        reduction = ops.argument(node, "reduction")
         if reduction == 0:
             return None if mixes or node.outputs[0].batch_axis is None else _EACH
-        if reduction == 1 and name in _CLASSES and not self._is_plain_mean(node):
+        if reduction == 1 and name in CLASS_LOSSES and not self._is_plain_mean(node):
             return None
         return _Kind("sum", -1) if reduction == 1 else _Kind("sum", 0) if reduction == 2 else None
 
     def _is_plain_mean(self, node: Node) -> bool:
         """Whether a mean over classes divides by the number of targets, but for those of an ignored class."""
         target = _name(node.arguments[1])
-        if _option(node, "weight") is not None or target not in self.specs:
+        if ops.argument(node, "weight") is not None or target not in self.specs:
             return False
         if self.specs[target].dtype.startswith(("float", "bfloat")):
             return True  # probabilities of classes
-        number = _option(node, "ignore_index")
+        number = ops.argument(node, "ignore_index")
         if not isinstance(number, int):
             return False
         origin = self._origin(target)
@@ -336,16 +338,6 @@ def _has_effects(node: Node) -> bool:
 
 def _name(argument: Argument) -> str:
     return argument.name if isinstance(argument, Value) else ""
-
-
-def _option(node: Node, name: str) -> Argument:
-    """An argument by its name in the operator's schema."""
-    for place, argument in enumerate(ops.resolve(node.target)._schema.arguments):
-        if argument.name == name:
-            if place < len(node.arguments):
-                return node.arguments[place]
-            return node.options.get(name, argument.default_value)
-    return None
 
 
 # The run: drawn outputs, resampled targets, shares of several sizes.

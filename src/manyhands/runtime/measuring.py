@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.optimizers import at_start
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import TimedOut, error_named
 from manyhands.facts.optimizer import Optimizer
@@ -54,7 +55,7 @@ def measure_on(
     generation = coordinator.new_generation()
     document = to_document(graph)
     given = dict(kernels) if kernels is not None else None
-    stepping = optimizer.to_dict() if optimizer is not None else None
+    stepping = at_start(optimizer).to_dict() if optimizer is not None else None
     wanted = list(coordinator.muster(names))
     for name in wanted:
         asked = Measure(generation, document, graph.network, ladder, seconds, given, stepping, training)

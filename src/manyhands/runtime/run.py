@@ -24,6 +24,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadData, BadValue, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.document import to_document
+from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
 from manyhands.runtime import state
@@ -381,6 +382,7 @@ class Run:
         self.feeder.send(first, inputs, targets, step - first)
 
     def _check_targets(self, which: str, targets: Any) -> None:
+        check_labels(self.order.graph, targets, which)
         if self._looks_for_ignored and has_ignored(self.order.graph, targets):
             raise BadData(
                 f"{which} hold the class {ignored_class(self.order.graph)}, which the loss leaves "

@@ -1,0 +1,98 @@
+"""Class numbers in a target: which parts of it a loss takes for them, and whether all of them are classes there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.facts.errors import BadData
+from manyhands.graph import ops
+from manyhands.graph.graph import Graph, Value, tree_leaves, tree_map, values_of
+from manyhands.graph.tape import bind_inputs
+
+CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_WHOLE_VIEWS = frozenset({
+    "view", "reshape", "view_as", "reshape_as", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
+    "unsqueeze", "squeeze", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "to", "_to_copy",
+})  # fmt: skip
+"""Every value of their input is one of their output: a wrong label in a target is a wrong label in the loss."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A part of the target that holds class numbers."""
+
+    leaf: str
+    """The loss's input."""
+    outputs: int
+    """How many classes the network's output has."""
+    ignored: int
+    """The number that stands for no class."""
+
+    def wrong(self, target: torch.Tensor) -> tuple[int, int] | None:
+        """The place along the first axis, and the value, of the first label that is no class."""
+        if target.is_meta or target.numel() == 0:
+            return None
+        numbers = target.long()
+        bad = ((numbers < 0) | (numbers >= self.outputs)) & (numbers != self.ignored)
+        if not bool(bad.any()):
+            return None
+        place = bad.flatten().nonzero()[0, 0]
+        rows = numbers.shape[0] if numbers.dim() else 1
+        return int(place) // (numbers.numel() // rows), int(numbers.flatten()[place])
+
+
+def labels_of(loss: Graph) -> tuple[Labels, ...]:
+    """The parts of the target that a captured loss takes as class numbers, as they are."""
+    specs = {spec.name: spec for spec in loss.inputs}
+    specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
+    makers = {spec.name: node for node in loss.nodes for spec in node.outputs}
+    targets = set(tree_leaves(loss.input_tree[0][1]))
+    found: dict[Labels, None] = {}
+    for node in loss.nodes:
+        if node.target.split(".")[1] not in CLASS_LOSSES:
+            continue
+        output, target = node.arguments[:2]
+        ignored = ops.argument(node, "ignore_index")
+        if not isinstance(output, Value) or not isinstance(target, Value) or not isinstance(ignored, int):
+            continue
+        shape, name = specs[output.name].shape, target.name
+        if len(shape) < 2 or specs[output.name].batch_axis != 0:
+            continue
+        if specs[name].dtype.startswith(("float", "bfloat")):
+            continue  # probabilities of classes
+        while name in makers and makers[name].target.split(".")[1] in _WHOLE_VIEWS:
+            name = values_of(makers[name])[0]
+        if name in targets:
+            found[Labels(name, shape[1], ignored)] = None
+    return tuple(found)
+
+
+def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
+    """Refuse a target of the graph's loss that names a class the network has no output for."""
+    if graph.loss is None or not (labels := labels_of(graph.loss)):
+        return
+    blank = tree_map(lambda _: None, graph.loss.input_tree[0][0])
+    check_leaves(labels, bind_inputs(graph.loss, (blank, target)), which)
+
+
+def check_leaves(labels: tuple[Labels, ...], given: Mapping[str, Any], which: str) -> None:
+    """The same for targets by the names of the loss's inputs."""
+    for one in labels:
+        wrong = one.wrong(given[one.leaf])
+        if wrong is not None:
+            sample, label = wrong
+            hint = f"Number the classes from 0, or give the network {label + 1} outputs."
+            if label < 0:
+                hint = f"Number the classes from 0; what is to be left out has the label {one.ignored} (ignore_index)."
+            if given[one.leaf].dim() == 1:
+                found = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {one.outputs}]"
+                hint += f" All of them, of a data set of pairs: {found}"
+            raise BadData(
+                f"{which}: sample {sample} has the label {label}; the network has {one.outputs} outputs, for labels "
+                f"from 0 to {one.outputs - 1}.",
+                hint=hint,
+            )

@@ -1,0 +1,134 @@
+"""Operators that are not run: what is advised in their place runs, and gives the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph import ops
+from manyhands.graph.capture import capture
+from manyhands.graph.piece import Piece
+from manyhands.graph.replacements import OTHERS, SAME, advice
+from manyhands.graph.weights import Weights
+
+N, K = 5, 2
+SPREAD = torch.linspace(-3.3, 3.9, 24, dtype=torch.float64).reshape(4, 6)
+INSIDE, ABOVE = SPREAD / 10, SPREAD.abs() + 1.1
+SQUARE = torch.linspace(-1, 1, 4 * 9, dtype=torch.float64).reshape(4, 3, 3)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "acosh": (torch.acosh, (ABOVE,)),
+    "adaptive_max_pool1d": (lambda x: functional.adaptive_max_pool1d(x, N), (torch.randn(4, 3, 13).double(),)),
+    "addmv": (torch.addmv, (SPREAD[:, 0], SPREAD, SPREAD[0])),
+    "aminmax": (lambda x: tuple(x.aminmax(dim=1)), (SPREAD,)),
+    "asinh": (torch.asinh, (SPREAD,)),
+    "atanh": (torch.atanh, (INSIDE,)),
+    "cdist": (torch.cdist, (SQUARE, SQUARE.flip(2))),
+    "cosh": (torch.cosh, (SPREAD,)),
+    "count_nonzero": (lambda x: x.count_nonzero(1), (SPREAD.round(),)),
+    "diagonal": (lambda x: x.diagonal(dim1=1, dim2=2), (SQUARE,)),
+    "diff": (lambda x: x.diff(dim=1), (SPREAD,)),
+    "erfc": (torch.erfc, (SPREAD,)),
+    "exp2": (torch.exp2, (SPREAD,)),
+    "fmax": (torch.fmax, (SPREAD, -SPREAD)),
+    "fmin": (torch.fmin, (SPREAD, -SPREAD)),
+    "frac": (torch.frac, (SPREAD,)),
+    "glu": (functional.glu, (SPREAD,)),
+    "hypot": (torch.hypot, (SPREAD, SPREAD + 1)),
+    "isnan": (torch.isnan, (SPREAD / (SPREAD > 0),)),
+    "kthvalue": (lambda x: x.kthvalue(K, dim=1)[0], (SPREAD.flip(1),)),
+    "log10": (torch.log10, (ABOVE,)),
+    "logaddexp": (torch.logaddexp, (SPREAD, SPREAD + 1)),
+    "logit": (torch.logit, (INSIDE + 0.5,)),
+    "median": (lambda x: x.median(1)[0], (SPREAD.flip(1),)),
+    "remainder": (torch.remainder, (SPREAD, ABOVE)),
+    "sgn": (torch.sgn, (SPREAD,)),
+    "sinh": (torch.sinh, (SPREAD,)),
+    "std_mean": (lambda x: torch.std_mean(x, 1), (SPREAD,)),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 1), (SPREAD, SPREAD.T.contiguous())),
+    "trunc": (torch.trunc, (SPREAD,)),
+    "upsample_linear1d": (
+        lambda x: functional.interpolate(x, size=N, mode="linear"), (torch.randn(4, 3, 13, dtype=torch.float64),)
+    ),
+    "var_mean": (lambda x: torch.var_mean(x, 1), (SPREAD,)),
+}  # fmt: skip
+
+
+class Advised(nn.Module):
+    """Runs what is advised, as somebody would write it."""
+
+    def __init__(self, written: str, names: str, fixed: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.written, self.names, self.fixed = written, names, fixed
+
+    def forward(self, *given: Tensor) -> Any:
+        known = {"torch": torch, "math": math, "F": functional, "n": N, "k": K, **self.fixed}
+        return eval(self.written, known | dict(zip(self.names, given)))  # noqa: S307
+
+
+def test_every_advice_is_tried() -> None:
+    assert set(CASES) == set(SAME)
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_what_is_advised_runs_and_gives_the_same(name: str) -> None:
+    refused, given = CASES[name]
+    named = dict(zip("xyz", given))
+    batched = {key: one for key, one in named.items() if one.shape[0] == 4}
+    fixed = {key: one for key, one in named.items() if key not in batched}
+    graph = capture(Advised(SAME[name], "".join(batched), fixed), tuple(batched.values()))
+    inputs = {spec.name: tensor for spec, tensor in zip(graph.inputs, batched.values(), strict=True)}
+    found = Piece(graph, Weights.copied(graph))(inputs)
+    expected = refused(*given)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for leaf, one in zip(graph.outputs, expected, strict=True):
+        torch.testing.assert_close(found[leaf], one, rtol=1e-9, atol=1e-9, check_dtype=False)
+
+
+def test_nothing_is_advised_against_itself() -> None:
+    for name in OTHERS:
+        assert f"aten.{name}.default" not in ops.ALLOWED, name
+
+
+class Uses(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "operator", "hint"),
+    [
+        (lambda x: torch.special.bessel_j0(x), "special_bessel_j0", "Write it with other operators of torch."),
+        (lambda x: x.sinh(), "sinh", "Write (torch.exp(x) - torch.exp(-x)) / 2, which gives the same."),
+        (lambda x: x + torch.randn(x.shape[0], 6), "randn", "torch.randn_like(x)"),
+        (lambda x: torch.fmod(x, x), "fmod", "Other forms of it do run: fmod.Scalar."),
+    ],
+    ids=["unknown", "same", "other", "form"],
+)
+def test_the_refusal_names_operator_line_and_what_to_write(call: Any, operator: str, hint: str) -> None:
+    with pytest.raises(CaptureFailed, match=rf"The operator {operator} \(aten\.{operator}\.") as caught:
+        capture(Uses(call), torch.randn(4, 6))
+    first = call.__code__.co_firstlineno
+    assert f"{__file__}:{first}:\n    (lambda x: " in caught.value.message, "the user's own file, whole"
+    assert hint in caught.value.hint
+    assert "ops.py" not in str(caught.value), "nobody is sent to our source"
+    assert "report this message" in caught.value.hint
+
+
+def test_a_layer_of_torch_is_named_where_there_is_no_line() -> None:
+    with pytest.raises(CaptureFailed, match=r"The operator glu .*\n  at layer '1'"):
+        capture(nn.Sequential(nn.Linear(3, 4), nn.GLU()), torch.randn(4, 3))
+
+
+def test_writing_to_a_part_of_a_tensor() -> None:
+    assert advice("aten.fill_.Tensor").startswith("Write torch.where(mask, value, x)")
