@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from manyhands.api.asked import Lasting, Options, check_same, resumed_from
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
+from manyhands.api.going_on import Words, point_to_checkpoint
 from manyhands.api.honesty import Honesty, compared, correct_profiles, sentence
 from manyhands.api.public import simulate
 from manyhands.api.recovering import Replanner, chosen_backups, happened
@@ -31,7 +32,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.shelf import shelf_bytes
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -200,32 +201,20 @@ def opened(
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
-        call = f"mh.{command}" if command == "train" else f"mh.{command}_train"
-        words = f"manyhands {command if command == 'train' else command + ' train'} --resume {where}"
-        how = words if by_name else f"{call}(..., resume='{where}')"
+        words = Words(command, where, by_name)
         with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
             if isinstance(error, KeyboardInterrupt):
-                error.args = (_stopped(record, last_step, how),)
+                error.args = (_stopped(record, last_step, words.resume),)
             else:
                 record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
         if isinstance(error, ManyhandsError):
-            _point_to_checkpoint(error, where, how)
+            point_to_checkpoint(error, words, options.optimizer)
         raise
     finally:
         living.close(*ending)
         record.close()
         if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
             shutil.rmtree(where, ignore_errors=True)
-
-
-def _point_to_checkpoint(error: ManyhandsError, folder: Path, how: str) -> None:
-    """An error in the middle of a run says where to go on from."""
-    newest = None
-    with contextlib.suppress(BadFile):
-        newest = checkpoint.latest(folder)
-    if newest is not None:
-        again = f"Checkpoint: {newest}\nGo on with: {how}"
-        error.hint = f"{error.hint}\n{again}".strip()
 
 
 def _stopped(record: RunRecord, last_step: int, how: str) -> str:
@@ -445,7 +434,7 @@ class Job:
                 ):
                     raise NotFinite(
                         f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
-                        hint="Lower the learning rate. The last checkpoint is from before it.",
+                        hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
     def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:

@@ -69,6 +69,14 @@ class Optimizer:
         document: dict[str, Any] = {"name": self.name, "options": _plain(self._options)}
         return {**document, "schedule": schedule} if schedule else document
 
+    def to_text(self) -> str:
+        """One word for the command line that `parse` reads back, for options as they are typed: texts in words without
+        commas, lists that hold something."""
+        words = _typed(self._options)
+        for name, options in self._schedule:
+            words += [f"schedule={name}", *_typed(options)]
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
     @classmethod
     def from_dict(cls, document: Any) -> Optimizer:
         read = decode(document, _Document, "optimizer", BadValue)
@@ -197,6 +205,19 @@ def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
         name = _checked_name("schedule", pair[0])
         checked.append((name, _checked(name, pair[1])))
     return tuple(checked)
+
+
+def _typed(options: _Options) -> list[str]:
+    """option=value of each, as `parse` reads it."""
+    found = []
+    for option, value in options:
+        text = f"[{','.join(map(_typed_scalar, value))}]" if isinstance(value, tuple) else _typed_scalar(value)
+        found.append(f"{option}={text}")
+    return found
+
+
+def _typed_scalar(value: Scalar) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _plain(options: _Options) -> dict[str, Any]:

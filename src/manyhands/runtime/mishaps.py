@@ -37,8 +37,8 @@ def as_error(error: BaseException, name: str) -> ManyhandsError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. PyTorch says so in words on a CPU, which differ between architectures, and by a kind
-    of its own on a GPU."""
+    """Whether an allocation failed. On a CPU PyTorch says so in words, which differ between architectures; on a GPU by
+    a kind of its own."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):

@@ -1,0 +1,68 @@
+"""What an error in the middle of a run says of its checkpoint: what to type to go on, or to begin again otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.executor import checkpoint
+from manyhands.executor.optimizers import with_lower_rate
+from manyhands.facts.errors import BadFile, DataNotFinite, ManyhandsError, NotFinite
+from manyhands.facts.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Words:
+    """A job as its user types it: on the command line (`by_name`), or in Python."""
+
+    command: str
+    folder: Path
+    by_name: bool
+
+    @property
+    def resume(self) -> str:
+        """How to go on with the run."""
+        if self.by_name:
+            return f"{self._typed} --resume {self.folder}"
+        return f"{self._call}(..., resume='{self.folder}')"
+
+    def another(self, optimizer: Optimizer, newest: Path) -> str:
+        """A new run like this one with another optimiser; where a run can be given weights, from a checkpoint's."""
+        weights = "" if self._is_train else f" --weights {newest}" if self.by_name else f", weights='{newest}'"
+        if self.by_name:
+            return f"{self._typed} ... --optimizer {optimizer.to_text()} --out {self.folder}-2{weights}"
+        return f"{self._call}(..., optimizer=mh.{optimizer!r}, folder='{self.folder}-2'{weights})"
+
+    @property
+    def _is_train(self) -> bool:
+        return self.command == "train"
+
+    @property
+    def _typed(self) -> str:
+        return "manyhands train" if self._is_train else f"manyhands {self.command} train"
+
+    @property
+    def _call(self) -> str:
+        return "mh.train" if self._is_train else f"mh.{self.command}_train"
+
+
+def point_to_checkpoint(error: ManyhandsError, words: Words, optimizer: Optimizer) -> None:
+    """Add to the error's hint where the newest checkpoint is, and what to do from there. A run is deterministic: one
+    whose numbers were not finite would, unchanged, come to the same numbers again."""
+    newest = None
+    with contextlib.suppress(BadFile):
+        newest = checkpoint.latest(words.folder)
+    if newest is None:
+        return
+    lines = [error.hint, f"Checkpoint: {newest}"]
+    if isinstance(error, NotFinite):
+        lines[-1] += " (from before it; unchanged, the run comes to the same numbers again)"
+        if not isinstance(error, DataNotFinite):
+            lines.append(
+                f"With a lower learning rate it is a new run: {words.another(with_lower_rate(optimizer), newest)}"
+            )
+        lines.append(f"Once the data is mended, go on with: {words.resume}")
+    else:
+        lines.append(f"Go on with: {words.resume}")
+    error.hint = "\n".join(lines).strip()
