@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
+from manyhands.api.aftermath import Aftermath
 from manyhands.api.asked import Lasting, Options, check_same, resumed_from
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
@@ -117,6 +118,8 @@ class TrainResult:
     """(from, to) -> bytes that were sent in all rounds, without copies of state."""
     honesty: Honesty | None = None
     """Predicted beside measured, stage by stage; None: the run was too short to say."""
+    problems: list[str] = field(default_factory=list)
+    """What failed after the last step, a line each, such as pictures for which the disk had no room."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -212,7 +215,8 @@ def opened(
         raise
     finally:
         living.close(*ending)
-        record.close()
+        with Aftermath([], record, say).surviving("The run's files could not be closed"):
+            record.close()
         if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
             shutil.rmtree(where, ignore_errors=True)
 
@@ -443,10 +447,7 @@ class Job:
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_laid=self.options.feed == "start")
-        for text in traffic.differences(outcome.logs, planned.plan):
-            self.record.event("note", text=text)
-        self.record.devices(outcome.logs, travels, traffic.to_dict())
-        return TrainResult(
+        result = TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
@@ -455,18 +456,30 @@ class Job:
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
             honesty=compared(planned, schedule, outcome.logs, outcome.step_seconds),
         )  # fmt: skip
+        with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
+            for text in traffic.differences(outcome.logs, planned.plan):
+                self.record.event("note", text=text)
+            self.record.devices(outcome.logs, travels, traffic.to_dict())
+        return result
 
     def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
-        """After the last step: held-out data, pictures."""
+        """After the last step: held-out data, pictures. The weights are kept by now: what fails is said, no more."""
+        after = Aftermath(result.problems, self.record, self.say)
         if self.test is not None:
             self._doing("evaluating on held-out data")
-            result.test = self.evaluated(planned, self.test, loss)
-            self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+            with after.surviving("The held-out data could not be evaluated"):
+                result.test = self.evaluated(planned, self.test, loss)
+        if result.test is not None:
+            with after.surviving("The accuracy could not be written to the run's folder"):
+                self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
         if result.honesty is not None:
-            self._be_honest(planned, result, result.honesty)
+            with after.surviving("Predicted beside measured could not be written"):
+                self._be_honest(planned, result, result.honesty)
         self._doing("drawing pictures")
-        self.write_pictures(planned, result)
-        self.record.event("finished", steps=result.steps)
+        with after.surviving("The pictures could not be written"):
+            self.write_pictures(planned, result)
+        with after.surviving("The end of the run could not be written to its folder"):
+            self.record.event("finished", steps=result.steps)
 
     def _be_honest(self, planned: Planned, result: TrainResult, found: Honesty) -> None:
         """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
