@@ -33,7 +33,9 @@ TO_DO = {
     "Refused": "Copy the token, install the same version on both, or give the worker a `--name` of its own, "
     "as the hint says.",
     "BadData": "The message names the sample. See [own data](../howto/own-data.md).",
-    "NotFinite": "A smaller learning rate, or look at the layer that the message names.",
+    "NotFinite": "A new run with a smaller learning rate, as the hint writes it, or look at the layer that the message "
+    "names. `--resume` as it was comes to the same numbers again.",
+    "DataNotFinite": "Mend the data of the step that the message names; then `manyhands train --resume RUN` goes on.",
     "TimedOut": "Look at who was waited for: is it up, is the port open? `manyhands doctor` tells.",
     "AddressTaken": "Another port, or end whoever has it.",
     "LabError": "Run as root on Linux, and take old labs down: `manyhands lab down`. "

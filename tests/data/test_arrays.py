@@ -100,6 +100,13 @@ def test_too_few_to_hold_any_out(tmp_path: Path) -> None:
     assert load(saved(tmp_path, x=numpy.zeros((4, 5)), y=numpy.arange(4))).test is None
 
 
+def test_fifty_thousand_classes_have_held_out_samples(tmp_path: Path) -> None:
+    """One sample of each: none of a class could be spared, and the accuracy was gone without a word."""
+    sets = load(saved(tmp_path, x=numpy.zeros((50_000, 2)), y=numpy.arange(50_000)))
+    assert sets.test is not None
+    assert (length(sets.train), length(sets.test), sets.num_classes) == (40_000, 10_000, 50_000)
+
+
 ZEROS = numpy.zeros((20, 1, 4, 4), dtype=numpy.float32)
 WITH_NAN = ZEROS.copy()
 WITH_NAN[7, 0, 1, 1] = numpy.nan

@@ -54,10 +54,29 @@ def test_prints_as_it_was_written() -> None:
     assert repr(Optimizer("SGD", lr=0.1, momentum=0.9)) == "Optimizer('SGD', lr=0.1, momentum=0.9)"
     text = "Optimizer('Adam', lr=0.001, schedule=('CosineAnnealingLR', {'T_max': 100}))"
     assert repr(Optimizer("Adam", lr=1e-3, schedule=COSINE)) == text
+    assert Optimizer("SGD").to_text() == "SGD"
+    typed = "Adam:lr=0.001,betas=[0.9,0.99],amsgrad=true,schedule=CosineAnnealingLR,T_max=100"
+    assert Optimizer("Adam", lr=1e-3, betas=(0.9, 0.99), amsgrad=True, schedule=COSINE).to_text() == typed
     two = Optimizer("SGD", schedule=[COSINE, COSINE])
     assert repr(two).endswith(
         "schedule=[('CosineAnnealingLR', {'T_max': 100}), ('CosineAnnealingLR', {'T_max': 100})], milestones=[100])"
     )
+
+
+typed_scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)  # fmt: skip
+typed_options = st.dictionaries(
+    names.filter(lambda name: name != "schedule"),
+    typed_scalars | st.lists(typed_scalars, min_size=1, max_size=3).map(tuple) | st.just("sum"),
+    max_size=4,
+)
+
+
+@given(names, typed_options, st.lists(st.tuples(names, typed_options), max_size=2))
+def test_is_typed_as_it_is_read(name: str, given: dict[str, Any], schedule: list[tuple[str, dict[str, Any]]]) -> None:
+    optimizer = Optimizer(name, schedule=schedule, **given)
+    assert parse(optimizer.to_text()) == optimizer
 
 
 @given(drawn)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from manyhands.api import asked
 from manyhands.executor import checkpoint
-from manyhands.facts.errors import BadData, NotFinite
+from manyhands.facts.errors import BadData, BadValue, DataNotFinite, NotFinite
 from manyhands.facts.optimizer import Optimizer
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
@@ -55,6 +55,9 @@ def test_a_loss_that_is_none_ends_the_run(
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert str(newest) in found.value.hint
+    assert isinstance(found.value, DataNotFinite) is (said == "the input ")
+    assert "Once the data is mended, go on with: " in found.value.hint
+    assert ("lower learning rate" in found.value.hint) is (said != "the input ")
     loaded = checkpoint.load(newest)
     assert 1 <= loaded.step <= 3
     assert all(bool(torch.isfinite(t).all()) for t in loaded.model.values())
@@ -75,6 +78,23 @@ def test_weights_that_overflow_are_no_checkpoint(
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert all(bool(torch.isfinite(t).all()) for t in checkpoint.load(newest).model.values())
+
+
+def test_going_on_unchanged_is_not_advised(cluster: Coordinator, tmp_path: Path) -> None:
+    """It comes to the same numbers, and another learning rate is refused: what the hint says to type is a new run."""
+    one = {"model": squares(), "steps": 50, "shuffle": False}
+    plan = shared(names(cluster)[:1], BATCH)  # of several, any may be the first to see it
+    with pytest.raises(NotFinite) as found:
+        train(cluster, plan, tmp_path / "run", optimizer=Optimizer("SGD", lr=1e30), **one)
+    with pytest.raises(NotFinite) as again:
+        train(cluster, plan, tmp_path / "run", optimizer=Optimizer("SGD", lr=1e30), resume=True, **one)
+    assert again.value.message == found.value.message
+    assert "unchanged, the run comes to the same numbers again" in found.value.hint
+    assert not any(line.startswith("Go on with") for line in found.value.hint.splitlines())
+    lower = Optimizer("SGD", lr=1e29)
+    assert f"mh.train(..., optimizer=mh.{lower!r}, folder='{tmp_path / 'run'}-2')" in found.value.hint
+    with pytest.raises(BadValue, match="It would not go on as it was"):
+        train(cluster, plan, tmp_path / "run", optimizer=lower, resume=True, **one)
 
 
 def test_a_sample_that_cannot_be_loaded(cluster: Coordinator, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,16 +18,19 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from manyhands.api import asked
+from manyhands.api import asked, pictures
+from manyhands.api.job import Job
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, DiskFull
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files import documents
 from manyhands.files.documents import write_document
+from manyhands.observe import figures
 from manyhands.observe.append import LineFile, Metrics
+from manyhands.observe.tensorboard import TensorBoard
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
-from real_runs import BATCH, Ran, assert_same, names, shared, train, workers
+from real_runs import BATCH, Pictures, Ran, assert_same, names, shared, train, workers
 
 STEPS = 6
 NUMBERS = r"No space left on device; [\d.]+ k?B are needed, [\d.]+ [kMGT]?B are free\."
@@ -186,6 +190,156 @@ def large() -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(3, weights, {"w/momentum": weights["w"]}, {}, Optimizer("SGD", lr=0.1), seed=0)
 
 
+# After the last step
+
+
+class Waiting(Pictures):
+    """Held-out data that does something when it is first read, which is after the last checkpoint."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(2 * BATCH)
+        self.act: Callable[[], None] | None = act
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return super().__getitem__(index)
+
+
+DRAWING = Job.write_pictures
+PICTURES = "The pictures could not be written: "
+LATE: dict[str, tuple[list[str], Callable[[Path], tuple[Any, str, Any]]]] = {
+    "pictures": (
+        [f"{PICTURES}a file: cannot be written: No space"],
+        lambda folder: (figures, "write_bytes_atomic", full),
+    ),
+    "new files": (
+        [
+            rf"Predicted beside measured could not be written: .*/stages\.json: {LINE}",
+            rf"{PICTURES}.*/trace\.json: {LINE}",
+        ],
+        lambda folder: (documents, "open", full_for_new_files),
+    ),
+    "lines": (
+        [
+            rf"The accuracy could not be written to the run's folder: .*/events\.jsonl: {LINE}",
+            rf"The end of the run could not be written to its folder: .*/events\.jsonl: {LINE}",
+        ],
+        lambda folder: (os, "write", full_in(folder / "events.jsonl")),
+    ),
+    "closing": ([], lambda folder: (Metrics, "close", full)),
+    "a bug": ([f"{PICTURES}ZeroDivisionError: integer division"], lambda folder: (pictures, "draw_losses", divide)),
+}
+"""What goes wrong after the last step -> what is said of it."""
+
+
+def divide(*_: Any, **__: Any) -> Any:
+    return 1 // 0
+
+
+@pytest.mark.xdist_group("full_disk")
+@pytest.mark.parametrize("kind", LATE)
+def test_a_finished_run_keeps_its_result(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    words, broken = LATE[kind]
+    folder, said = tmp_path / "run", list[str]()
+    monkeypatch.setattr(Job, "write_pictures", DRAWING)
+    with monkeypatch.context() as patch:
+        late = Waiting(lambda: patch.setattr(*broken(folder), raising=False))
+        ran = train(cluster, shared(names(cluster), BATCH), folder, steps=STEPS, test=late, say=said.append)
+    assert late.act is None
+    result = ran.result
+    assert result.accuracy is not None
+    assert len(result.losses) == STEPS
+    assert checkpoint.load(result.checkpoint).step == STEPS
+    for wanted in words:
+        assert len([text for text in result.problems if re.match(wanted, text)]) == 1, result.problems
+    assert not any("\n" in text or text not in said for text in result.problems)
+    assert bool(result.problems) is bool(words)
+    if kind == "closing":
+        assert said[-1].startswith("The run's files could not be closed: ")
+    check_whole(folder)
+
+
+@pytest.mark.xdist_group("full_disk")
+@pytest.mark.parametrize("kind", ["data", "devices"])
+def test_what_fails_before_the_pictures(
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    late = Waiting(divide if kind == "data" else lambda: None)
+    if kind == "devices":
+        monkeypatch.setattr(RunRecord, "devices", full)
+    ran = train(cluster, shared(names(cluster), BATCH), tmp_path / "run", steps=STEPS, test=late)
+    assert checkpoint.load(ran.result.checkpoint).step == STEPS
+    (problem,) = ran.result.problems
+    if kind == "data":
+        assert problem.startswith("The held-out data could not be evaluated: Sample 0 cannot be loaded: ")
+        assert ran.result.accuracy is None
+    else:
+        assert problem.startswith("What each device did could not be written: ")
+        assert ran.result.accuracy is not None
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert {"event": "note", "text": problem}.items() <= next(e for e in events if e.get("text") == problem).items()
+    assert events[-1]["event"] == "finished"
+
+
+def test_a_log_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    board = TensorBoard(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(board._writer, "add_scalar", full)
+        with pytest.raises(DiskFull, match="tensorboard: the log for TensorBoard cannot be written: No space"):
+            board.step(0, 0, 1.0, 0.1, 4, None)
+        patch.setattr(board._writer, "close", full)
+        with pytest.raises(DiskFull, match="the log for TensorBoard cannot be written"):
+            board.close()
+    board.close()
+
+
+FILLING = """
+import shutil
+from pathlib import Path
+from manyhands.api import job
+from manyhands.models.registry import build
+
+def factory(num_classes=10, channels=1):
+    evaluated = job.Job.evaluated
+    def late(self, *given):
+        found = evaluated(self, *given)
+        {act}
+        return found
+    job.Job.evaluated = late
+    return build("tiny", num_classes=num_classes, channels=channels)
+"""
+"""A user's model, which fills the disk once the run is evaluated."""
+
+
+def check_command(folder: Path, code: Path, act: str, why: str) -> None:
+    """Exit code 0, the accuracy, and one line for the pictures."""
+    (code / "mine.py").write_text(FILLING.format(act=act))
+    words = ["train", "--model", "mine:factory", "--cluster", "local:1", "--steps", "3", "--out", str(folder)]
+    run = subprocess.run(
+        [sys.executable, "-m", "manyhands", *words], capture_output=True, text=True, timeout=200,
+        check=False, cwd=code,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^Accuracy on \d+ held-out samples: \d+\.\d%$", run.stdout, re.MULTILINE)
+    lines = [line for line in run.stderr.splitlines() if line.startswith(PICTURES)]
+    assert len(lines) == 1, run.stderr
+    assert why in lines[0]
+    assert "Traceback" not in run.stderr
+    assert "pictures in plots/" not in run.stdout
+    assert checkpoint.load_newest(folder) is not None
+
+
+def test_the_command_keeps_a_finished_run(tmp_path: Path) -> None:
+    """Its pictures' folder is a file."""
+    act = "(self.folder / 'plots').write_text('')"
+    check_command(tmp_path / "run", tmp_path, act, f"{tmp_path / 'run' / 'plots'}")
+
+
 # A disk that is really full
 
 
@@ -256,3 +410,9 @@ def test_the_command_says_so(small_disk: Path) -> None:
     assert run.returncode == 4, run.stderr
     assert "No space left on device" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.root
+def test_the_command_keeps_a_finished_run_on_a_small_disk(small_disk: Path, tmp_path: Path) -> None:
+    act = "(self.folder / 'ballast').write_bytes(b'x' * (shutil.disk_usage(self.folder).free - 8192))"  # two pages
+    check_command(small_disk / "run", tmp_path, act, "No space left on device")

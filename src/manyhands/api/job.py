@@ -14,13 +14,14 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
+from manyhands.api.aftermath import Aftermath
 from manyhands.api.asked import Lasting, Options, check_same, resumed_from
 from manyhands.api.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.api.evaluation import captured as captured
+from manyhands.api.going_on import Words, point_to_checkpoint
 from manyhands.api.honesty import Honesty, compared, correct_profiles, sentence
 from manyhands.api.public import simulate
 from manyhands.api.recovering import Replanner, chosen_backups, happened
-from manyhands.api.resuming import resume_command
 from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
@@ -33,7 +34,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.shelf import shelf_bytes
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, BadFile, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -119,6 +120,8 @@ class TrainResult:
     """(from, to) -> bytes that were sent in all rounds, without copies of state."""
     honesty: Honesty | None = None
     """Predicted beside measured, stage by stage; None: the run was too short to say."""
+    problems: list[str] = field(default_factory=list)
+    """What failed after the last step, a line each, such as pictures for which the disk had no room."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
@@ -208,19 +211,19 @@ def opened(
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
-        call, words = ("mh.train", "train") if command == "train" else (f"mh.{command}_train", f"{command} train")
-        how = resume_command(words, where, typed) if typed is not None else f"{call}(..., resume='{where}')"
+        words = Words(command, where, typed)
         with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
             if isinstance(error, KeyboardInterrupt):
-                error.args = (_stopped(record, last_step, how),)
+                error.args = (_stopped(record, last_step, words.resume),)
             else:
                 record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
         if isinstance(error, ManyhandsError):
-            _point_to_checkpoint(error, where, how)
+            point_to_checkpoint(error, words, options.optimizer)
         raise
     finally:
         living.close(*ending)
-        record.close()
+        with Aftermath([], record, say).surviving("The run's files could not be closed"):
+            record.close()
         if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
             shutil.rmtree(where, ignore_errors=True)
 
@@ -236,16 +239,6 @@ def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
     record.event("note", text=text)
     if say is not None:
         say(text)
-
-
-def _point_to_checkpoint(error: ManyhandsError, folder: Path, how: str) -> None:
-    """An error in the middle of a run says where to go on from."""
-    newest = None
-    with contextlib.suppress(BadFile):
-        newest = checkpoint.latest(folder)
-    if newest is not None:
-        again = f"Checkpoint: {newest}\nGo on with: {how}"
-        error.hint = f"{error.hint}\n{again}".strip()
 
 
 def _stopped(record: RunRecord, last_step: int, how: str) -> str:
@@ -462,7 +455,7 @@ class Job:
                 ):
                     raise NotFinite(
                         f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
-                        hint="Lower the learning rate. The last checkpoint is from before it.",
+                        hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
     def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:
@@ -471,10 +464,7 @@ class Job:
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_laid=self.options.feed == "start")
-        for text in traffic.differences(outcome.logs, planned.plan):
-            self.record.event("note", text=text)
-        self.record.devices(outcome.logs, travels, traffic.to_dict())
-        return TrainResult(
+        result = TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
             throughput=self.options.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
@@ -483,18 +473,30 @@ class Job:
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
             honesty=compared(planned, schedule, outcome.logs, outcome.step_seconds),
         )  # fmt: skip
+        with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
+            for text in traffic.differences(outcome.logs, planned.plan):
+                self.record.event("note", text=text)
+            self.record.devices(outcome.logs, travels, traffic.to_dict())
+        return result
 
     def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
-        """After the last step: held-out data, pictures."""
+        """After the last step: held-out data, pictures. The weights are kept by now: what fails is said, no more."""
+        after = Aftermath(result.problems, self.record, self.say)
         if self.test is not None:
             self._doing("evaluating on held-out data")
-            result.test = self.evaluated(planned, self.test, loss)
-            self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+            with after.surviving("The held-out data could not be evaluated"):
+                result.test = self.evaluated(planned, self.test, loss)
+        if result.test is not None:
+            with after.surviving("The accuracy could not be written to the run's folder"):
+                self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
         if result.honesty is not None:
-            self._be_honest(planned, result, result.honesty)
+            with after.surviving("Predicted beside measured could not be written"):
+                self._be_honest(planned, result, result.honesty)
         self._doing("drawing pictures")
-        self.write_pictures(planned, result)
-        self.record.event("finished", steps=result.steps)
+        with after.surviving("The pictures could not be written"):
+            self.write_pictures(planned, result)
+        with after.surviving("The end of the run could not be written to its folder"):
+            self.record.event("finished", steps=result.steps)
 
     def _be_honest(self, planned: Planned, result: TrainResult, found: Honesty) -> None:
         """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""

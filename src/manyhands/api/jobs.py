@@ -474,6 +474,16 @@ def load_data(wish: Wish) -> DataSets:
     return load(wish.data, input_shape=shape)
 
 
+def none_held_out(data: DataSets) -> str:
+    """Why there will be no accuracy, and what gives one."""
+    from manyhands.data.loader import length
+
+    return (
+        f"{data.name} has {length(data.train)} sample(s), too few to hold one in five out: there will be no accuracy. "
+        "Give some to test on: x_test and y_test in a .npz file, or a folder test beside train."
+    )
+
+
 def loss_of(name: str, data: DataSets) -> Any:
     from manyhands.models.registry import loss_function
 
@@ -505,6 +515,8 @@ def train_job(
         error = unknown("model", wish.model, ZOO)
         raise UnknownName(error.message, hint=f"{error.hint} Or write module:factory.".strip())
     data = load_data(wish)
+    if data.test is None and say is not None:
+        say(none_held_out(data))
     model = build_model(wish.model, data)
     check_classes(model, wish.model, wish.data, data)
     from manyhands.api.training import train

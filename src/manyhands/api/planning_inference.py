@@ -23,6 +23,7 @@ from manyhands.planner.inference import (
     objective_named,
 )
 from manyhands.planner.pricing import Look, Pricer
+from manyhands.schedule.shortage import MORE_MEMORY
 from manyhands.schedule.synchronisation import sync_points
 from manyhands.simulator.result import Simulation
 
@@ -112,7 +113,10 @@ def plan_for(
     best = ranked[0]
     if best.plan is None:
         reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
-        raise BadPlan(f"No plan for inference of {network.name} fits cluster {cluster.name}:\n{reasons}")
+        raise BadPlan(
+            f"No plan for inference of {network.name} fits cluster {cluster.name}:\n{reasons}",
+            hint=f"Use more devices, or {MORE_MEMORY}.",
+        )
     rest = tuple(resolve(one.plan, network, cluster) for one in ranked[1:] if one.plan is not None)
     return Planned(resolve(best.plan, network, cluster), ranked, rest, wanted)
 

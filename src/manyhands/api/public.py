@@ -105,7 +105,11 @@ def plan(
     best_plan = ranked[0].plan
     if best_plan is None:
         reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
-        raise BadPlan(f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}")
+        hints = {candidate.name: candidate.hint for candidate in ranked}
+        raise BadPlan(
+            f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}",
+            hint=hints.get("pipeline", "") or ranked[0].hint,  # no device needs less memory than in a pipeline
+        )
     ranked = [prices.scored(one) for one in ranked]
     others = tuple(one.plan for one in ranked[1:] if one.plan is not None)
     return Planned(best_plan, ranked, others, best=task.best)

@@ -224,6 +224,8 @@ def split_job(
             data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=shape))
         options = {**data.model_options, **{key: int(value) for key, value in preset.model_options.items()}}
         data = dataclasses.replace(data, model_options=options)
+    if data.test is None and say is not None:
+        say(jobs.none_held_out(data))
     batch_size = wish.batch_size or (preset.batch_size if preset is not None else BATCH_SIZE)
     epochs = wish.epochs or (preset.epochs if preset is not None else EPOCHS)
     model = jobs.build_model(wish.model, data)

@@ -231,6 +231,7 @@ def to_dict(result: SplitResult) -> dict[str, Any]:
         "plan": result.plan.to_dict(),
         "folder": str(result.folder),
         "checkpoint": str(result.checkpoint),
+        "problems": result.problems,
     }
 
 

@@ -177,6 +177,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "scale": result.scale,
         "stands_in": result.stands_in,
         "stages": result.honesty.to_dict() if result.honesty is not None else None,
+        "problems": result.problems,
         "bytes_by_use": result.bytes_by_use,
         "bytes_by_use_of": result.traffic.by_device,
         "devices": {name: log.to_dict() for name, log in result.logs.items()},
@@ -219,13 +220,10 @@ class _Show(Show):
             )
         elif result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
-        from manyhands.observe.figures import are_plots_here
-
-        typer.echo(
-            f"Run folder: {result.folder} (checkpoint: {result.checkpoint.name}; "
-            f"{'pictures in plots/; ' if are_plots_here() else ''}"
-            "trace.json opens in Perfetto)"
-        )
+        there = {"plots/*.png": "pictures in plots/", "trace.json": "trace.json opens in Perfetto"}
+        found = [f"checkpoint: {result.checkpoint.name}"]
+        found += [text for pattern, text in there.items() if any(result.folder.glob(pattern))]
+        typer.echo(f"Run folder: {result.folder} ({'; '.join(found)})")
 
 
 def print_honesty(found: Honesty) -> None:

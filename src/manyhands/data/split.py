@@ -8,11 +8,23 @@ from collections.abc import Sequence
 from manyhands.data.order import permutation
 
 HELD_OUT_EVERY = 5
+LEAST_OF = 10
+"""Where classes are so small that fewer than one sample in so many would be held out, they are not looked at."""
 _SEED = 1998
 
 
 def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The indices to train on and to test on: one in five of every class, drawn the same way each time."""
+    """The indices to train on and to test on: one in five of every class, drawn the same way each time.
+
+    Where most classes have fewer than five samples (50,000 people, two photographs of each), it is one in five of all:
+    otherwise little or nothing would be held out, and a run would have no accuracy. So only of fewer than five samples
+    none is held out.
+    """
+    train, test = _drawn(labels)
+    return (train, test) if LEAST_OF * len(test) >= len(labels) else _drawn([0] * len(labels))
+
+
+def _drawn(labels: Sequence[int]) -> tuple[list[int], list[int]]:
     of_class: defaultdict[int, list[int]] = defaultdict(list)
     for index, label in enumerate(labels):
         of_class[label].append(index)

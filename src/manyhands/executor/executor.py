@@ -31,7 +31,7 @@ from manyhands.executor.runner import Runner, SegmentRunner
 from manyhands.executor.shelf import Shelf
 from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
-from manyhands.facts.errors import BadData, NotFinite
+from manyhands.facts.errors import BadData, DataNotFinite, NotFinite
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
@@ -484,10 +484,12 @@ class Executor:
         """Where it began, as far as this device can tell."""
         tensor = self._first_not_finite(action.micro_batch)
         where = "the loss itself: every layer's output is finite" if tensor is None else self._place_of(tensor)
-        return NotFinite(
-            f"The loss is {number} at step {self._step_of(action.micro_batch)}, on {self.device}; it began in {where}.",
-            hint="Lower the learning rate, or look at the data of that step. The last checkpoint is from before it.",
+        message = (
+            f"The loss is {number} at step {self._step_of(action.micro_batch)}, on {self.device}; it began in {where}."
         )
+        if tensor is not None and tensor not in self.network.producer:
+            return DataNotFinite(message, hint="Mend the data of that step.")
+        return NotFinite(message, hint="Lower the learning rate, or look at the data of that step.")
 
     def _step_of(self, micro_batch: int) -> int:
         """The optimiser's step that a micro-batch belongs to."""

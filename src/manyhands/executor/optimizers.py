@@ -268,6 +268,16 @@ def slots(optimizer: Optimizer) -> int:
     return math.ceil(kept / 16)
 
 
+def with_lower_rate(optimizer: Optimizer) -> Optimizer:
+    """The same with a tenth of its learning rate: what to try after one that diverged."""
+    rate = optimizer.options.get("lr")
+    if rate is None:
+        rate = inspect.signature(getattr(torch.optim, optimizer.name)).parameters["lr"].default
+    assert isinstance(rate, (int, float))
+    options = {**optimizer.options, "lr": float(f"{rate / 10:.2g}")}
+    return Optimizer(optimizer.name, schedule=optimizer.schedule, milestones=optimizer.milestones, **options)
+
+
 def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_device: str = "cpu") -> float:
     """How fast an optimiser's step passes over what it reads and writes, one step after another: measured on a graph's
     weights; 0 where there is nothing to measure."""

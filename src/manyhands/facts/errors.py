@@ -104,6 +104,10 @@ class NotFinite(ManyhandsError):
     exit_code = 14
 
 
+class DataNotFinite(NotFinite):
+    """Data that holds a number that is none: at which step, and in which input."""
+
+
 class TimedOut(ManyhandsError):
     """Something that was waited for longer than its limit: what, from whom, how long."""
 

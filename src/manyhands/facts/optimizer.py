@@ -98,6 +98,16 @@ class Optimizer:
             document["milestones"] = list(self._milestones)
         return document
 
+    def to_text(self) -> str:
+        """One word for the command line that `parse` reads back, for options as they are typed: texts in words without
+        commas, lists that hold something."""
+        words = _typed(self._options)
+        if self._milestones:
+            words.append(f"milestones=[{','.join(map(str, self._milestones))}]")
+        for name, options in self._schedule:
+            words += [f"schedule={name}", *_typed(options)]
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
     @classmethod
     def from_dict(cls, document: Any) -> Optimizer:
         read = decode(document, _Document, "optimizer", BadValue)
@@ -263,6 +273,19 @@ def _ends(schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
             )
         found.append((found[-1] if found else 0) + length)
     return tuple(found)
+
+
+def _typed(options: _Options) -> list[str]:
+    """option=value of each, as `parse` reads it."""
+    found = []
+    for option, value in options:
+        text = f"[{','.join(map(_typed_scalar, value))}]" if isinstance(value, tuple) else _typed_scalar(value)
+        found.append(f"{option}={text}")
+    return found
+
+
+def _typed_scalar(value: Scalar) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _plain(options: _Options) -> dict[str, Any]:

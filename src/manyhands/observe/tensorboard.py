@@ -8,15 +8,16 @@ happened, as text; what was asked for, as hyper-parameters. A run that goes on h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from manyhands.facts.extras import load
-from manyhands.files.documents import file_mode, make_folder
+from manyhands.files.documents import file_mode, make_folder, write_failed
 from manyhands.observe.live import read_live
 
 FOLDER = "tensorboard"
@@ -51,36 +52,51 @@ class TensorBoard:
             "loss": loss, "seconds": seconds, "epoch": epoch, "staleness": staleness,
             "samples_per_second": samples / seconds if seconds else None,
         }  # fmt: skip
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-        self._look()
+        with self._writing():
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
+            self._look()
 
     def event(self, event: str, facts: Mapping[str, Any]) -> None:
         """As text, at the step it happened after."""
         told = json.dumps(dict(facts), default=str)[:2000]
-        self._writer.add_text("events", f"**{event}** `{told}`", self._step)
-        for name in ("accuracy", "loss"):
-            if event == "evaluated" and isinstance(facts.get(name), (int, float)):
-                self._writer.add_scalar(f"test/{name}", facts[name], self._step)
+        with self._writing():
+            self._writer.add_text("events", f"**{event}** `{told}`", self._step)
+            for name in ("accuracy", "loss"):
+                if event == "evaluated" and isinstance(facts.get(name), (int, float)):
+                    self._writer.add_scalar(f"test/{name}", facts[name], self._step)
 
     def decided(self, config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
         """Hyper-parameters, in this log and not in one of their own as add_hparams has it."""
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(_flat(config), {"loss": 0.0}):  # type: ignore[no-untyped-call]
-            self._writer.file_writer.add_summary(summary)
-        self._writer.add_text("plan", f"```json\n{json.dumps(plan, indent=2, default=str)}\n```", self._step)
+        with self._writing():
+            for summary in hparams(_flat(config), {"loss": 0.0}):  # type: ignore[no-untyped-call]
+                self._writer.file_writer.add_summary(summary)
+            self._writer.add_text("plan", f"```json\n{json.dumps(plan, indent=2, default=str)}\n```", self._step)
 
     def devices(self, peaks: Mapping[str, int]) -> None:
         """The most tensor bytes of each device, counted in one step."""
-        for name, peak in peaks.items():
-            if peak:
-                self._writer.add_scalar(f"memory/{name}/peak_tensor_bytes", peak, self._step)
+        with self._writing():
+            for name, peak in peaks.items():
+                if peak:
+                    self._writer.add_scalar(f"memory/{name}/peak_tensor_bytes", peak, self._step)
 
     def close(self) -> None:
-        self._look(is_last=True)
-        self._writer.close()
+        with self._writing():
+            try:
+                self._look(is_last=True)
+            finally:
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """TensorBoard's writer raises the system's errors, of a full disk for one."""
+        try:
+            yield
+        except OSError as error:
+            raise write_failed(self._run / FOLDER, error, what="the log for TensorBoard") from error
 
     def _look(self, *, is_last: bool = False) -> None:
         """What the devices hold, from what the run shows of itself."""

@@ -33,6 +33,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, carried, orders
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
+from manyhands.schedule.shortage import LESS_STATE, MORE_MEMORY
 
 USUAL = Batch(1, 1)
 FIRST_CUTS = 6
@@ -378,37 +379,53 @@ def pipelines(
             found.append(best)
             least = min(least, best.seconds)
     if not found:
-        raise OutOfMemory(
-            _shortage(network, cluster), hint="Use a larger cluster, smaller inputs, or an optimiser with less state."
-        )
+        raise _shortage(network, cluster, like)
     kept = {one.stages: one for one in found if one.seconds <= WORTH_A_SEARCH * least}
     return sorted(kept.values(), key=lambda one: one.seconds)
 
 
-def _shortage(network: Network, cluster: Cluster) -> str:
-    """Why nothing fits: the layer at which the devices' memory is used up, one sample at a time."""
-    steps = Steps(Ground(network, cluster, estimate_cluster(network, cluster), 1), Batch(1, 1))
+def _shortage(network: Network, cluster: Cluster, like: Batch) -> OutOfMemory:
+    """Why nothing fits: the layer at which the devices' memory is used up, one sample at a time; and what would help.
+    Layers are not divided: of one that is larger than every device, more devices are of no use."""
+    ground = Ground(network, cluster, estimate_cluster(network, cluster), 1, like.optimizer_slots)
+    steps = Steps(ground, replace(like, samples=1, count=1))
     sizes = [cluster.device(name).memory_bytes for name in steps.names]
     first, device = 0, 0
     for last in range(1, steps.layers + 1):
-        if _needed(steps, first, last) <= sizes[device]:
+        if _needed(steps, first, last)[1] <= sizes[device]:
             continue
         if last - first > 1:  # it begins the next device's stage
             first, device = last - 1, device + 1
-        needed = _needed(steps, first, last)
+        fixed, needed = _needed(steps, first, last)
         if device < len(sizes) and needed <= sizes[device]:
             continue
         layer = network.layers[first]
         is_full = device == len(sizes)
         have = 0 if is_full else sizes[device]
         where = "all devices are full by then" if is_full else f"{steps.names[device]} has {format_bytes(have)}"
-        return (
+        return OutOfMemory(
             f"No pipeline of {network.name} fits cluster {cluster.name}: layer {first} ({layer.name}) needs "
-            f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing."
+            f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing.",
+            hint=_way_out(needed, fixed, max(sizes)),
         )
-    return f"No pipeline of {network.name} fits cluster {cluster.name} with micro-batches of this size."
+    return OutOfMemory(
+        f"No pipeline of {network.name} fits cluster {cluster.name} with micro-batches of this size.",
+        hint="Use more micro-batches (--micro-batches), or a smaller batch (--batch-size).",
+    )
 
 
-def _needed(steps: Steps, first: int, last: int) -> float:
+def _way_out(needed: float, fixed: float, most: float) -> str:
+    """What helps where a layer needs so much, of which `fixed` is there without samples, and a device has at `most`."""
+    if needed <= most:
+        return f"Use more devices, {MORE_MEMORY}, smaller inputs (--input), or {LESS_STATE}."
+    if fixed <= most:
+        return (
+            f"More devices are of no use: a pipeline divides no layer. Use {MORE_MEMORY}, or smaller inputs (--input)."
+        )
+    return f"No batch size and no more devices help: a pipeline divides no layer. Use {MORE_MEMORY}."
+
+
+def _needed(steps: Steps, first: int, last: int) -> tuple[float, float]:
+    """Bytes of a stage of these layers: without samples, and with one."""
     fixed, each = steps.memory(numpy.array([first]), numpy.array([last]), 1)
-    return float(fixed[0] + each[0])
+    return float(fixed[0]), float(fixed[0] + each[0])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 
-from manyhands.facts.errors import BadPlan
+from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.facts.units import format_bytes
 from manyhands.planner.pricing import Named, alike
 from manyhands.planner.simple import single
 from manyhands.planner.task import Task
+from manyhands.schedule.shortage import DIVIDED_LAYERS, MORE_MEMORY
 
 MOST_SAMPLES = 64
 """Samples of a micro-batch that is shared by samples."""
@@ -83,10 +86,28 @@ def splits(task: Task) -> Iterator[Named]:
 def pipelines(task: Task) -> Iterator[Named]:
     """One device for each stage, of two stages, three and so on: cuts, devices and their order so that the slowest
     stage or transfer is as fast as can be."""
-    for count in range(2, min(len(task.cluster.names), len(task.network.layers), MOST_STAGES) + 1):
+    counts = range(2, min(len(task.cluster.names), len(task.network.layers), MOST_STAGES) + 1)
+    has_room = False
+    for count in counts:
         stages = balanced_pipeline(task, count)
         if stages is not None:
+            has_room = True
             yield f"pipeline of {count}", task.plan(stages, 1)
+    if counts and not has_room:
+        raise _no_room(task)
+
+
+def _no_room(task: Task) -> OutOfMemory:
+    """Why no pipeline fits: all weights and those of the largest layer, beside what the devices have."""
+    weights, sizes = _weight_bytes(task), [device.memory_bytes for device in task.cluster.devices]
+    size, place = max((after - before, place) for place, (before, after) in enumerate(pairwise(weights)))
+    layer = f"layer {place} ({task.network.layers[place].name})"
+    return OutOfMemory(
+        f"No pipeline of {task.network.name} fits cluster {task.cluster.name}: its weights are "
+        f"{format_bytes(weights[-1])}, {format_bytes(size)} of them in {layer}; "
+        f"the devices have {format_bytes(sum(sizes))}, at most {format_bytes(max(sizes))} each.",
+        hint=f"Use {DIVIDED_LAYERS}, more devices, or {MORE_MEMORY}.",
+    )
 
 
 def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:

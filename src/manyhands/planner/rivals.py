@@ -121,9 +121,12 @@ def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str
     for tried, count in enumerate([*usual[:MOST_TRIED], *sorted(usual[MOST_TRIED:])]):
         if tried >= MOST_TRIED and best is not None:
             break
-        plan = msgspec.structs.replace(make(replace(task, micro_batches=count)), order=order)
         try:
+            plan = msgspec.structs.replace(make(replace(task, micro_batches=count)), order=order)
             plan = resolve(plan, task.network, task.cluster)
+        except ManyhandsError:
+            continue  # another number may do
+        try:
             seconds = price(plan)
         except OutOfMemory:
             refused = plan

@@ -262,11 +262,11 @@ def _all(task: Task, price: Price, corners_only: bool) -> list[Candidate]:
         try:
             found.append(fitting(name, make, task, price))
         except ManyhandsError as error:
-            found.append(Candidate(name, None, inf, error.message))
+            found.append(Candidate(name, None, inf, error.message, error.hint))
     if corners_only or len(task.cluster.devices) == 1:
         return found
     try:
         ranked = ranked_mixed(task, price)
     except ManyhandsError as error:
-        return [*found, Candidate("mixed", None, inf, error.message)]
+        return [*found, Candidate("mixed", None, inf, error.message, error.hint)]
     return found + [replace(one, name=f"mixed {n}" if n > 1 else "mixed") for n, one in enumerate(ranked, 1)]

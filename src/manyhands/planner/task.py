@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, LayerName, Order, Plan, Stage, WarmUp
 from manyhands.facts.plan_check import resolve
@@ -97,24 +97,29 @@ class Candidate:
     plan: Plan | None
     seconds: float
     reason: str = ""
+    hint: str = ""
+    """What would help, where it has none."""
     score: float | None = None
     """What plans are compared by where that is not seconds: bytes, or joules a sample."""
 
 
 def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> Candidate:
-    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches."""
+    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches.
+    Where none fits, the error is that of the smallest that the strategy can share: so much memory it takes at least."""
     plan = resolve(make(task), task.network, task.cluster)
     try:
         return Candidate(name, plan, price(plan))
-    except OutOfMemory:
+    except OutOfMemory as error:
         if task.micro_batches is not None:
             raise
+        refusal = error
     counts = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
     for count in counts[:MOST_TRIED] + counts[MOST_TRIED:][-1:]:
         try:
             finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
             return Candidate(name, finer, price(finer))
-        except OutOfMemory:
+        except OutOfMemory as error:
+            refusal = error
+        except BadPlan:  # too few samples for its devices: memory is still what is wrong
             continue
-    price(plan)  # nothing fits: the first refusal says by how much
-    raise AssertionError("a plan that was refused once is refused again")
+    raise refusal

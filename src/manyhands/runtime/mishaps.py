@@ -18,7 +18,10 @@ _HINT_CHARACTERS = 2000
 _ASKED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?)\.? (bytes|[KMGT]iB)", re.IGNORECASE)
 """PyTorch on a CPU and on a GPU, numpy."""
 _GPU = re.compile(r"GPU (\d+) has a total")
-_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory")
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: not enough memory|(?:can't|cannot) allocate memory|std::bad_alloc", re.IGNORECASE
+)
+"""PyTorch's allocator on ARM, then on x86 (whose words the system has too), C++."""
 
 
 def as_error(error: BaseException, name: str) -> ManyhandsError:
@@ -34,12 +37,13 @@ def as_error(error: BaseException, name: str) -> ManyhandsError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; PyTorch says so in words on a CPU, and by a kind of its own on a GPU."""
+    """Whether an allocation failed. On a CPU PyTorch says so in words, which differ between architectures; on a GPU by
+    a kind of its own."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def asked_bytes(error: BaseException) -> int:

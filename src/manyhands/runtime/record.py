@@ -11,6 +11,7 @@ workers/*.log                                            what local workers prin
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import os
@@ -76,10 +77,11 @@ class RunRecord:
             raise
 
     def close(self) -> None:
-        self._events.close()
-        self._metrics.close()
-        if self.board is not None:
-            self.board.close()
+        with contextlib.ExitStack() as all_files:  # each of them, whatever the others do
+            if self.board is not None:
+                all_files.callback(self.board.close)
+            all_files.callback(self._metrics.close)
+            all_files.callback(self._events.close)
 
     def event(self, event: str, /, **facts: Any) -> None:
         self._events.write_event(event, **facts)

@@ -21,7 +21,16 @@ import torch
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.errors import BadData, BadValue, ManyhandsError, NotFinite, TimedOut, WorkerLost, error_named
+from manyhands.facts.errors import (
+    BadData,
+    BadValue,
+    DataNotFinite,
+    ManyhandsError,
+    NotFinite,
+    TimedOut,
+    WorkerLost,
+    error_named,
+)
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.document import to_document
 from manyhands.graph.labels import check_labels
@@ -534,9 +543,10 @@ class Run:
         """The error a worker met. Who misses a peer is a witness: the lost one is the cause, if news of it comes."""
         if is_witness(message) and (cause := self._culprit()) is not None:
             return cause
-        prefix = "" if message.kind == "NotFinite" else f"Worker {name}: "
-        found = error_named(message.kind, prefix + message.message, message.hint)
-        if isinstance(found, NotFinite) and len(self.order.plan.stages) > 1:
+        found = error_named(message.kind, message.message, message.hint)
+        if not isinstance(found, NotFinite):
+            found = error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
+        elif len(self.order.plan.stages) > 1:
             found = self._in_data(found, message.step) or self._traced_back(found, message.step)
         self._verdict = found
         return found
@@ -546,7 +556,7 @@ class Run:
         for name, tensor in bind_inputs(self.order.graph, self._fed[step]).items() if step in self._fed else ():
             if not bool(torch.isfinite(tensor).all()):
                 where = f"the input '{name}': the data holds a number that is none"
-                return NotFinite(f"{_head(error)}; it began in {where}.", hint=error.hint)
+                return DataNotFinite(f"{_head(error)}; it began in {where}.", hint="Mend the data of that step.")
         return None
 
     def _traced_back(self, error: NotFinite, step: int) -> NotFinite:

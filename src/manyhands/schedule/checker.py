@@ -7,6 +7,7 @@ Otherwise the report shows where each device stands.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,13 @@ from manyhands.facts.units import format_bytes
 from manyhands.schedule.actions import Action, Await, Message, Receive, Reduce, ReduceKey, Send, Step
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import Schedule
+from manyhands.schedule.shortage import remedy
 
 _AROUND = 2
 
 _MOST_SHOWN = 8
+_LONGEST_ACTION = 80
+"""Characters: a message's tensors may be all weights."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +171,12 @@ def check(
         peaks[device], held[device] = memory.peak_bytes, memory.most_micro_batches_held
         if cluster is not None and memory.peak_bytes > cluster.device(device).memory_bytes:
             budget = cluster.device(device).memory_bytes
+            kept = "weights, gradients and optimiser" if schedule.plan.is_training else "weights"
+            when = textwrap.shorten(str(memory.peak_action), _LONGEST_ACTION, placeholder=" …")
             raise OutOfMemory(
-                f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at "
-                f"'{memory.peak_action}' ({format_bytes(memory.static_bytes)} weights, gradients and optimiser, "
-                f"the rest activations of {memory.most_micro_batches_held} micro-batch(es)).",
-                hint="Use more micro-batches, a smaller batch, a smaller share for this device, or more stages.",
+                f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at '{when}' "
+                f"({format_bytes(memory.static_bytes)} {kept}, the rest activations of "
+                f"{memory.most_micro_batches_held} micro-batch(es) of {schedule.plan.micro_batch_size} sample(s)).",
+                hint=remedy(schedule.plan, schedule.network, cluster, device, memory.static_bytes),
             )
     return Checked(sum(map(len, own.values())), messages, bytes_between, peaks, held)

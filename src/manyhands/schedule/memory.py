@@ -155,7 +155,7 @@ def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device:
     total = 0.0
     for name in network.weights_of(geometry.first, geometry.last):
         weight = network.weights[name]
-        copies = 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1
+        copies = weight_copies(plan, weight)
         total += weight.bytes * copies * weight_part(geometry, device, weight)
     return round(total)
 
@@ -164,3 +164,9 @@ def weight_part(geometry: StageGeometry, device: str, weight: WeightSpec) -> flo
     """By channels a device keeps what its own channels need of a weight; otherwise all of it."""
     box = geometry.weight_box(device, weight.name)
     return 1.0 if box is None or not weight.elements else box.volume / weight.elements
+
+
+def weight_copies(plan: Plan, weight: WeightSpec) -> int:
+    """How many tensors of a weight's size are kept: itself, and of one that is trained its gradient and the optimiser's
+    state."""
+    return 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1
