@@ -1,8 +1,8 @@
 """The name of this machine's board or processor, as results and profiles are kept under it.
 
-An x86 kernel prints the name. An Arm kernel prints two numbers (who designed the core, and which core it is) and at most
-a family (`ARMv8 Processor rev 1 (v8l)`), so names are looked up here. Sources: Linux, arch/arm64/include/asm/cputype.h;
-util-linux, sys-utils/lscpu-arm.c.
+An x86 kernel prints the name. An Arm kernel prints two numbers (who designed the core, and which core it is) and at
+most a family (`ARMv8 Processor rev 1 (v8l)`), so names are looked up here. Sources: Linux,
+arch/arm64/include/asm/cputype.h; util-linux, sys-utils/lscpu-arm.c.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 def identify(threads: int | None = None) -> Machine:
     """This machine with so many threads (None: as torch is set)."""
-    return Machine(platform.machine(), processor_name(), _cores(), threads or torch.get_num_threads(), torch.__version__)
+    return Machine(
+        platform.machine(), processor_name(), _cores(), threads or torch.get_num_threads(), torch.__version__
+    )
 
 
 def _cores() -> int:
