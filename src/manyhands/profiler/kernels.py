@@ -23,6 +23,7 @@ from manyhands.graph.kernels import packable, takes_flags, takes_format, takes_p
 from manyhands.profiler.clock import Timer, Timings, Trial, computing, interleave, passed, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
+from manyhands.profiler.threads import with_threads
 
 DEFAULT = "default"
 PER_OPERATOR = "per operator"
@@ -69,17 +70,13 @@ def choose_kernels(
     tunable = [node for node in graph.nodes if takes_flags(graph, node)]
     if seconds <= 0 or not tunable:
         return Choice()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    timer = timer or (computing if torch.get_num_threads() == 1 else stopwatch)
-    try:
+    with with_threads(threads):
+        timer = timer or (computing if torch.get_num_threads() == 1 else stopwatch)
         measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, training=training, timer=timer)
         path = cheapest_path(graph, samples, measured, training=training)
         candidates = _candidates(graph, path, training)
         step = (TrainingStep if training else InferenceStep)(graph, samples, inputs)
         return _decide(step, candidates, seconds, measured.spent_seconds, timer)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _candidates(graph: Graph, path: dict[str, Kernel], training: bool) -> dict[str, dict[str, Kernel]]:

@@ -30,6 +30,7 @@ from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
 from manyhands.profiler.steps import now
 from manyhands.profiler.this_machine import identify
+from manyhands.profiler.threads import with_threads
 
 LADDER = (1, 2, 4, 8, 16, 32)
 REPEATS = 3
@@ -75,9 +76,7 @@ def measure_network(
     _check_ladder(ladder)
     _check_alone(alone, threads or torch.get_num_threads(), torch_device)
     say = on_progress or (lambda text: None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with with_threads(threads):
         start = time.perf_counter()
         parts = fitting_parts(graph.network, ladder[0], free_bytes) if free_bytes is not None else 1
         if kernels is None and (torch_device != "cpu" or parts > 1):
@@ -94,8 +93,6 @@ def measure_network(
             ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         return _profile(graph, passes, peaks, kernels, device, identify().text)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_ladder(ladder: Sequence[int]) -> None:

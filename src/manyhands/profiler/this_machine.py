@@ -17,6 +17,7 @@ from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
 from manyhands.profiler.processors import processor_name
+from manyhands.profiler.threads import with_threads
 
 _COPY_BYTES = 64 * 2**20
 _SMALL_CALLS = 500
@@ -89,9 +90,7 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
 
     The fastest of several runs counts: what else the machine does meanwhile only ever makes it slower.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(machine.threads)
-    try:
+    with with_threads(machine.threads):
         return Device(
             name="local",
             kind="local",
@@ -103,8 +102,6 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
             estimated=False,
             source=f"Measured on {machine.text}.",
         )
-    finally:
-        torch.set_num_threads(before)
 
 
 def _training_flops_per_second(timer: Timer) -> float:
