@@ -76,6 +76,7 @@ def test_two_small_scenarios_are_answered_and_auto_is_never_behind_a_corner() ->
     cluster = Cluster.from_dict({"name": "two", "devices": devices, "link": link})
     tiny = [Scenario(n, "tiny", (1, 16, 16), cluster, 1000, 1.0, "alike", size) for n, size in enumerate((1, 8))]
     figures, found = bench_simulated(tiny, lambda text: None, at_once=1)
+    assert figures["profile_machine"] == "estimated from the device catalogue"
     assert [one.number for one in found] == [0, 1]
     assert figures["count"] == figures["count_compared"] == 2
     assert all(one.gain >= 1 - 1e-9 for one in found)

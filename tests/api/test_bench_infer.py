@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hand_made import even_profile
 from manyhands.api import bench_infer as whole
 from manyhands.api import bench_infer_lab as lab
+from manyhands.api.bench_all import this_host
 from manyhands.api.bench_infer import PARTS, bench_infer, scope_of
 from manyhands.api.bench_infer_accuracy import Accuracy, Way
 from manyhands.api.bench_infer_drawn import draw_lab, draw_memory, draw_scores, draw_simulated
@@ -176,6 +177,7 @@ def test_methods_over_a_weak_link(library: Library) -> None:
 
 def test_figures_of_what_was_simulated(library: Library, tmp_path: Path) -> None:
     figures, found = bench_simulated(library, [TINY], TINY, (WEAK,), 1, lambda text: None)
+    assert figures["profile_machine"] == this_host().slug
     assert figures["slower_factor"] == pytest.approx(0.3 / library.known(TINY, decoupled=False).seconds)
     rows = found.tables["tiny"]
     assert rows[WEAK][ONE].latency == pytest.approx(0.3)

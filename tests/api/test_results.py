@@ -155,10 +155,33 @@ def test_machines_stand_side_by_side_and_simulated_is_said(tmp_path: Path) -> No
     row = next(line for line in text.splitlines() if "fullest of 24 tiles" in line and "Fig. 6.2" in line)
     assert "| 8.25x | 7.5x | measured | `manyhands bench tile`, 2026-01-02 |" in row
     slow = next(line for line in text.splitlines() if "2 Mbit/s" in line and "Fig. 6.3" in line)
-    assert "| 1.6x | – | simulated |" in slow
+    assert "| 1.6x | – | simulated, profile of intel-xeon-2-cores |" in slow
     aim = next(line for line in text.splitlines() if "`efficiency_vs_limit_2`" in line)
     assert "| ≥ 96 % | 80 % **missed** | 97 % met |" in aim
     assert "3 met, 2 missed" in text, "memory_ratio_24 and grouping_gain_slow are aims too"
+
+
+def test_simulated_figures_say_whose_profile_they_rest_on(tmp_path: Path) -> None:
+    """A profile that was measured belongs to the machine of the column; one that was estimated to none."""
+    for host in (SMALL, LARGE):
+        write_result(
+            tmp_path, result("infer", host, **{"worst_vs_rivals": 1.5, "speedup_latency_resnet50_880_0.15": 4})
+        )
+    write_result(tmp_path, result("auto", gain_geomean=1.1, gain_min=1.0))
+    shelf = Shelf.of(tmp_path)
+    lines = page_text(shelf, []).splitlines()
+    worst = next(line for line in lines if "`worst_vs_rivals`" in line)
+    assert "| simulated, profile of intel-xeon-2-cores, neoverse-n1-16-cores |" in worst
+    least = next(line for line in lines if "`gain_min`" in line)
+    assert "| simulated, estimated from the device catalogue |" in least
+    short = short_table(shelf).splitlines()
+    assert next(line for line in short if "ResNet-50" in line).endswith("| profile of intel-xeon-2-cores |")
+    assert next(line for line in short if "60 drawn" in line).endswith("| estimated from the device catalogue |")
+
+
+def test_a_simulated_claim_without_a_profile_is_refused() -> None:
+    with pytest.raises(AssertionError, match="from which profile"):
+        Claim("auto", "gain_min", "", how="simulated")
 
 
 def test_quick_looks_and_failures_do_not_count(tmp_path: Path) -> None:

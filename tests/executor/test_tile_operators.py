@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from manyhands.executor.tile_operators import Held, SumsOperator, tile_operator
 from manyhands.facts.boxes import Box
 from manyhands.facts.profile import Kernel
+from manyhands.graph import kernels
 from manyhands.graph.capture import capture
 from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights
@@ -48,6 +49,24 @@ def test_convolution(
 ) -> None:
     module = nn.Conv2d(4, 8, **window, groups=groups, bias=bias)
     check_local(Case.of(module, (4, rows, columns)), data, kernel=kernel)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_groups_at_rest_are_dense_convolutions_where_onednn_has_no_grouped_ones(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    monkeypatch.setattr(kernels, "_has_acl", lambda: True)
+    case = Case.of(nn.Conv2d(8, 8, 3, 2, groups=4, bias=bias), (8, 9, 7))
+    operator: Any = case.operator(Kernel(channels_last=True))
+    data = torch.randn(2, 8, 9, 7, dtype=operator.weight.dtype)
+    expected = operator._convolved(data, [1, 1])
+    operator.rest()
+    assert operator.goes_by_groups
+    monkeypatch.setattr(operator, "_called", None)  # a convolution in groups would be called by this
+    torch.testing.assert_close(operator._convolved(data, [1, 1]), expected)
+    depthwise: Any = Case.of(nn.Conv2d(32, 32, 3, groups=32), (32, 9, 7)).operator(Kernel(channels_last=True))
+    depthwise.rest()
+    assert not depthwise.goes_by_groups
 
 
 @FEW

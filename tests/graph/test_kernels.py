@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.profile import Kernel
+from manyhands.graph import kernels
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import (
@@ -185,6 +186,31 @@ def test_what_is_packed(captured: dict[str, Any]) -> None:
             return self.inner(self.inner(x))  # type: ignore[no-any-return]
 
     assert not packable(capture(Twice(), torch.zeros(2, 3, 9, 9)))
+
+
+@pytest.mark.parametrize("has_acl", [False, True], ids=["x86", "aarch64"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_groups_are_dense_convolutions_where_onednn_has_no_grouped_ones(
+    monkeypatch: pytest.MonkeyPatch, has_acl: bool, bias: bool
+) -> None:
+    """At rest, in channels_last, not depthwise: the same numbers by as many calls as there are groups."""
+    monkeypatch.setattr(kernels, "_has_acl", lambda: has_acl)
+    wide = nn.Conv2d(8, 8 * 20, 1)
+    module = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1, groups=4, bias=bias), wide, nn.Conv2d(160, 160, 3, groups=160))
+    graph = capture(module, torch.zeros(2, 8, 11, 9))
+    choice = {node.name: Kernel(channels_last=True) for node in graph.nodes}
+    weights = Weights.copied(graph)
+    store_weights(graph, weights, choice)
+    piece = Piece(graph, weights, kernels=kernel_calls(graph, choice))
+    values = bind_inputs(graph, x := torch.randn(3, 8, 11, 9))
+    with torch.no_grad(), Seen() as seen:
+        found = piece(values, Context(training=False))[graph.outputs[0]]
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+    assert seen.names.count("aten::convolution") == (4 if has_acl else 1) + 2
+    with Seen() as seen:
+        piece(values, Context())
+    assert seen.names.count("aten::convolution") == 3, "in training as PyTorch has it"
 
 
 def test_a_product_calls_no_convolution_and_nobody_writes_over_it(captured: dict[str, Any]) -> None:

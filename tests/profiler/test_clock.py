@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.profiler.clock import Trial, interleave, stopwatch
+from manyhands.profiler.clock import Trial, computing, interleave, passed, stopwatch
 
 
 class Rigged:
@@ -76,3 +76,29 @@ def test_the_stopwatch_does_not_time_the_preparation(monkeypatch: pytest.MonkeyP
     assert stopwatch(Trial("short", lambda: passing(0.25), prepare=lambda: passing(50))) == 0.25
     monkeypatch.undo()
     assert stopwatch(Trial("short", lambda: time.sleep(0.001), prepare=lambda: time.sleep(0.001))) >= 0.001
+
+
+def test_what_a_thread_computes_does_not_count_what_it_waits_for() -> None:
+    """But a time budget is spent by waiting too."""
+    waited = computing(Trial("waits", lambda: time.sleep(0.05), prepare=lambda: time.sleep(0.2)))
+    assert waited < 0.02
+    assert passed(waited) >= 0.05
+    assert passed(0.25) == 0.25
+    found = interleave([Trial("waits", lambda: time.sleep(0.05))], repeats=9, seconds=0.12, timer=computing)
+    assert found.rounds() <= 2
+    assert found.spent_seconds >= 0.1
+
+
+def test_other_work_on_the_machine_decides_nothing() -> None:
+    """One trial computes half of what the other does and is stopped for long, as by other processes."""
+
+    def compute(times: int) -> None:
+        sum(range(200_000 * times))
+
+    def stopped() -> None:
+        compute(1)
+        time.sleep(0.05)
+
+    trials = [Trial("slow", lambda: compute(3)), Trial("fast", stopped)]
+    assert interleave(trials, repeats=3, timer=computing).ratio("slow", "fast") > 1.5
+    assert interleave(trials, repeats=3, timer=stopwatch).ratio("slow", "fast") < 1

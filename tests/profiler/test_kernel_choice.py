@@ -15,6 +15,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import takes_format
+from manyhands.profiler import kernels
 from manyhands.profiler.clock import Trial, stopwatch
 from manyhands.profiler.kernels import DEFAULT, LEAST_GAIN, PER_OPERATOR, cheapest_path, choose_kernels
 from manyhands.profiler.operators import OperatorSeconds, kernels_for, measure_operators, signature
@@ -138,6 +139,26 @@ def test_with_the_real_clock_steps_and_operators_run(tiny: Graph) -> None:
     choice = choose_kernels(tiny, 2, threads=1, seconds=0.5)
     assert choice.step_seconds[DEFAULT] > 0
     assert choice.gain >= 1.0
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, "computing"), (2, "stopwatch")])
+def test_one_threads_kernels_are_compared_by_what_it_computes(
+    chain: Graph, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
+) -> None:
+    """Several threads' are not: what they compute together takes less than its sum."""
+    asked: set[str] = set()
+
+    def named(name: str) -> Callable[[Trial], float]:
+        def timer(trial: Trial) -> float:
+            asked.add(name)
+            return 1e-3
+
+        return timer
+
+    for name in ("computing", "stopwatch"):
+        monkeypatch.setattr(kernels, name, named(name))
+    choose_kernels(chain, 1, threads=threads, seconds=1.0)
+    assert asked == {counts}
 
 
 @pytest.mark.parametrize("threads", [1, 2])

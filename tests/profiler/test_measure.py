@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import takes_format
+from manyhands.graph.piece import Piece
 from manyhands.models.registry import build, example_batch
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.this_machine import identify
@@ -57,3 +61,26 @@ def test_weights_of_the_graph_are_left_alone(tiny: Graph) -> None:
     before = {name: tensor.clone() for name, tensor in tiny.state.items()}
     measure_network(tiny, ladder=(2,), kernels={}, threads=1)
     assert all(torch.equal(before[name], tensor) for name, tensor in tiny.state.items())
+
+
+def test_a_machine_measured_as_if_alone_is_as_fast_however_busy(tiny: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is stopped for a while, as by other processes; that counts only in what passes."""
+    real = Piece.__call__
+
+    def stopped(self: Piece, *given: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(Piece, "__call__", stopped)
+    found = {
+        alone: measure_network(tiny, ladder=(1,), kernels={}, threads=1, repeats=1, seconds=0.1, alone=alone)
+        for alone in (False, True)
+    }
+    seconds = {alone: sum(layer.ladder[0].forward_seconds for layer in one.layers) for alone, one in found.items()}
+    assert seconds[False] >= 0.02 * len(tiny.network.layers)
+    assert seconds[True] < 0.5 * seconds[False]
+
+
+def test_only_one_thread_can_be_measured_as_if_alone(tiny: Graph) -> None:
+    with pytest.raises(BadValue, match=r"2 thread\(s\) on cpu"):
+        measure_network(tiny, ladder=(1,), kernels={}, threads=2, alone=True)

@@ -17,6 +17,8 @@ from multiprocessing import get_context
 
 from manyhands.api import public
 from manyhands.api.bench_auto_scenarios import SEED, Scenario
+from manyhands.api.bench_parts import PROFILE_MACHINE
+from manyhands.api.claims import ESTIMATED
 from manyhands.api.networks import load_network
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import Plan
@@ -161,6 +163,7 @@ def figures_of(found: Sequence[Answer], seconds: float) -> Figures:
         "scenario_seconds": seconds / max(1, len(found)),
         "scenario_plan_seconds": statistics.median(one.plan_seconds for one in found) if found else 0.0,
         "scenario_plan_seconds_most": max((one.plan_seconds for one in found), default=0.0),
+        PROFILE_MACHINE: ESTIMATED,
         "simulated_setting": f"{len(found)} scenarios drawn with seed {SEED}; times estimated from the device "
         "catalogue and simulated, nothing measured; gain: seconds of a step of the best corner (single, samples, "
         "pipeline, tiles, each planned by itself) over those of auto's plan; a mixed plan wins where it is at least "

@@ -119,7 +119,10 @@ def _draw(module: nn.Module) -> None:
 
 def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dict[bool, Known]:
     """One thread on one core, each network with the kernels that are fastest for one sample: chosen once, in about so
-    many seconds. Then all in turns, so that a machine whose speed drifts does so for all."""
+    many seconds. Then all in turns, so that a machine whose speed drifts does so for all.
+
+    What the thread computes counts, not what passes: networks are compared, and whatever else goes on while one of them
+    is measured must not favour the other."""
     found: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
     with one_core():
         for number in range(TURNS):
@@ -129,14 +132,14 @@ def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dic
                 own.append(
                     measure_network(
                         graph, ladder=(1,), threads=1, seconds=seconds / LATER_TURNS if own else seconds,
-                        kernels=own[0].kernels if own else None, training=False,
+                        kernels=own[0].kernels if own else None, training=False, alone=True,
                     )
                 )  # fmt: skip
     return {key: Known(graphs[key].network, _fastest(own)) for key, own in found.items()}
 
 
 def _fastest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Of each layer's medians the least: whatever else goes on here only adds to them."""
+    """Of each layer's medians the least: caches that others fill and a clock that is turned down only add to them."""
     layers = []
     for same in zip(*(one.layers for one in profiles), strict=True):
         seconds = min(layer.ladder[0].forward_seconds for layer in same)

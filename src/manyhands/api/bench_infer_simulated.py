@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.api.bench_infer_networks import Known, Library, Subject
+from manyhands.api.bench_parts import PROFILE_MACHINE, profiled_here
 from manyhands.api.papers import DECNN_SPEEDUPS
 from manyhands.api.planning_inference import plan_for
 from manyhands.api.public import simulate
@@ -198,8 +199,10 @@ def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], 
     figures |= {f"table_{model}_unscaled": _text("", rows) for model, rows in found.unscaled.items()}
     figures |= {f"table_{model}_2devices": _text("", {SCALING: own}) for model, own in found.two.items()}
     return figures | {
-        "simulated_setting": "layers' forward passes measured on one core of this machine, one thread, one sample, the "
-        "fastest kernels of each network, original and decoupled in turns, the least of some medians; all "
+        PROFILE_MACHINE: profiled_here(),
+        "simulated_setting": "layers' forward passes measured on one core of this machine, one thread, one sample, "
+        "what the thread computed, the fastest kernels of each network, original and decoupled in turns, the least of "
+        "some medians; all "
         f"{found.factor:.3g} times slower, so that {reference.model} takes "
         f"{1e3 * reference.paper_seconds:g} ms on one device as in the paper; then "
         + ", ".join(

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from manyhands.api.results import Host
 from manyhands.facts.errors import BadValue, ManyhandsError, unknown
 from manyhands.files.documents import write_document
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import identify
 
 KEPT = "figures.json"
+PROFILE_MACHINE = "profile_machine"
+"""The key under which a bench that simulates says whose seconds of layers that rests on."""
 Bench = TypeVar("Bench")
 
 
@@ -51,6 +54,12 @@ def measure_parts(
         if out is not None:
             write_document(out / KEPT, figures)
     return figures
+
+
+def profiled_here() -> str:
+    """What simulated figures say of their profile where it was measured on this machine: its name among results."""
+    machine = identify(1)
+    return Host(machine.processor, machine.cores).slug
 
 
 def failed(figures: Figures) -> list[str]:

@@ -14,6 +14,7 @@ import contextlib
 import statistics
 from pathlib import Path
 
+from manyhands.api.bench_parts import PROFILE_MACHINE, profiled_here
 from manyhands.api.bench_rivals import Rival
 from manyhands.api.bench_tile_groups import bench_bytes, bench_groups
 from manyhands.api.bench_tile_memory import bench_memory, bench_resident
@@ -145,6 +146,7 @@ def bench_tile(
     subject.kernels = choice.kernels
     figures: Figures = {
         "machine": identify(1).text, "kernels": kernels_text(choice), "kernel_gain": choice.gain, "quick": int(quick),
+        PROFILE_MACHINE: profiled_here(),
     }  # fmt: skip
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)

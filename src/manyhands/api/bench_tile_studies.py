@@ -16,8 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.api.bench_parts import PROFILE_MACHINE
 from manyhands.api.bench_tile_groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
 from manyhands.api.bench_tile_setup import Figures, Progress, Subject, Way, square_grid
+from manyhands.api.claims import ESTIMATED
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.lab import slot_names, with_slots
 from manyhands.facts.network import Network
@@ -122,6 +124,7 @@ def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Fig
     figures |= _rivals(rivals, out, say)
     return figures | {
         "studies": str(out),
+        f"studies_{PROFILE_MACHINE}": ESTIMATED,
         "studies_setting": f"{subject}; chapter 5 by the paper's cost model on a 3x3 grid; chapter 6 simulated "
         f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; "
         f"Fig. 6.6 on {rivals.devices} Pi 4 ({CLUSTER_OF_RIVALS}), {rivals.tiles} cores of each, for the CPUs of the "

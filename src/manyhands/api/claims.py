@@ -6,7 +6,7 @@ A figure is named as its bench prints it. `max vs_best_rival_*` is the largest o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,11 +18,14 @@ HOWS: Mapping[How, str] = {
     "over links shaped by recorded rates, with an edge slowed by a stated factor)",
     "measured in the lab": "real processes on one machine that plays several: shaped links, shares of cores, memory "
     "limits; speeds are those of the devices played",
-    "simulated": "the simulator's answer, from times estimated for the paper's devices or measured layer by layer: "
-    "nothing of that size ran",
+    "simulated": "the simulator's answer: nothing of that size ran. It rests on a profile, the seconds of each layer: "
+    "measured on the machine named (`profile of`), so that another machine gets another figure, or estimated from the "
+    "device catalogue, the same on any machine",
     "modelled": "computed from what a plan holds and sends and a device's watts",
     "counted": "counted in the plan, no clock involved",
 }
+Profiled = Literal["", "measured", "estimated"]
+ESTIMATED = "estimated from the device catalogue"
 Form = Literal["times", "seconds", "part", "points", "number", "megabytes", "small", "yes"]
 _DERIVED = re.compile(r"(max|min) (\S+)\*(\S*)")
 
@@ -48,12 +51,24 @@ class Claim:
     key: str
     text: str
     how: How = "measured"
+    profile: Profiled = ""
+    """Of a simulated figure: whether its layers' seconds were measured on the machine that ran the bench, or estimated
+    from the device catalogue."""
     form: Form = "times"
     aim: Aim | None = None
     paper: str = ""
     """A key of HEADLINES."""
     is_alike: bool = True
     """The paper's setting is near enough to ours to be drawn beside it."""
+
+    def __post_init__(self) -> None:
+        assert bool(self.profile) == (self.how == "simulated"), (
+            f"{self.bench}, {self.key}: simulated from which profile?"
+        )
+
+    def profile_of(self, machines: Sequence[str]) -> str:
+        """Whose profile a simulated figure rests on, where these machines ran the bench."""
+        return ESTIMATED if self.profile == "estimated" else f"profile of {', '.join(machines)}"
 
     @property
     def headline(self) -> Headline | None:
@@ -117,7 +132,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("tile", "grouping_gain_fast", "best grouping over the worse of one group and every layer, loopback",
           aim=least(1), paper="tile_grouping"),
     Claim("tile", "grouping_gain_slow", "best grouping over the worse of one group and every layer, 2 Mbit/s",
-          how="simulated", aim=least(1), paper="tile_grouping"),
+          how="simulated", profile="measured", aim=least(1), paper="tile_grouping"),
     Claim("tile", "batch1_vs_data_parallel", "one sample: two tiles over data parallel, which leaves one core idle",
           paper="tile_batch_1", is_alike=False),
     Claim("tile", "batch1_vs_layer_partition", "one sample: two tiles over a partition by layers", paper="tile_batch_1",
@@ -128,13 +143,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("tile", "bytes_match", "every pair sent exactly the bytes of the plan", form="yes", aim=least(1)),
     # ASTEROID
     Claim("pipeline", "speedup_pp_resnet50_env_b", "speed over pipeline parallel, ResNet-50, environment B, 100 Mbit/s",
-          how="simulated", paper="asteroid_pp"),
+          how="simulated", profile="estimated", paper="asteroid_pp"),
     Claim("pipeline", "speedup_dp_bert_small_env_b", "speed over data parallel, BERT-small, environment B, 100 Mbit/s",
-          how="simulated", paper="asteroid_dp"),
-    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all rivals, best row of Table 4", how="simulated",
-          paper="asteroid_hybrid"),
+          how="simulated", profile="estimated", paper="asteroid_dp"),
+    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all rivals, best row of Table 4",
+          how="simulated", profile="estimated", paper="asteroid_hybrid"),
     Claim("pipeline", "table4_min_vs_rivals", "speed over the best of all rivals, worst row of Table 4",
-          how="simulated", aim=least(1)),
+          how="simulated", profile="estimated", aim=least(1)),
     Claim("pipeline", "plan_seconds", "seconds to plan EfficientNet-B1, cut at operators, on environment C",
           form="seconds", aim=most(2), paper="asteroid_planning"),
     Claim("pipeline", "plan_seconds_64_devices", "seconds to plan ResNet-50 on 64 devices", form="seconds",
@@ -147,8 +162,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("pipeline", "sim_error", "predicted against measured round, the worse of local workers and the lab",
           form="part", aim=most(0.15)),
     Claim("pipeline", "executor_overhead", "round of two stages on two cores over bare computing", aim=most(1.1)),
-    Claim("pipeline", "joules_ratio", "joules a sample of data parallel over ours", how="simulated",
-          paper="asteroid_energy"),
+    Claim("pipeline", "joules_ratio", "joules a sample of data parallel over ours",
+          how="simulated", profile="estimated", paper="asteroid_energy"),
     Claim("recovery", "light_vs_heavy", "seconds to go on after a kill: planned anew over plan mended",
           paper="asteroid_recovery"),
     Claim("recovery", "throughput_after", "throughput after a loss: plan mended over planned anew", form="part",
@@ -184,18 +199,19 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("split", "edge_energy_ratio", "the edge's joules over those of training alone", how="modelled", form="part"),
     # DECNN
     Claim("infer", "speedup_latency_resnet50_880_0.15", "speed of ResNet-50 on 4 devices over one, 880 Mbit/s, 0.15 ms",
-          how="simulated", paper="decnn_fast"),
+          how="simulated", profile="measured", paper="decnn_fast"),
     Claim("infer", "speedup_latency_resnet34_880_0.15", "speed of ResNet-34 on 4 devices over one, 880 Mbit/s, 0.15 ms",
-          how="simulated", paper="decnn_resnet34"),
+          how="simulated", profile="measured", paper="decnn_resnet34"),
     Claim("infer", "speedup_latency_vgg16_880_0.15", "speed of VGG-16 on 4 devices over one, 880 Mbit/s, 0.15 ms",
-          how="simulated", paper="decnn_vgg16"),
+          how="simulated", profile="measured", paper="decnn_vgg16"),
     Claim("infer", "speedup_latency_resnet50_240_40", "speed of ResNet-50 on 4 devices over one, 240 Mbit/s, 40 ms",
-          how="simulated", paper="decnn_weak"),
+          how="simulated", profile="measured", paper="decnn_weak"),
     Claim("infer", "worst_vs_rivals", "speed over MoDNN and Coates, worst of three networks and seven links",
-          how="simulated", aim=least(1)),
+          how="simulated", profile="measured", aim=least(1)),
     Claim("infer", "lab_worst_vs_rivals", "speed over MoDNN and Coates, ResNet-50, worst of two links",
           how="measured in the lab"),
-    Claim("infer", "scheme3_gain", "throughput by two samples under way, 240 Mbit/s, 40 ms", how="simulated"),
+    Claim("infer", "scheme3_gain", "throughput by two samples under way, 240 Mbit/s, 40 ms",
+          how="simulated", profile="measured"),
     Claim("infer", "lab_scheme3_gain_240_20", "the same at 240 Mbit/s, 20 ms", how="measured in the lab"),
     Claim("infer", "lab_sim_error", "predicted against measured seconds of a sample in the lab, median", form="part",
           how="measured in the lab"),
@@ -221,12 +237,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("infer", "speedup_2_latency", "the same network on two cores over one, one sample at a time"),
     Claim("infer", "limit_2_latency", "the same of two halves of it that exchange nothing"),
     # One planner over all
-    Claim("auto", "mixed_share", "of 60 drawn scenarios, won by a plan none of the papers can make", how="simulated",
-          form="part"),
+    Claim("auto", "mixed_share", "of 60 drawn scenarios, won by a plan none of the papers can make",
+          how="simulated", profile="estimated", form="part"),
     Claim("auto", "gain_geomean",
-          "speed over the best of single, samples, pipeline and tiles, mean of 60 drawn scenarios", how="simulated"),
+          "speed over the best of single, samples, pipeline and tiles, mean of 60 drawn scenarios",
+          how="simulated", profile="estimated"),
     Claim("auto", "gain_min", "speed over the best of single, samples, pipeline and tiles, worst of 60 drawn scenarios",
-          how="simulated", aim=least(1)),
+          how="simulated", profile="estimated", aim=least(1)),
     Claim("auto", "lab_gain_min",
           "speed of mixed plans over the best of single, samples, pipeline and tiles, least of three",
           how="measured in the lab"),

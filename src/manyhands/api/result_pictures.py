@@ -123,4 +123,5 @@ def _links(shelf: Shelf, path: Path) -> Path | None:
         return None
     places = [f"{link.partition('_')[0]} Mbit/s\n{link.partition('_')[2]} ms" for link in LINKS]
     title = "Latency on one device over that on four, decoupled networks by channels (schemes 1+2), simulated"
+    title += f" from a profile of {found.host.slug}"
     return draw_groups([Lines(title, places, lines, "times", is_simulated=True)], path)

@@ -108,7 +108,7 @@ def _headlines(shelf: Shelf, claims: Sequence[Claim]) -> str:
                 claim.text,
                 f"{claim.headline.text} ({claim.headline.where})",
                 *_cells(shelf, claim),
-                claim.how,
+                _how(shelf, claim),
                 _run(shelf, claim),
             ]
             for claim in own
@@ -150,7 +150,9 @@ def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
         assert claim.aim is not None
         only = f" on {claim.aim.only_on}" if claim.aim.only_on else ""
         aim = "yes" if claim.form == "yes" else f"{claim.aim.sign} {shown(claim.aim.value, claim.form)}{only}"
-        rows.append([f"`{claim.key}`: {claim.text}", aim, *_judged(shelf, claim), claim.how, _run(shelf, claim)])
+        rows.append(
+            [f"`{claim.key}`: {claim.text}", aim, *_judged(shelf, claim), _how(shelf, claim), _run(shelf, claim)]
+        )
     headings = ["figure", "our aim", *(host.slug for host in shelf.hosts), "ours is", "by, on"]
     missed = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "missed" in text]
     met = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "met" in text]
@@ -159,7 +161,10 @@ def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
 
 
 def _others(shelf: Shelf, claims: Sequence[Claim]) -> str:
-    rows = [[f"`{claim.key}`: {claim.text}", *_cells(shelf, claim), claim.how, _run(shelf, claim)] for claim in claims]
+    rows = [
+        [f"`{claim.key}`: {claim.text}", *_cells(shelf, claim), _how(shelf, claim), _run(shelf, claim)]
+        for claim in claims
+    ]
     headings = ["figure", *(host.slug for host in shelf.hosts), "ours is", "by, on"]
     return "## Other figures\n\n" + _table(headings, rows) if rows else ""
 
@@ -205,6 +210,14 @@ def _missing(shelf: Shelf, claims: Sequence[Claim]) -> str:
 
 def _cells(shelf: Shelf, claim: Claim) -> list[str]:
     return [_NONE if value is None else shown(value, claim.form) for value in shelf.values(claim)]
+
+
+def _how(shelf: Shelf, claim: Claim) -> str:
+    """How a figure came about; a simulated one also from whose profile, machine by machine as the columns are."""
+    if claim.how != "simulated":
+        return claim.how
+    machines = [host.slug for host, value in zip(shelf.hosts, shelf.values(claim)) if value is not None]
+    return f"{claim.how}, {claim.profile_of(machines)}"
 
 
 def _judged(shelf: Shelf, claim: Claim) -> list[str]:
@@ -268,7 +281,7 @@ def short_table(shelf: Shelf) -> str:
             if value is None:
                 continue
             beside = f"{claim.headline.text} ({claim.headline.paper})" if claim.headline is not None else _NONE
-            machine = host.slug if claim.how != "simulated" else _NONE
+            machine = host.slug if claim.how != "simulated" else claim.profile_of([host.slug])
             rows.append([claim.text, f"{shown(value, claim.form)}, {claim.how}", beside, machine])
             break
     return _table(["", "ours", "the paper's", "machine"], rows)

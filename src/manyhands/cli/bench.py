@@ -297,9 +297,12 @@ def _lines(say: Say) -> Say:
 
 
 def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:
+    from manyhands.api.bench_parts import PROFILE_MACHINE
     from manyhands.cli.show import print_json, print_table
 
-    numbers = {key: value for key, value in figures.items() if not isinstance(value, str)}
+    numbers = {
+        key: value for key, value in figures.items() if not isinstance(value, str) or key.endswith(PROFILE_MACHINE)
+    }
     for key, text in figures.items():  # machine, settings of both sides, chosen kernels
         if isinstance(text, str):
             typer.echo(f"{key}: {text}", err=True)

@@ -21,6 +21,7 @@ from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
 from manyhands.profiler.this_machine import Machine, identify
+from manyhands.profiler.threads import with_threads
 
 VERSION = 1
 BITS = 8
@@ -59,13 +60,9 @@ _PER_BYTE = ("packing_seconds_per_byte", "unpacking_seconds_per_byte", "feedback
 def measure_packing(threads: int | None = None, *, seconds: float = 1.0, timer: Timer = stopwatch) -> PackingCost:
     """The codec on this machine with so many threads (None: as torch is set), in about `seconds`."""
     machine = identify(threads)
-    before = torch.get_num_threads()
-    torch.set_num_threads(machine.threads)
-    try:
+    with with_threads(machine.threads):
         trials = [*_trials("small", SMALL_BYTES), *_trials("large", LARGE_BYTES)]
         found = interleave(trials, repeats=25, least_repeats=3, seconds=seconds, timer=timer)
-    finally:
-        torch.set_num_threads(before)
 
     def line(what: str) -> tuple[float, float]:
         """A constant, and seconds per byte, through both sizes."""

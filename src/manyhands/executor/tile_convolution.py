@@ -19,7 +19,7 @@ from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
-from manyhands.graph.kernels import Flags, Packed, kernel_calls, product, takes_product
+from manyhands.graph.kernels import Flags, Packed, by_groups, goes_by_groups, kernel_calls, product, takes_product
 from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten
@@ -46,8 +46,11 @@ class _Convolution(TileOperator):
         self.has_flags = kernel is not None and not kernel.is_plain
         self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
         self.packed: Packed | None = None
+        self.goes_by_groups = False
 
     def rest(self) -> None:
+        is_plain = self.kernel is not None and self.kernel.channels_last and self.kernel.is_plain
+        self.goes_by_groups = is_plain and not self.transposed and goes_by_groups(self.groups)
         if self.kernel is not None and self.kernel.packed:
             call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
             self.packed = call if isinstance(call, Packed) else None
@@ -71,6 +74,9 @@ class _Convolution(TileOperator):
                 self.packed.pack(self.weights, tuple(data.shape), padding)
                 self.weight = self.weights.tensors[self.packed.weight]
             return self.packed(data, self.weight, self.bias, padding=padding)
+        if self.goes_by_groups:
+            data, weight = self._formatted(data), self._formatted(self.weight)
+            return by_groups(data, weight, self.bias, self.stride, padding, self.dilation, self.groups)
         made: Tensor = self._called(
             torch.convolution, self._formatted(data), self._formatted(self.weight), self.bias, self.stride, padding,
             self.dilation, self.transposed, [0, 0], self.groups,

@@ -33,6 +33,8 @@ from manyhands.graph.weights import Weights, plain
 
 Call = Callable[..., Any]
 _aten, _onednn = torch.ops.aten, torch.ops.mkldnn
+_MOST_GROUPS = 16
+"""More groups than these (a depthwise convolution has one for each channel) are not run one after another."""
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank
 _LINEAR = "aten.linear.default"
@@ -272,14 +274,20 @@ class _Convolution(torch.autograd.Function):
 def _convolution(graph: Graph, node: Node, kernel: Kernel) -> Call:
     """A convolution that converts its input where needed and runs by a kernel."""
     channels_last = kernel.channels_last and takes_format(graph, node)
+    geometry = _geometry(node, graph.network.weights[_weight_name(node)].shape)
     if kernel.is_plain:
         operator = ops.resolve(node.target)
+        may_go_by_groups = channels_last and _rank(graph, node) == 4 and goes_by_groups(geometry.groups)
+        may_go_by_groups = may_go_by_groups and not geometry.transposed and not geometry.extra_padding
 
-        def formatted(data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-            return operator(reformat(data, channels_last), reformat(weight, channels_last), *rest)
+        def formatted(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
+            data, weight = reformat(data, channels_last), reformat(weight, channels_last)
+            if may_go_by_groups and not torch.is_grad_enabled():
+                g = geometry
+                return by_groups(data, weight, bias, g.stride, g.padding, g.dilation, g.groups)
+            return operator(data, weight, bias, *rest)
 
         return formatted
-    geometry = _geometry(node, graph.network.weights[_weight_name(node)].shape)
 
     def flagged(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
         data = reformat(data, channels_last)
@@ -288,6 +296,30 @@ def _convolution(graph: Graph, node: Node, kernel: Kernel) -> Call:
         return _apply(_Convolution, data, reformat(weight, channels_last), bias, geometry, kernel)
 
     return flagged
+
+
+@cache
+def _has_acl() -> bool:
+    return bool(torch.backends.mkldnn.is_acl_available())  # type: ignore[no-untyped-call]
+
+
+def goes_by_groups(groups: int) -> bool:
+    """Whether oneDNN is given a convolution at rest group by group: on Arm it computes dense ones by the Arm Compute
+    Library, which has none in groups, and its own take up to seven times as long."""
+    return 1 < groups <= _MOST_GROUPS and _has_acl()
+
+
+def by_groups(
+    data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    """A convolution in groups as that many dense ones in channels_last, one after another."""
+    biases = [None] * groups if bias is None else bias.chunk(groups)
+    made = [
+        torch.conv2d(part.contiguous(memory_format=torch.channels_last), own, one, stride, padding, dilation)
+        for part, own, one in zip(data.chunk(groups, 1), weight.chunk(groups), biases, strict=True)
+    ]
+    return torch.cat(made, 1)
 
 
 def product(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any) -> torch.Tensor:

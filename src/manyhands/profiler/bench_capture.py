@@ -24,6 +24,7 @@ from manyhands.profiler.clock import Timings, Trial, interleave
 from manyhands.profiler.kernels import DEFAULT, choose_kernels
 from manyhands.profiler.steps import TrainingStep
 from manyhands.profiler.this_machine import identify
+from manyhands.profiler.threads import with_threads
 
 Figures = dict[str, float | int | str]
 Progress = Callable[[str], None]
@@ -85,9 +86,7 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
     say = on_progress or (lambda text: None)
     budget = QUICK if quick else FULL
     kernel_settings = [s for s in KERNELS if not quick or s.model in _QUICK_KERNELS]
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with with_threads(THREADS):
         figures = _about(quick, kernel_settings)
         used = [setting.model for setting in (*OVERHEAD, *kernel_settings)]
         for name in ZOO if not quick else dict.fromkeys(used):
@@ -111,8 +110,6 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
         figures["kernel_choice_gain"] = gains[0]
         figures["kernel_choice_gain_min"] = min(gains)
         return figures
-    finally:
-        torch.set_num_threads(before)
 
 
 def _about(quick: bool, kernel_settings: list[Setting]) -> Figures:

@@ -36,6 +36,36 @@ def stopwatch(trial: Trial) -> float:
     return time.perf_counter() - start
 
 
+class Computed(float):
+    """Seconds for which a thread computed, and how many passed meanwhile: those are what a time budget is spent by."""
+
+    passed_seconds: float
+
+    @classmethod
+    def of(cls, seconds: float, passed_seconds: float) -> Computed:
+        found = cls(seconds)
+        found.passed_seconds = passed_seconds
+        return found
+
+
+def computing(trial: Trial) -> float:
+    """The timer to compare trials by where one thread does all the work: the seconds for which it computed.
+
+    On a machine that does other work too, or gives this process a share of a core, a trial takes several times as long
+    now and as long as it should then; what it computes stays the same.
+    """
+    if trial.prepare is not None:
+        trial.prepare()
+    start, computed = time.perf_counter(), time.thread_time()
+    trial.run()
+    return Computed.of(time.thread_time() - computed, time.perf_counter() - start)
+
+
+def passed(seconds: float) -> float:
+    """What a trial took of a time budget, by what its timer said."""
+    return seconds.passed_seconds if isinstance(seconds, Computed) else seconds
+
+
 @dataclass
 class Timings:
     """Seconds of each trial, by round, and what all of it took."""
@@ -78,17 +108,17 @@ def interleave(
     alive = list(trials)
     for _ in range(warm_ups):
         first = {trial.name: timer(trial) for trial in alive}
-        found.spent_seconds += sum(first.values())
+        found.spent_seconds += sum(map(passed, first.values()))
         # A first run also builds what later ones reuse, so it must be worse by twice as much.
         alive = _promising(alive, first, 2 * hopeless)
     for number in range(repeats):
         begin = number % len(alive)
         round_seconds = {trial.name: timer(trial) for trial in alive[begin:] + alive[:begin]}
         for name, one in round_seconds.items():
-            found.seconds[name].append(one)
-        found.spent_seconds += sum(round_seconds.values())
+            found.seconds[name].append(float(one))
+        found.spent_seconds += sum(map(passed, round_seconds.values()))
         alive = _promising(alive, round_seconds, hopeless)
-        next_seconds = sum(round_seconds[trial.name] for trial in alive)
+        next_seconds = sum(passed(round_seconds[trial.name]) for trial in alive)
         if number + 1 >= least_repeats and found.spent_seconds + next_seconds > seconds:
             break
     return found

@@ -20,9 +20,10 @@ import torch
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph, Node, values_of
 from manyhands.graph.kernels import packable, takes_flags, takes_format, takes_product
-from manyhands.profiler.clock import Timer, Timings, Trial, interleave, stopwatch
+from manyhands.profiler.clock import Timer, Timings, Trial, computing, interleave, passed, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
+from manyhands.profiler.threads import with_threads
 
 DEFAULT = "default"
 PER_OPERATOR = "per operator"
@@ -57,27 +58,25 @@ def choose_kernels(
     seconds: float = 60.0,
     inputs: Mapping[str, torch.Tensor] | None = None,
     training: bool = True,
-    timer: Timer = stopwatch,
+    timer: Timer | None = None,
 ) -> Choice:
     """The fastest kernels for training `graph` on `samples` samples with `threads` threads (None: as torch is set), or
     where `training` is False, for inference.
 
     Takes about `seconds`; a model whose single step takes longer than that gets a few steps nevertheless. With no
-    time at all the default is returned unmeasured.
+    time at all the default is returned unmeasured. `timer`: None for what one thread computes, or where there are
+    several, the time that passes.
     """
     tunable = [node for node in graph.nodes if takes_flags(graph, node)]
     if seconds <= 0 or not tunable:
         return Choice()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with with_threads(threads):
+        timer = timer or (computing if torch.get_num_threads() == 1 else stopwatch)
         measured = measure_operators(graph, samples, seconds=seconds * _OPERATORS, training=training, timer=timer)
         path = cheapest_path(graph, samples, measured, training=training)
         candidates = _candidates(graph, path, training)
         step = (TrainingStep if training else InferenceStep)(graph, samples, inputs)
         return _decide(step, candidates, seconds, measured.spent_seconds, timer)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _candidates(graph: Graph, path: dict[str, Kernel], training: bool) -> dict[str, dict[str, Kernel]]:
@@ -110,7 +109,7 @@ def _decide(
     trials = {name: step.trial(name, choice) for name, choice in candidates.items()}
     for name in list(trials):
         took = _first_run(trials[name], timer)
-        spent += took
+        spent += passed(took)
         if took == math.inf and name != DEFAULT:
             del trials[name]
     left = max(0.0, seconds * _STEPS - spent)

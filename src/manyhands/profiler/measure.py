@@ -30,6 +30,7 @@ from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
 from manyhands.profiler.steps import now
 from manyhands.profiler.this_machine import identify
+from manyhands.profiler.threads import with_threads
 
 LADDER = (1, 2, 4, 8, 16, 32)
 REPEATS = 3
@@ -61,20 +62,21 @@ def measure_network(
     device: str = "local",
     torch_device: str = "cpu",
     training: bool = True,
+    alone: bool = False,
     free_bytes: int | None = None,
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
     """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
 
     Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
-    is always measured. `training`: False for inference. `free_bytes`: what may be taken; where the first rung would
+    is always measured. `training`: False for inference. `alone`: as if this machine did nothing else: the seconds that
+    the one thread computed, in place of those that passed. `free_bytes`: what may be taken; where the first rung would
     take more it is measured on a band of its rows (bands.py), by PyTorch's default kernels unless others are given.
     """
     _check_ladder(ladder)
+    _check_alone(alone, threads or torch.get_num_threads(), torch_device)
     say = on_progress or (lambda text: None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with with_threads(threads):
         start = time.perf_counter()
         parts = fitting_parts(graph.network, ladder[0], free_bytes) if free_bytes is not None else 1
         if kernels is None and (torch_device != "cpu" or parts > 1):
@@ -83,7 +85,7 @@ def measure_network(
             say(f"choosing kernels for {graph.name}")
             samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
             kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS, training=training).kernels
-        layers = _Layers(graph, kernels, torch.device(torch_device), training)
+        layers = _Layers(graph, kernels, torch.device(torch_device), training, alone)
         left = seconds - (time.perf_counter() - start)
         if parts > 1:
             layers.parts = _quick_parts(layers, ladder[0], parts, left / (repeats + 2))
@@ -91,13 +93,19 @@ def measure_network(
             ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         return _profile(graph, passes, peaks, kernels, device, identify().text)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_ladder(ladder: Sequence[int]) -> None:
     if not ladder or ladder[0] < 1 or list(ladder) != sorted(set(ladder)):
         raise BadValue(f"The ladder of batch sizes is {list(ladder)}; it must increase from 1 or more.")
+
+
+def _check_alone(alone: bool, threads: int, torch_device: str) -> None:
+    if alone and (threads != 1 or torch_device != "cpu"):
+        raise BadValue(
+            f"What {threads} thread(s) on {torch_device} compute cannot be told from what else goes on.",
+            hint="Measure with threads=1 on cpu, or leave out alone=True.",
+        )
 
 
 def _quick_parts(layers: _Layers, samples: int, least: int, seconds: float) -> int:
@@ -185,9 +193,14 @@ class _Layers:
     """A graph's layers as pieces over one set of weights."""
 
     def __init__(
-        self, graph: Graph, kernels: Mapping[str, Kernel], device: torch.device, training: bool = True
+        self,
+        graph: Graph,
+        kernels: Mapping[str, Kernel],
+        device: torch.device,
+        training: bool = True,
+        alone: bool = False,
     ) -> None:
-        self.graph, self.device, self.training = graph, device, training
+        self.graph, self.device, self.training, self.alone = graph, device, training, alone
         self.parts = 1
         self.weights = Weights.copied(graph, device=device)
         store_weights(graph, self.weights, kernels)
@@ -228,7 +241,7 @@ class _Layers:
         for tensor in self.weights.tensors.values():
             tensor.grad = None
         found = _Pass()
-        clock = _Clock(self.device)
+        clock = _Clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
         left: list[dict[str, torch.Tensor]] = []
@@ -246,12 +259,12 @@ class _Layers:
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
         found.forward = clock.seconds()
-        found.backward = _backward(entered, left, seeds, self.device)
+        found.backward = _backward(entered, left, seeds, _Clock(self.device, self.alone))
         return found
 
     @torch.no_grad()
     def _inference(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
-        clock = _Clock(self.device)
+        clock = _Clock(self.device, self.alone)
         values, context = dict(inputs), Context(training=False, samples=samples)
         for piece, unread in zip(self.pieces, self._unread_after):
             clock.start()
@@ -267,10 +280,9 @@ def _backward(
     entered: list[dict[str, torch.Tensor]],
     left: list[dict[str, torch.Tensor]],
     gradients: dict[str, torch.Tensor],
-    device: torch.device,
+    clock: _Clock,
 ) -> list[float]:
     """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
-    clock = _Clock(device)
     while left:
         own, made = entered.pop(), left.pop()
         clock.start()
@@ -283,10 +295,11 @@ def _backward(
 
 class _Clock:
     """Seconds of one layer after another. One thread's layers divide the time of all by what they computed: a device
-    that is stopped for a while (a share of a core, other work) is so in the midst of any layer, however short."""
+    that is stopped for a while (a share of a core, other work) is so in the midst of any layer, however short. `alone`:
+    the time for which it is stopped does not count at all."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, alone: bool = False) -> None:
+        self.device, self.alone = device, alone
         self._divides = device.type == "cpu" and torch.get_num_threads() == 1
         self._taken: list[float] = []
         self._computed: list[float] = []
@@ -299,6 +312,8 @@ class _Clock:
         self._taken.append(now(self.device) - self._began)
 
     def seconds(self) -> list[float]:
+        if self.alone:
+            return self._computed
         computed = sum(self._computed)
         if not self._divides or not computed:
             return self._taken

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,8 @@ from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.processors import processor_name
+from manyhands.profiler.threads import with_threads
 
 _COPY_BYTES = 64 * 2**20
 _SMALL_CALLS = 500
@@ -44,7 +45,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 def identify(threads: int | None = None) -> Machine:
     """This machine with so many threads (None: as torch is set)."""
-    return Machine(platform.machine(), _processor(), _cores(), threads or torch.get_num_threads(), torch.__version__)
+    return Machine(
+        platform.machine(), processor_name(), _cores(), threads or torch.get_num_threads(), torch.__version__
+    )
 
 
 def _cores() -> int:
@@ -52,22 +55,6 @@ def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
-
-
-def _processor() -> str:
-    """The board's or processor's name; Arm chips give numbers in place of one."""
-    for path, pattern in (
-        ("/proc/device-tree/model", r"(.+)"),
-        ("/proc/cpuinfo", r"(?m)^model name\s*:\s*(.+)$"),
-        ("/proc/cpuinfo", r"(?m)^CPU part\s*:\s*(.+)$"),
-    ):
-        try:
-            found = re.search(pattern, Path(path).read_text(errors="replace"))
-        except OSError:
-            continue
-        if found:
-            return " ".join(found.group(1).replace("\0", "").split())
-    return platform.processor() or "unknown processor"
 
 
 def this_machine(
@@ -103,9 +90,7 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
 
     The fastest of several runs counts: what else the machine does meanwhile only ever makes it slower.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(machine.threads)
-    try:
+    with with_threads(machine.threads):
         return Device(
             name="local",
             kind="local",
@@ -117,8 +102,6 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
             estimated=False,
             source=f"Measured on {machine.text}.",
         )
-    finally:
-        torch.set_num_threads(before)
 
 
 def _training_flops_per_second(timer: Timer) -> float:
