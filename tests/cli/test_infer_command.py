@@ -80,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
         (("--input", "six.npy", "-m", "tinny"), "no model called 'tinny'", "tiny"),
         (("--serve", "0", "-m", "din"), "several arrays", "samples.npz"),
         (("--input", "six.npy", "--devices", "2", "--cluster", "local:2"), "--devices cannot be given", ""),
+        (("--input", "six.npy", "--cluster", "pi3x6"), "pi3x6 is a preset", "manyhands plan --cluster pi3x6"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )

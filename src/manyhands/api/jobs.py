@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import join_text, parse_address
+from manyhands.api.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
@@ -28,6 +28,7 @@ from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import ZOO, entry_of
 from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
+from manyhands.planner.strategies import STRATEGIES
 from manyhands.planner.task import TileWish
 from manyhands.runtime.watch import SILENCE_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
@@ -43,7 +44,7 @@ MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0
 DEMO_DEVICES = 4
 JOIN_SECONDS = 600.0
 """How long workers are waited for: a person walks to each device."""
-SHARES = ("auto", "single", "samples", "pipeline", "tiles")
+SHARES = STRATEGIES
 MAY_CHANGE = (
     "epochs",
     "steps",
@@ -186,11 +187,18 @@ def wish_for(
     if resume:
         if out:
             raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
-        return _resumed(Path(resume), said)
+        return _on_real_devices(_resumed(Path(resume), said), listen)
     if out:
         check_out(Path(out))
-    wish = Wish(**said)
+    wish = _on_real_devices(Wish(**said), listen)
     _check_share(wish, joining=bool(listen))
+    return wish
+
+
+def _on_real_devices(wish: Wish, listen: str) -> Wish:
+    """The same wish, unless its cluster is one that nobody has."""
+    if wish.cluster:
+        refuse_preset(load_cluster(wish.cluster), listen)
     return wish
 
 
@@ -379,8 +387,6 @@ def _local_count(names: tuple[str, ...]) -> int:
 @contextlib.contextmanager
 def _told(listen: str, token: str) -> Iterator[None]:
     """Where a cluster's devices join, and what they must know, for whoever opens the session."""
-    from manyhands.api.session import LISTEN_VARIABLE
-
     said = {name: text for name, text in ((LISTEN_VARIABLE, listen), ("MANYHANDS_TOKEN", token)) if text}
     before = {name: os.environ.get(name) for name in said}
     os.environ.update(said)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.api.joining import join_text, parse_address
+from manyhands.api.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.lab import LabCluster
@@ -35,7 +35,6 @@ MEASURE_SECONDS = 6.0
 MOST_DEFAULT_WORKERS = 4
 CROWD = 2
 """With more workers than so many on a core each is slow to speak, and waited for longer."""
-LISTEN_VARIABLE = "MANYHANDS_LISTEN"
 Say = Callable[[str], None]
 
 
@@ -133,6 +132,7 @@ def open_session(
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
+    refuse_preset(cluster)
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
     said = say or (lambda text: None)
     with Coordinator(
