@@ -3,8 +3,8 @@
 single     the fastest device alone that can hold it
 samples    one stage, each device takes samples in proportion to its speed
 pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it are left out
-tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device; without
-           a grid, on the fastest few devices where more would only slow it
+tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device;
+           without a grid, on the fastest few devices where more would only slow it
 mixed      what is in none of these corners: tiles, then samples, then one device, on the same devices or on others
 
 Prices are simulated. What they are prices of is the caller's: seconds of a step, peak bytes, joules. The searches look
