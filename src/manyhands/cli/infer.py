@@ -228,10 +228,18 @@ def _serve(
         health=lambda: health(running),
     ) as served:  # fmt: skip
         show.stop()
+        pids = running.session.coordinator.local.running()
         if json:
-            print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command()})
+            print_json(
+                {
+                    "url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.command(),
+                    "pids": pids,
+                }
+            )  # fmt: skip
         else:
-            typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\nCtrl-C ends it.")
+            workers = ", ".join(f"{name} (process {pid})" for name, pid in pids.items())
+            started = f"Workers started here: {workers}.\n" if workers else ""
+            typer.echo(f"Answering at {served.url}. Try:\n  {served.command()}\n{started}Ctrl-C ends it.")
         sys.stdout.flush()
         try:
             while (error := failed(running)) is None:

@@ -280,6 +280,7 @@ class Living:
                 for name in stage.devices:
                     stages[name].append(number)
         found = []
+        started = coordinator.local.running()
         order = {name: place for place, name in enumerate(own.cluster.names)} if own is not None else {}
         for name, member in sorted(members.items(), key=lambda one: order.get(one[0], len(order))):
             state = "lost" if member.is_lost else "leaving" if member.is_leaving else "here"
@@ -295,6 +296,7 @@ class Living:
                     peak_bytes=seen.peak_bytes if seen is not None else 0,
                     busy=self._busy.get(name) if state != "lost" else None, host=member.channel.peer_host,
                     compute=member.facts.compute, stages=tuple(stages.get(name, ())),
+                    pid=started.get(name, 0),
                 )
             )  # fmt: skip
         self._devices = tuple(found)
