@@ -42,8 +42,8 @@ def plan(
         typer.Option(
             "--strategy",
             "--share",
-            help="auto, single, samples, pipeline, tiles, or mixed (some layers by tiles, others not); with --for also "
-            "channels, split, and as others do it modnn, coates, deepthings.",
+            help="auto, single, samples, pipeline, tiles or mixed (some layers by tiles, others not); with --for also "
+            "channels, split, modnn, coates or deepthings (the last three as others do it).",
         ),
     ] = "auto",
     best: Annotated[
@@ -86,7 +86,10 @@ def plan(
     ] = "synchronised",
     warm_up: Annotated[
         str,
-        typer.Option("--warm-up", help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)+1 ..."),
+        typer.Option(
+            "--warm-up",
+            help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)-1, 2(P-p) or 2(P-p)+1.",
+        ),
     ] = "2(P-p)-1",
     micro_batches: MicroBatches = None,
     order: Order = None,
