@@ -49,8 +49,8 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
             continue  # as a run does: what cannot be used is measured again
         own = {name: msgspec.structs.replace(found, device=name) for name in cluster.names}
         note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
-        return LocalTimes(_known_links(cluster, machine), Profile(own), note)
-    machines = _known_links(cluster, machine)
+        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(own), note)
+    machines = _with_links(measured_cluster(cluster), _known_links(cluster, machine))
     note = (
         f"Times: estimated from the measured speed of this machine ({machine.text}), {workers}. "
         f"To measure {network.name}: manyhands profile --model {network.name} --threads {threads}, or a run."
@@ -97,10 +97,24 @@ def _links_path(machine: Machine, count: int) -> Path:
     return cache_folder() / "machines" / f"{machine.slug}_{count}workers.json"
 
 
-def _known_links(cluster: Cluster, machine: Machine) -> Cluster:
-    """The workers as the last run of as many found them, else as they are measured alone."""
+def _known_links(cluster: Cluster, machine: Machine) -> Cluster | None:
+    """The workers as the last run of as many found their links; how fast they compute is in profiles, not here."""
     try:
         found = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
     except ManyhandsError:
-        return measured_cluster(cluster)
-    return found if found.names == cluster.names else measured_cluster(cluster)
+        return None
+    return found if found.names == cluster.names else None
+
+
+def _with_links(measured: Cluster, known: Cluster | None) -> Cluster:
+    """Workers whose speed was measured, with the links that a run found, if one did."""
+    if known is None:
+        return measured
+    devices = tuple(
+        msgspec.structs.replace(
+            own, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
+            memory_bytes_per_second=speed.memory_bytes_per_second,
+        )
+        for own, speed in zip(known.devices, measured.devices, strict=True)
+    )  # fmt: skip
+    return Cluster(known.name, devices, known.link, known.links)
