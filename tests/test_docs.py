@@ -208,6 +208,19 @@ def test_files_named_beside_commands_exist() -> None:
             assert (ROOT / word).exists(), f"{block.name}: {word} is not there"
 
 
+def test_processes_are_ended_by_their_own_ids() -> None:
+    """`pkill`, `killall` and "the newest of that name" may be somebody else's run."""
+    lines = [(block.name, line) for block in ALL for line in block.text.splitlines() if re.search(r"\bkill\b", line)]
+    lines = [(name, line) for name, line in lines if not re.search(r"manyhands lab|^\s*#", line)]
+    assert len(lines) >= 4, "there are some"
+    for name, line in lines:
+        whose = r"\bkill (-9 )?(\$\(manyhands status \S+ --pid \S+\)|\$[A-Z]+|\$!)"
+        assert re.search(whose, line.partition("  #")[0]), f"{name}: {line}"
+    shown = [*PAGES.values(), *(ROOT / "src" / "manyhands" / "cli").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    by_words = [str(path) for path in shown if re.search(r"\b(pkill|killall|pgrep)\b", path.read_text())]
+    assert by_words == []
+
+
 def test_what_is_not_run_says_why() -> None:
     for block in ALL:
         assert block.how != "not run" or len(block.why) >= 5, f"{block.name}: say why it is not run"

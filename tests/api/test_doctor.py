@@ -231,6 +231,9 @@ def test_what_was_asked_for() -> None:
     for wrong in (Asked(workers=2, lab="pi3x6"), Asked(workers=-1), Asked(devices=0), Asked(wait_seconds=0.0)):
         with pytest.raises(BadValue):
             wrong.check()
+    with pytest.raises(BadValue, match="pi3x6 is a preset"):
+        Asked(cluster="pi3x6").check()
+    Asked(cluster="pi3x6", listen="127.0.0.1:0").check()
 
 
 def test_warnings_do_not_make_it_unfit() -> None:

@@ -95,6 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
             "--min-devices is 3; the run would",
             "-devices 3",
         ),
+        (("--input", "six.npy", "--cluster", "pi3x6"), "pi3x6 is a preset", "manyhands plan --cluster pi3x6"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )

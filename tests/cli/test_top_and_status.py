@@ -17,9 +17,9 @@ from rich.console import Console
 
 from manyhands.cli.live_rows import Flows, clock, event_text, memory_text, rate_text, step_text
 from manyhands.cli.moving import Moving
-from manyhands.cli.status import FAILED, run_named, status, told
+from manyhands.cli.status import FAILED, run_named, status, told, worker_pid
 from manyhands.cli.top import Screen, top
-from manyhands.facts.errors import BadFile
+from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveStage, write_live
 from manyhands.observe.recent import remember
 from manyhands.observe.watching import Watch
@@ -290,3 +290,23 @@ def test_events_are_news_once(tmp_path: Path) -> None:
     own._looked_at = 0.0
     own.look()
     assert [one["step"] for one in own.news] == [80]
+
+
+def test_the_process_of_one_worker_of_one_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For `kill $(manyhands status RUN --pid NAME)`: never another run's worker of that name."""
+    devices = (LiveDevice("local-1", "local", pid=4711), LiveDevice("local-2", "local", "lost", "killed by SIGKILL"))
+    first = run(here / "runs" / "first", devices=devices)
+    run(here / "runs" / "second", devices=(LiveDevice("local-1", "local", pid=4712),))
+    status(str(first), pid="local-1")
+    assert capsys.readouterr().out == "4711\n"
+    assert "local-1: here, process 4711" in "\n".join(told(Watch(first).look()))
+    with pytest.raises(BadValue, match=r"local-2 is not a running process .* Its state is lost"):
+        status(str(first), pid="local-2")
+    with pytest.raises(UnknownName, match="local-9"):
+        status(str(first), pid="local-9")
+    over = run(here / "runs" / "over", state="ended", devices=devices)
+    with pytest.raises(BadValue, match="does not go on: ended"):
+        worker_pid(Watch(over).look(), "local-1")
+    away = run(here / "runs" / "away", host="elsewhere", devices=devices)
+    with pytest.raises(BadValue, match="It ran on elsewhere"):
+        worker_pid(Watch(away).look(), "local-1")

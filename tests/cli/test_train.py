@@ -156,6 +156,8 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--data", "broken"], 13, "2 of 2 files"),
         pytest.param(["--data", "flat"], 13, "one sub-folder per class", marks=pytest.mark.slow),
         (["--cluster", "typo.yaml"], 3, "Did you mean count"),
+        (["--cluster", "pi3x6"], 10, "pi3x6 is a preset"),
+        (["--resume", "done", "--cluster", "env-c"], 10, "add --listen 0.0.0.0:7077"),
         (["--plan", "two.yaml", "--batch-size", "64"], 5, "batch_size is 32; --batch-size is 64"),
         (["--plan", "two.yaml", "--model", "din"], 5, "network is tiny; --model is din"),
         (["--plan", "two.yaml", "--devices", "1"], 5, "--devices 2"),
@@ -176,6 +178,14 @@ def test_mistakes_are_found_before_anything_starts(words: list[str], code: int, 
     assert result.stdout == ""
     assert not (place / "runs").exists()
     assert not (place / "other").exists()
+
+
+def test_mixed_plans_train(tmp_path: Path) -> None:
+    """Offered by --help, and refused once."""
+    result = run_json(*QUICK, "--share", "mixed", "--out", "mixed", cwd=tmp_path)
+    assert result["steps"] == 3
+    stages = result["plan"]["stages"]
+    assert len({str(stage.get("share")) for stage in stages}) > 1 or len({len(s["devices"]) for s in stages}) > 1
 
 
 @pytest.mark.slow

@@ -11,9 +11,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from manyhands.api.joining import LISTEN_VARIABLE
+from manyhands.api.session import open_session
 from manyhands.engine.channel import Channel, connect
 from manyhands.engine.security import new_token
-from manyhands.facts.errors import AddressTaken, BadValue, Refused, WorkerLost
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
+from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
 from manyhands.runtime import worker
 from manyhands.runtime.control import (
@@ -240,3 +244,17 @@ def test_of_two_with_one_name_one_joins(coordinator: Coordinator) -> None:
     for thread in threads:
         thread.join()
     assert sum(isinstance(answer, Welcome) for answer in answers) == 1
+
+
+@pytest.mark.parametrize("cluster", ["pi3x6", preset("env-c")], ids=["by name", "as a value"])
+def test_no_port_is_opened_for_the_devices_of_a_preset(cluster: str | Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody says where they join: a preset is to be planned with."""
+    monkeypatch.delenv(LISTEN_VARIABLE, raising=False)
+    monkeypatch.setattr(Coordinator, "__init__", lambda *_, **__: pytest.fail("a port was opened"))
+    with pytest.raises(BadValue, match="is a preset") as refused, open_session(cluster, limit_seconds=0.1):
+        pass
+    assert "--listen" in refused.value.hint
+    monkeypatch.undo()
+    monkeypatch.setenv(LISTEN_VARIABLE, "127.0.0.1:0")
+    with pytest.raises(TimedOut), open_session(cluster, limit_seconds=0.1):
+        pass

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from manyhands.api.doctor_check import BROKEN, HERE, OK, WARNING, Check, Diagnosis
 from manyhands.api.doctor_machine import machine_checks
+from manyhands.api.joining import refuse_preset
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, TimedOut
+from manyhands.files.documents import load_cluster
 
 if TYPE_CHECKING:
     from manyhands.facts.cluster import Cluster
@@ -54,6 +56,8 @@ class Asked:
             raise BadValue(f"--devices is {self.devices}; it must be at least 1.")
         if not 0 < self.wait_seconds <= 3600:
             raise BadValue(f"--wait is {self.wait_seconds:g}; it must be above 0 and at most 3600 seconds.")
+        if self.cluster:
+            refuse_preset(load_cluster(self.cluster), self.listen)
 
     @property
     def started_here(self) -> int:
@@ -119,7 +123,6 @@ def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[C
 def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
     """A coordinator; those of other machines may not all have come when their time is up."""
     from manyhands.facts.cluster import Cluster
-    from manyhands.files.documents import load_cluster
     from manyhands.runtime.coordinator import Coordinator
 
     if asked.lab:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.joining import join_text, parse_address, parse_devices
+from manyhands.api.joining import LISTEN_VARIABLE, join_text, parse_address, parse_devices, refuse_preset
 from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
@@ -195,12 +195,12 @@ def wish_for(given: Mapping[str, Any], *, share: str | None, plan: str | None, r
     if resume:
         if out:
             raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
-        wish = _resumed(Path(resume), said)
+        wish = _on_real_devices(_resumed(Path(resume), said))
         _check_floor(wish)
         return wish
     if out:
         check_out(Path(out))
-    wish = Wish(**said)
+    wish = _on_real_devices(Wish(**said))
     _check_floor(wish)
     _check_share(wish)
     return wish
@@ -216,6 +216,13 @@ def _check_floor(wish: Wish) -> None:
             f"--min-devices is {wish.min_devices}; the run would begin with {wish.count} device(s).",
             hint=f"Write {fix}.",
         )
+
+
+def _on_real_devices(wish: Wish) -> Wish:
+    """The same wish, unless its cluster is one that nobody has."""
+    if wish.cluster:
+        refuse_preset(load_cluster(wish.cluster), wish.listen)
+    return wish
 
 
 def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,8 +418,6 @@ def _local_count(names: tuple[str, ...]) -> int:
 @contextlib.contextmanager
 def _told(listen: str, token: str) -> Iterator[None]:
     """Where a cluster's devices join, and what they must know, for whoever opens the session."""
-    from manyhands.api.session import LISTEN_VARIABLE
-
     said = {name: text for name, text in ((LISTEN_VARIABLE, listen), ("MANYHANDS_TOKEN", token)) if text}
     before = {name: os.environ.get(name) for name in said}
     os.environ.update(said)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from manyhands.facts.cluster import NAME_HINT
+from manyhands.facts.cluster import NAME_HINT, Cluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
 
+LISTEN_VARIABLE = "MANYHANDS_LISTEN"
+"""Names the address where a cluster's devices join, for whoever opens the session."""
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_SLOWDOWN = 1000
 MOST_WAIT_SECONDS = 7 * 86400.0
@@ -40,6 +44,23 @@ def parse_devices(text: str) -> tuple[int, int | None]:
             hint="Write 4, or 2:6.",
         )
     return int(match.group(1)), int(match.group(2)) if match.group(2) else None
+
+
+def refuse_preset(cluster: Cluster, listen: str = "") -> None:
+    """Refuse to wait for the devices of a preset unless an address to listen at was given.
+
+    A preset describes devices to plan with; whoever names one does not ask this machine to open a port for them.
+    """
+    if listen or os.environ.get(LISTEN_VARIABLE) or cluster.name not in PRESETS or cluster != preset(cluster.name):
+        return
+    names = ", ".join(cluster.names[:3]) + (" ..." if len(cluster.names) > 3 else "")
+    raise BadValue(
+        f"{cluster.name} is a preset: devices to plan with ({names}), none of which is here.",
+        hint=f"To simulate it: manyhands plan --cluster {cluster.name}\n"
+        f"To play it on this machine: --lab {cluster.name} in place of --cluster {cluster.name} (as root), or "
+        f"manyhands lab up {cluster.name}\n"
+        "To wait for real devices of these names: add --listen 0.0.0.0:7077",
+    )
 
 
 def parse_compute(text: str) -> str:

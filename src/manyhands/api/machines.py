@@ -8,8 +8,15 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 
 
+def threads_each(count: int) -> int:
+    """Threads of each of so many workers of this machine: its cores are divided among them."""
+    from manyhands.profiler.this_machine import identify
+
+    return max(1, identify().cores // count)
+
+
 def measured_cluster(cluster: Cluster) -> Cluster:
-    """The same local workers, each one thread of this machine, with its measured speed and loopback link.
+    """The same local workers, each with its threads of this machine, their measured speed, and the loopback link.
 
     Workers share the machine: each gets its part of the memory, and with more workers than cores its part of a core.
     """
@@ -22,11 +29,13 @@ def measured_cluster(cluster: Cluster) -> Cluster:
     from manyhands.profiler.links import measure_loopback
     from manyhands.profiler.this_machine import this_machine
 
-    device, link, count = this_machine(threads=1), measure_loopback(), len(cluster.devices)
+    count = len(cluster.devices)
+    threads = threads_each(count)
+    device, link = this_machine(threads=threads), measure_loopback()
     part = min(1.0, device.cores / count)
     devices = tuple(
         msgspec.structs.replace(
-            device, name=own.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count, cores=1
+            device, name=own.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count, cores=threads
         )
         for own in cluster.devices
     )

@@ -268,8 +268,11 @@ def parse_ladder(text: str) -> tuple[int, ...] | None:
     return ladder
 
 
-def read_profiles(text: str, network: Network, cluster: Cluster) -> Profile:
-    """'pi4-1=pi.json,nano=nano.json'; a file without a device serves every device that has none of its own."""
+def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile | None = None) -> Profile:
+    """'pi4-1=pi.json,nano=nano.json'; a file without a device serves every device that has none of its own.
+
+    `others`: of devices that no file is for; None: they are estimated.
+    """
     found: dict[str, DeviceProfile] = {}
     rest: DeviceProfile | None = None
     for part in text.split(","):
@@ -280,8 +283,8 @@ def read_profiles(text: str, network: Network, cluster: Cluster) -> Profile:
             found[cluster.device(device).name] = own
         else:
             rest = own
-    estimated = estimate_cluster(network, cluster)
-    return Profile({name: found.get(name) or rest or estimated.of(name) for name in cluster.names})
+    others = others or estimate_cluster(network, cluster)
+    return Profile({name: found.get(name) or rest or others.of(name) for name in cluster.names})
 
 
 def schedule_text(plan: Plan, network: Network) -> str:

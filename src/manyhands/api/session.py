@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.api.joining import join_text, parse_address
+from manyhands.api.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
+from manyhands.api.local_times import keep_links
+from manyhands.api.machines import threads_each
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.lab import LabCluster
@@ -37,7 +39,6 @@ MOST_DEFAULT_WORKERS = 4
 REJOIN_SECONDS = 60.0
 CROWD = 2
 """With more workers than so many on a core each is slow to speak, and waited for longer."""
-LISTEN_VARIABLE = "MANYHANDS_LISTEN"
 Say = Callable[[str], None]
 
 
@@ -98,16 +99,11 @@ def expect_session(cluster: object, *, trains: bool = False) -> None:
         cluster = _usual()
     if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
         with contextlib.suppress(NoNursery):
-            nursery_for(_threads(cluster), len(cluster.devices), trains=trains)
+            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices), trains=trains)
 
 
 def _usual() -> Cluster:
     return Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
-
-
-def _threads(cluster: Cluster) -> int:
-    """Of each worker of this machine."""
-    return max(1, usable_cores() // len(cluster.devices))
 
 
 @contextlib.contextmanager
@@ -149,7 +145,7 @@ def open_session(
     elif not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster)
     if all(device.kind == "local" for device in cluster.devices):
-        threads = threads or _threads(cluster)
+        threads = threads or threads_each(len(cluster.devices))
         with Coordinator.local_cluster(
             cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
             slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
@@ -158,6 +154,7 @@ def open_session(
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
+    refuse_preset(cluster)
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
     said = say or (lambda text: None)
     with Coordinator(
@@ -246,7 +243,15 @@ def measure(
     cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
     if count > 1:
         cluster = _with_message_costs(session, cluster) if session.has_links else _with_links(session, cluster)
+        if _is_plain(session):
+            keep_links(cluster, session.threads)
     return cluster, Profile({name: known[name][0] for name in cluster.names})  # not as answers came
+
+
+def _is_plain(session: Session) -> bool:
+    """Whether these are local workers as `local:N` names them: on processors alone, none slower than it could be."""
+    members = [session.coordinator.members[name].facts for name in session.cluster.names]
+    return session.is_local and all(one.compute == "cpu" and one.slowdown == 1 for one in members)
 
 
 def _with_links(session: Session, cluster: Cluster) -> Cluster:

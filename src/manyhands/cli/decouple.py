@@ -7,11 +7,16 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.options import Input, Json, Model
+from manyhands.cli.options import Input, Json
 
 
 def decouple(
-    model: Model = "resnet50",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A name from `manyhands models`, module:factory, torchvision:NAME or timm:NAME."
+        ),
+    ] = "resnet50",
     groups: Annotated[int, typer.Option("--groups", "-g", help="Groups of channels.")] = 4,
     shuffles: Annotated[
         str, typer.Option("--shuffles", help="Places where groups exchange channels, or all (one in every block).")

@@ -245,10 +245,18 @@ def _serve(
         health=lambda: health(running),
     ) as served:  # fmt: skip
         show.stop()
+        pids = running.session.coordinator.local.running()
         if json:
-            print_json({"url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.example})
+            print_json(
+                {
+                    "url": served.url, "bearer": served.bearer, "pin": served.pin, "command": served.example,
+                    "pids": pids,
+                }
+            )  # fmt: skip
         else:
-            typer.echo(f"Answering at {served.url}. Try:\n  {served.example}\nCtrl-C ends it.")
+            workers = ", ".join(f"{name} (process {pid})" for name, pid in pids.items())
+            started = f"Workers started here: {workers}.\n" if workers else ""
+            typer.echo(f"Answering at {served.url}. Try:\n  {served.example}\n{started}Ctrl-C ends it.")
         sys.stdout.flush()
         try:
             while (error := failed(running)) is None:

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import typer
 
 if TYPE_CHECKING:
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.profile import Profile
+    from manyhands.simulator.result import Simulation
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """What is planned or simulated."""
+
+    network: Network
+    cluster: Cluster
+    profile: Profile | None
+    """None: estimated from the device catalogue."""
+    times: str = ""
+    """Where the times of this machine's workers are from; empty: the cluster is another."""
 
 
 def load_task(
-    model: str, input: str, granularity: str, cluster: str, profile: str
-) -> tuple[Network, Cluster, Profile | None]:
-    """Load the three by what the user typed."""
+    model: str, input: str, granularity: str, cluster: str, profile: str, *, training: bool = True
+) -> TaskInputs:
+    """Load the three by what the user typed. Workers of this machine (`local:N`) get this machine's own times."""
     from manyhands.api.networks import load_network, parse_input
     from manyhands.api.public import read_profiles
     from manyhands.cli.show import working
     from manyhands.files.documents import load_cluster
 
     machines = load_cluster(cluster)
-    with working(f"capturing {model}"):
+    with working(f"capturing {model}") as say:
         network = load_network(model, parse_input(input), granularity)
-    return network, machines, read_profiles(profile, network, machines) if profile else None
+        from manyhands.api.local_times import is_plain_local, local_times
+
+        if not is_plain_local(machines):
+            return TaskInputs(network, machines, read_profiles(profile, network, machines) if profile else None)
+        say("looking at this machine")
+        known = local_times(network, machines, training=training)
+    if not profile:
+        return TaskInputs(network, known.cluster, known.profile, known.note)
+    return TaskInputs(network, known.cluster, read_profiles(profile, network, known.cluster, known.profile))
+
+
+def print_notes(task: TaskInputs, result: Simulation) -> None:
+    """Where the times are from, and what else to know of a simulation."""
+    if task.times:
+        typer.echo(task.times)
+    for warning in result.warnings:
+        typer.echo(f"Note: {warning}")

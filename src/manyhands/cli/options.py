@@ -32,7 +32,7 @@ MicroBatches = Annotated[
 ]
 Order = Annotated[
     str | None,
-    typer.Option("--order", help="sequential, gpipe, 1f1b or eager (training), stream (inference). Default: 1f1b."),
+    typer.Option("--order", help="sequential, gpipe, 1f1b or eager for training, stream for inference. Default: 1f1b."),
 ]
 ProfileFile = Annotated[
     str,

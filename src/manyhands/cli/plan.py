@@ -27,10 +27,8 @@ from manyhands.cli.options import (
 if TYPE_CHECKING:
     from manyhands.api.explaining import Explanation
     from manyhands.api.public import Planned
-    from manyhands.facts.cluster import Cluster
-    from manyhands.facts.network import Network
+    from manyhands.cli.inputs import TaskInputs
     from manyhands.facts.plan import Plan
-    from manyhands.facts.profile import Profile
     from manyhands.planner.grouping import Costs
     from manyhands.simulator.result import Simulation
 
@@ -44,8 +42,8 @@ def plan(
         typer.Option(
             "--strategy",
             "--share",
-            help="auto, single, samples, pipeline, tiles, or mixed (some layers by tiles, others not); with --for also "
-            "channels, split, and as others do it modnn, coates, deepthings.",
+            help="auto, single, samples, pipeline, tiles or mixed (some layers by tiles, others not); with --for also "
+            "channels, split, modnn, coates or deepthings (the last three as others do it).",
         ),
     ] = "auto",
     best: Annotated[
@@ -88,7 +86,10 @@ def plan(
     ] = "synchronised",
     warm_up: Annotated[
         str,
-        typer.Option("--warm-up", help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)+1 ..."),
+        typer.Option(
+            "--warm-up",
+            help="Forward passes of stage p of P before its first backward: P-p, 2(P-p)-1, 2(P-p) or 2(P-p)+1.",
+        ),
     ] = "2(P-p)-1",
     micro_batches: MicroBatches = None,
     order: Order = None,
@@ -134,7 +135,7 @@ def plan(
                 "--rows": rows, "--columns": columns, "--compare": compare, "--best": best,
             }
         )  # fmt: skip
-        shown.task = load_task(model, input, granularity, cluster, profile)
+        shown.task = load_task(model, input, granularity, cluster, profile, training=False)
         shown.inference(objective=objective, strategy=strategy, home=home)
         return
     if home:
@@ -193,7 +194,7 @@ class _Shown:
     what_if: bool | None
     schedule: bool
     json: bool
-    task: tuple[Network, Cluster, Profile | None] = field(init=False)
+    task: TaskInputs = field(init=False)
 
     def training(self, **asked: Any) -> None:
         from manyhands.api import public, tiling
@@ -203,7 +204,7 @@ class _Shown:
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_groupings, print_plan
 
-        network, machines, known = self.task
+        network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working("planning") as say:
             began = process_time()
             planned = public.plan(network, machines, profile=known, **asked)
@@ -225,6 +226,7 @@ class _Shown:
                     "simulation": result.to_dict(),
                     "best": planned.best,
                     "planning_seconds": seconds,
+                    "times": self.task.times,
                     "groupings": priced,
                     "bytes_by_use": by_use,
                     "candidates": [
@@ -256,7 +258,7 @@ class _Shown:
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_inference, print_plan
 
-        network, machines, known = self.task
+        network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working(f"planning for {objective}") as say:
             began = process_time()
             planned = planning_inference.plan_for(
@@ -279,6 +281,7 @@ class _Shown:
                     "plan": planned.plan.to_dict(),
                     "simulation": result.to_dict(),
                     "planning_seconds": seconds,
+                    "times": self.task.times,
                     "candidates": table,
                     "explanation": explained.to_dict(),
                 }
@@ -294,19 +297,21 @@ class _Shown:
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_comparison
 
-        network, machines, known = self.task
+        network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working("planning, ours and the rivals'"):
             compared = comparing.compare(network, machines, profile=known, **asked)
         if self.json:
             print_json(compared.to_dict())
         else:
             print_comparison(compared, network, machines, asked["batch_size"])
+            if self.task.times:
+                typer.echo(self.task.times)
 
     def _write(self, plan: Plan, result: Simulation, explained: Explanation) -> None:
         from manyhands.api.plan_pictures import write_plan_picture
         from manyhands.files.documents import write_document
 
-        network, machines, _ = self.task
+        network, machines = self.task.network, self.task.cluster
         if self.out:
             write_document(self.out, plan.to_dict())
         if self.picture:
@@ -316,12 +321,12 @@ class _Shown:
         """Below the tables: why, notes, and what to type next."""
         from manyhands.api.public import schedule_text
         from manyhands.cli.explained import print_explanation
+        from manyhands.cli.inputs import print_notes
 
         print_explanation(explained, planned)
-        for warning in result.warnings:
-            typer.echo(f"Note: {warning}")
+        print_notes(self.task, result)
         if self.schedule:
-            typer.echo(schedule_text(planned.plan, self.task[0]))
+            typer.echo(schedule_text(planned.plan, self.task.network))
         if self.picture:
             typer.echo(f"Picture written to {self.picture}.")
         if self.out:

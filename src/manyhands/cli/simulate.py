@@ -44,7 +44,7 @@ def simulate(
     """Simulate one step of training (or a stream of inferences): time, idle time, bytes, memory, energy."""
     from manyhands.api import public
     from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
-    from manyhands.cli.inputs import load_task
+    from manyhands.cli.inputs import load_task, print_notes
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_plan, print_simulation
     from manyhands.observe.figures import NO_PLOTS, are_plots_here
@@ -55,7 +55,8 @@ def simulate(
             file, {"--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order}
         )
     model = model or (public.network_named_in(file) if file else MODEL)
-    network, machines, known = load_task(model, input, granularity, cluster, profile)
+    task = load_task(model, input, granularity, cluster, profile)
+    network, machines, known = task.network, task.cluster, task.profile
     with working("simulating"):
         if file is not None:
             chosen = public.read_plan(file, network, machines)
@@ -74,15 +75,17 @@ def simulate(
             files.append(write_tile_map(tiled, folder / "plots" / "tiles.png", title=title))
     if json:
         written = [str(file) for file in files]
-        about = {"plan": chosen.to_dict(), "bytes_by_use": by_use, "folder": str(folder), "files": written}
+        about = {
+            "plan": chosen.to_dict(), "bytes_by_use": by_use, "times": task.times, "folder": str(folder),
+            "files": written,
+        }  # fmt: skip
         print_json({**result.to_dict(), **about})
         return
     print_plan(chosen, network, machines, result)
     if by_use is not None:
         typer.echo(traffic_text(by_use))
     print_simulation(result, machines)
-    for warning in result.warnings:
-        typer.echo(f"Note: {warning}")
+    print_notes(task, result)
     names = ", ".join(str(file.relative_to(folder)) for file in files)
     typer.echo(f"Written to {folder}: {names} (trace.json opens in ui.perfetto.dev).")
     if not are_plots_here():

@@ -102,7 +102,10 @@ def train(
     ] = "",
     cut: Annotated[
         str | None,
-        typer.Option("--cut", help="auto (default), the layer to cut before by number or name, or edge: nothing."),
+        typer.Option(
+            "--cut",
+            help="auto: as the link is (default); edge: nothing; or the layer to cut before, by number or name.",
+        ),
     ] = None,
     bits: Annotated[
         str | None, typer.Option("--bits", help="Of a packed feature: auto (default), 2, 4, 8, 16 or 32 (as it is).")
@@ -112,7 +115,7 @@ def train(
         typer.Option(
             "--k",
             help="How many updates a gradient may be late: 5 (default); 0: exactly as one device; none: no bound; by "
-            "epoch: 4@0,5@8; auto: as a calibration found it.",
+            "epoch, like 4@0,5@8; auto: as a calibration found it.",
         ),
     ] = None,
     mode: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,11 +19,21 @@ FAILED = 20
 LAST_EVENTS = 10
 
 
-def status(run: Run = "", json: Json = False) -> None:
+def status(
+    run: Run = "",
+    pid: Annotated[
+        str,
+        typer.Option("--pid", help="Print only the process id of this device's worker, which the run started here."),
+    ] = "",
+    json: Json = False,
+) -> None:
     """How a run is doing. Exit code 0: it goes on, ended, or was stopped; 20: it failed; 4: there is none."""
     from manyhands.observe.watching import Watch
 
     view = Watch(run_named(run)).look()
+    if pid:
+        typer.echo(worker_pid(view, pid))
+        return
     if json:
         from manyhands.cli.show import print_json
 
@@ -58,6 +68,29 @@ def run_named(text: str) -> Path:
     raise BadFile(f"{text}: there is no run in such a folder.", hint=hint)
 
 
+def worker_pid(view: View, name: str) -> int:
+    """The process of one of a run's workers, as the run wrote it down: `kill` then ends no other run's."""
+    import socket
+
+    from manyhands.facts.errors import BadValue, unknown
+
+    devices = {device.name: device for device in view.live.devices}
+    if name not in devices:
+        raise unknown(f"device of {view.folder}", name, devices)
+    if not view.is_live:
+        raise BadValue(f"{view.folder} does not go on: {view.live.state}. Its workers have ended.")
+    found = devices[name]
+    if view.live.host != socket.gethostname() or not found.pid:
+        where = (
+            f"Its state is {found.state}" if view.live.host == socket.gethostname() else f"It ran on {view.live.host}"
+        )
+        raise BadValue(
+            f"{name} is not a running process that {view.folder} started on this machine. {where}.",
+            hint="A worker that joined has its process id where it was started.",
+        )
+    return found.pid
+
+
 def to_dict(view: View) -> dict[str, Any]:
     """What --json prints: the run as live.json has it, and its last events."""
     import msgspec
@@ -79,7 +112,8 @@ def told(view: View) -> list[str]:
         stages = f", stage {', '.join(map(str, device.stages))}" if device.stages else ""
         busy = f", {percent(device.busy)} busy" if device.busy is not None else ""
         reason = f": {device.reason}" if device.reason else ""
-        lines.append(f"  {plain(device.name)}: {plain(device.state + reason)}{stages}{busy}")
+        process = f", process {device.pid}" if device.pid and view.is_live else ""
+        lines.append(f"  {plain(device.name)}: {plain(device.state + reason)}{stages}{busy}{process}")
     for event in [one for one in view.events if event_text(one)][-3:]:
         lines.append(f"  {event_time(event)} {event_text(event)}")
     if live.dashboard and view.is_live:

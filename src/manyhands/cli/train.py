@@ -77,7 +77,7 @@ def train(
         str | None,
         typer.Option(
             "--feed",
-            help="When samples travel: each step's before it (step, the default), or all of them at the start: then "
+            help="When samples travel. step: each step's before it (default); start: all of them at the start, then "
             "only their numbers do.",
         ),
     ] = None,

@@ -67,6 +67,8 @@ class LiveDevice(msgspec.Struct, frozen=True):
     host: str = ""
     compute: str = "cpu"
     stages: tuple[int, ...] = ()
+    pid: int = 0
+    """Its process, where the run itself started it; 0: it was started elsewhere, or has ended."""
 
 
 class LiveLink(msgspec.Struct, frozen=True):

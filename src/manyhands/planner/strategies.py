@@ -1,9 +1,10 @@
 """Plans by name; `auto` takes the best of them.
 
-single     the fastest device alone
+single     the fastest device alone that can hold it
 samples    one stage, each device takes samples in proportion to its speed
 pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it are left out
-tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device
+tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device;
+           without a grid, on the fastest few devices where more would only slow it
 mixed      what is in none of these corners: tiles, then samples, then one device, on the same devices or on others
 
 Prices are simulated. What they are prices of is the caller's: seconds of a step, peak bytes, joules. The searches look
@@ -48,6 +49,8 @@ with all their micro-batches."""
 MOST_LINES = 1_000_000
 """Stages, of any layers on any group of devices, up to which rivals' plans are looked at beside ours: in the same space
 and rarely better, they take as long to plan."""
+MOST_KINDS = 8
+"""Kinds of devices of which one is looked at alone, the fastest first."""
 MOST_MIXED = 3
 WORTH = 1.25
 """Mixed plans that are worked out: so many, within this of the best."""
@@ -56,18 +59,56 @@ LESS_MEMORY = 0.85
 
 
 def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
-    """The plan of a named strategy (all but `auto`, which chooses), within every device's memory; of pipelines, the
-    best of each shape, the fastest first."""
+    """The plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best first.
+
+    They are looked for where `auto` looks for its own row of that name, and in the same way: who asks for a strategy
+    gets what `auto` would have compared.
+    """
+    if strategy == "auto" or strategy not in STRATEGIES:
+        raise unknown("strategy", strategy, STRATEGIES)
+    if task.best == "memory":  # how much less is tried next depends on what all strategies need
+        rows = [one for one in _found(task, price) if one.plan is not None and one.name.split()[0] == strategy]
+        return sorted(rows, key=lambda one: one.seconds) or _named(strategy, task, price)
+    found: list[Candidate] = []
+    refusal: ManyhandsError | None = None
+    for own in _places(task, found):
+        if own is not task and len(own.cluster.devices) == 1 and strategy != "single":
+            continue  # fewer devices save energy, but a strategy of several needs two
+        try:
+            found += _named(strategy, own, price)
+        except ManyhandsError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _named(strategy: str, task: Task, price: Price) -> list[Candidate]:
+    """The plans of one strategy on one cluster, the best first; where there is none, why."""
+    if strategy == "single":
+        return _singles(task, price)
     if strategy == "pipeline":
         return ranked_pipelines(task, price)
     if strategy == "mixed":
         return ranked_mixed(task, price)
-    makers: dict[str, Callable[[Task], Plan]] = {
-        "single": single, "samples": samples, "tiles": partial(tiles, price=price),
-    }  # fmt: skip
-    if strategy not in makers:
-        raise unknown("strategy", strategy, STRATEGIES)
+    makers: dict[str, Callable[[Task], Plan]] = {"samples": samples, "tiles": partial(fewer_tiles, price=price)}
     return [fitting(strategy, makers[strategy], task, price)]
+
+
+def _singles(task: Task, price: Price) -> list[Candidate]:
+    """The fastest device of each kind alone; those that it does not fit on are left out, unless it fits on none."""
+    found: list[Candidate] = []
+    refusal: ManyhandsError | None = None
+    for name, device in _kinds(task):
+        try:
+            found.append(fitting(name, partial(single, device=device), task, price))
+        except ManyhandsError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return sorted(found, key=lambda one: one.seconds)
 
 
 def pipeline(task: Task, price: Price) -> Plan:
@@ -209,31 +250,31 @@ def fewer_tiles(task: Task, price: Price) -> Plan:
     return best[1]
 
 
-def candidates(task: Task, price: Price) -> Iterator[tuple[str, Callable[[Task], Plan]]]:
-    """The corners that `auto` looks at: devices alone (the fastest of each kind), and every strategy."""
+def _kinds(task: Task) -> list[tuple[str, str]]:
+    """What a plan on one device is called, and the device: the fastest of each kind, up to MOST_KINDS of them."""
     kinds: dict[str, str] = {}
     for device in sorted(task.cluster.devices, key=lambda one: task.step_seconds(one.name, task.batch_size)):
         kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
-    for name in list(kinds.values())[:8]:
-        yield f"single on {name}", partial(single, device=name)
-    if len(task.cluster.devices) > 1:
-        yield "samples", samples
-        yield "pipeline", partial(pipeline, price=price)
-        yield "tiles", partial(fewer_tiles, price=price)
+    return [(f"single on {name}", name) for name in list(kinds.values())[:MOST_KINDS]]
 
 
 def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
     """Price every candidate; the best first, those that cannot run last with the reason."""
+    best: dict[str, Candidate] = {}
+    for one in sorted(_found(task, price, corners_only=corners_only), key=lambda one: one.seconds):
+        best.setdefault(one.name, one)
+    return list(best.values())
+
+
+def _found(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
+    """Every strategy's plans, wherever they are looked for."""
     found: list[Candidate] = []
     for own in _places(task, found):
         try:
             found += _all(own, price, corners_only)
         except ManyhandsError:
             continue
-    best: dict[str, Candidate] = {}
-    for one in sorted(found, key=lambda one: one.seconds):
-        best.setdefault(one.name, one)
-    return list(best.values())
+    return found
 
 
 def _places(task: Task, found: list[Candidate]) -> Iterator[Task]:
@@ -257,16 +298,23 @@ def _places(task: Task, found: list[Candidate]) -> Iterator[Task]:
 
 
 def _all(task: Task, price: Price, corners_only: bool) -> list[Candidate]:
+    """Every strategy's best plan, or why it has none; of mixed plans the best few."""
     found = []
-    for name, make in candidates(task, price):
+    for name, device in _kinds(task):
         try:
-            found.append(fitting(name, make, task, price))
+            found.append(fitting(name, partial(single, device=device), task, price))
         except ManyhandsError as error:
             found.append(Candidate(name, None, inf, error.message, error.hint))
-    if corners_only or len(task.cluster.devices) == 1:
+    if len(task.cluster.devices) == 1:
         return found
-    try:
-        ranked = ranked_mixed(task, price)
-    except ManyhandsError as error:
-        return [*found, Candidate("mixed", None, inf, error.message, error.hint)]
-    return found + [replace(one, name=f"mixed {n}" if n > 1 else "mixed") for n, one in enumerate(ranked, 1)]
+    for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed"])]:
+        try:
+            ranked = _named(strategy, task, price)
+        except ManyhandsError as error:
+            found.append(Candidate(strategy, None, inf, error.message, error.hint))
+            continue
+        if strategy == "mixed":
+            found += [replace(one, name=f"mixed {n}" if n > 1 else "mixed") for n, one in enumerate(ranked, 1)]
+        else:
+            found.append(ranked[0])
+    return found

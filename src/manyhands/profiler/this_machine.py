@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -68,7 +69,8 @@ def this_machine(
     else:
         device = measure_machine(machine, timer=timer)
         document = Cluster("this machine", (device,)).to_dict()
-        write_document(path, {"machine": machine.text, "cluster": document})
+        with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
+            write_document(path, {"machine": machine.text, "cluster": document})
     return msgspec.structs.replace(device, name=name)
 
 

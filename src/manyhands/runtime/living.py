@@ -280,6 +280,7 @@ class Living:
                 for name in stage.devices:
                     stages[name].append(number)
         found = []
+        started = coordinator.local.running()
         order = {name: place for place, name in enumerate(own.cluster.names)} if own is not None else {}
         for name, member in sorted(members.items(), key=lambda one: order.get(one[0], len(order))):
             state = "left" if member.has_left else "lost" if member.is_lost else "here"
@@ -297,6 +298,7 @@ class Living:
                     peak_bytes=seen.peak_bytes if seen is not None else 0,
                     busy=self._busy.get(name) if not member.is_lost else None, host=member.channel.peer_host,
                     compute=member.facts.compute, stages=tuple(stages.get(name, ())),
+                    pid=started.get(name, 0),
                 )
             )  # fmt: skip
         self._devices = tuple(found)

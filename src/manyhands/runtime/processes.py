@@ -117,6 +117,10 @@ class LocalWorkers:
         for name, core in cores.items():
             pin_process(self.processes[name].pid, core)
 
+    def running(self) -> dict[str, int]:
+        """Worker -> its process id, of those that were started here and have not ended."""
+        return {name: one.pid for name, one in dict(self.processes).items() if one.poll() is None}
+
     def joined(self, name: str, process: int) -> None:
         """A worker has come to its place: from now on the kernel's kills for memory there are counted."""
         if name in self.processes:

@@ -68,7 +68,8 @@ def simulate(
     run = _Run(schedule, cluster, costs, policies or schedule.policies(), keep_spans)
     result = run.to_the_end()
     if estimated or profile.is_estimated:
-        result.warnings.append("Times are estimated from the device catalogue, not measured.")
+        by = "the device catalogue" if any(device.estimated for device in cluster.devices) else "the devices' speed"
+        result.warnings.append(f"Times are estimated from {by}, not measured.")
     return result
 
 
