@@ -44,7 +44,7 @@ def not_measured(session: Session, graph: Graph, *_: Any, **__: Any) -> tuple[mh
 def session() -> Iterator[Coordinator]:
     """Devices that are alike, as far as planning goes."""
     with pytest.MonkeyPatch.context() as patch, workers(3) as coordinator:
-        patch.setattr(inference, "measure", not_measured)
+        patch.setattr(inference, "measure_who_stays", not_measured)
         yield coordinator
 
 

@@ -67,7 +67,7 @@ typed_scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 )  # fmt: skip
 typed_options = st.dictionaries(
-    names.filter(lambda name: name != "schedule"),
+    names.filter(lambda name: name not in ("schedule", "milestones")),
     typed_scalars | st.lists(typed_scalars, min_size=1, max_size=3).map(tuple) | st.just("sum"),
     max_size=4,
 )
@@ -75,7 +75,7 @@ typed_options = st.dictionaries(
 
 @given(names, typed_options, st.lists(st.tuples(names, typed_options), max_size=2))
 def test_is_typed_as_it_is_read(name: str, given: dict[str, Any], schedule: list[tuple[str, dict[str, Any]]]) -> None:
-    optimizer = Optimizer(name, schedule=schedule, **given)
+    optimizer = Optimizer(name, schedule=schedule, milestones=[3] if len(schedule) == 2 else None, **given)
     assert parse(optimizer.to_text()) == optimizer
 
 

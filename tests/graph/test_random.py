@@ -205,3 +205,24 @@ def test_attention_with_dropout_is_attention_under_a_mask() -> None:
     weights = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf).softmax(-1)
     kept = numpy_bits(5, 0, node.name, 0, (1, 2, 4, 4), 0, 3, 2).view(np.int32) < round(0.75 * 2**32) - 2**31
     assert torch.allclose(found, (weights * torch.from_numpy(kept) / 0.75) @ v, rtol=1e-13)
+
+
+class Coin(nn.Module):
+    """torch.export leaves out an argument that is its default: the probability of 0.5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x).bernoulli_(0.5) * self.factor
+
+
+def test_a_coin_of_one_half() -> None:
+    """It does not look at what is in the tensor, which may be memory that nobody has written."""
+    graph = capture(Coin(), torch.randn(4, 50))
+    (node,) = (node for node in graph.nodes if node.target == "aten.bernoulli_.float")
+    assert len(node.arguments) == 1
+    drawn = Piece(graph, Weights.copied(graph))({"x": torch.randn(40, 50)})[graph.outputs[0]]
+    assert set(drawn.flatten().tolist()) == {0.0, 1.0}
+    assert 0.45 < float(drawn.detach().mean()) < 0.55

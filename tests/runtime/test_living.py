@@ -133,7 +133,7 @@ def test_who_left_is_not_called_lost(tmp_path: Path) -> None:
         name: Member(name, address=("10.0.0.2", 1), device=devices[name], identity=Identity(), **known, **how)
         for name, how in ends.items()
     }
-    coordinator: Any = SimpleNamespace(is_closing=False, members=members)
+    coordinator: Any = SimpleNamespace(is_closing=False, members=members, local=SimpleNamespace(running=dict))
     living.coordinated_by(coordinator)
     living.close("ended")
     found = read_live(tmp_path)

@@ -93,7 +93,7 @@ def test_the_strategy_chooses_grid_groups_and_tail(cluster: Coordinator, tmp_pat
     ran.assert_as_planned()
     share = ran.result.plan.stages[0].share
     assert isinstance(share, ByTiles)
-    assert len(share.rows) * len(share.columns) == 3
+    assert 2 <= len(share.rows) * len(share.columns) <= 3  # as many as the measured times make worth it
     assert len(ran.result.plan.stages) == 2  # flattening cannot be tiled
     one = train(cluster, "single", tmp_path / "single", steps=4, test=Pictures(BATCH))
     assert_close(ran.state, one.state)

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph import custom_functions, recurrent
@@ -91,17 +92,25 @@ def _with_loss(
     graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
 ) -> Graph:
     """The graph with its loss, and how that combines over samples. `examples` are of an output and a target."""
+    met: list[str] = []
     try:
-        loss_graph, value = _export(
-            _Loss(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True
-        )
+        loss_graph, value = _export_loss(loss, examples, met)
+        if met:  # a custom function asks whether its inputs need gradients; ordinary operators do not
+            for leaf in tree_flatten(examples[0])[0]:
+                leaf.requires_grad_(leaf.is_floating_point())
+            loss_graph, value = _export_loss(loss, examples, met)
     except CaptureFailed as error:
         raise target_misfit(loss, *examples) or error from error
+    functions += met
     if not isinstance(value, torch.Tensor) or value.dim():
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
         raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
     graph = with_penalties(graph, loss_graph, module)
     return msgspec.structs.replace(graph, loss_combination=combination(graph, *examples))
+
+
+def _export_loss(loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]) -> tuple[Graph, Any]:
+    return _export(_Loss(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True)
 
 
 @contextlib.contextmanager
@@ -377,8 +386,6 @@ def _example_outputs(program: Any, tree: Any, extra: int) -> Any:
     found = output.args[0][: len(output.args[0]) - extra]
     metas = [node.meta["val"] for node in found][-len(list(tree_leaves(tree))) :]
     examples = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
-    for example in examples:  # a custom function in the loss asks whether its inputs need gradients
-        example.requires_grad_(example.is_floating_point())
     return tree_map(lambda leaf: examples[int(leaf[1:])], tree)
 
 
