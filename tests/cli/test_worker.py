@@ -63,7 +63,7 @@ def test_a_service_for_systemd(tmp_path: Path) -> None:
     done = run_command("worker", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     unit = done.stdout
-    command = f'-m manyhands worker --stay --name pi4 --join 10.0.0.1:7077 --silo "{tmp_path}/my 5%%.npz"\n'
+    command = f'-P -m manyhands worker --stay --name pi4 --join 10.0.0.1:7077 --silo "{tmp_path}/my 5%%.npz"\n'
     assert command in unit
     assert "secret" not in unit, "everybody can read a unit"
     for line in ("Restart=always", "DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict"):

@@ -78,7 +78,7 @@ def test_a_child_is_found_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
     child = waiting(nursery, tmp_path / "x")
     assert soon(lambda: "x" in psutil.Process(child.pid).cmdline())
     shown = [word for word in psutil.Process(child.pid).cmdline() if word]
-    assert shown[1:5] == ["-m", "manyhands", "worker", "--join"]
+    assert shown[1:6] == ["-P", "-m", "manyhands", "worker", "--join"]
     assert shown[-2:] == ["--parent", str(nursery.process.pid)]
     child.kill()
     long = run(nursery, tmp_path / "long", "worker", "--join", "127.0.0.1:9", "--wait", "60", "--token", 1000 * "y")

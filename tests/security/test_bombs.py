@@ -163,3 +163,18 @@ def test_entities_that_stand_for_a_billion(tmp_path: Path) -> None:
     text = f"<!DOCTYPE annotation [{entities}]><annotation>&e9;</annotation>"
     written(tmp_path / "Annotations" / "a.xml", text)
     assert "document type" in refused(lambda: _objects(tmp_path, "a", "here"))
+
+
+def test_two_entries_of_one_name_are_not_one(tmp_path: Path) -> None:
+    """`x` is a small one, and `x.npy`, which numpy reads under the same name, is a bomb: neither hides the other."""
+    path = tmp_path / "two.npz"
+    small = io.BytesIO()
+    numpy.save(small, numpy.zeros(4, numpy.float32))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as both:
+        with both.open("x.npy", "w") as bomb:
+            header = io.BytesIO()
+            numpy.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**28,)})
+            bomb.write(header.getvalue() + bytes(2**20))
+        both.writestr("x", small.getvalue())
+        both.writestr("y.npy", small.getvalue())
+    assert "holds x twice" in refused(lambda: load_arrays(path))

@@ -18,7 +18,7 @@ from manyhands.api.jobs import Wish, load_data
 from manyhands.api.networks import parse_input
 from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
-from manyhands.models.registry import ZOO, entry_of
+from manyhands.models.registry import ZOO, entry_of, from_file
 from manyhands.runtime.record import read_config
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def load_known(model: str = "", weights: str = "", shape: str = "", *, source: s
 def _same_model(model: str, run: Wish | None, weights: str) -> str:
     if run is not None and model and model != run.model:
         raise BadValue(f"{weights} is a run of {run.model}; --model is {model}.", hint="Leave out --model.")
-    return run.model if run is not None else model or MODEL
+    if run is not None and not model:
+        return from_file(run.model, weights)
+    return model or MODEL
 
 
 def _shape_of(name: str, source: str) -> tuple[int, ...] | None:

@@ -94,7 +94,7 @@ def _words(name: str, quick: bool) -> str:
 
 def measured(name: str, host: Host, *, quick: bool, say: Say, limit_seconds: float = LIMIT_SECONDS) -> Result:
     """A bench run by a process of its own; whatever becomes of it is a result."""
-    command = [sys.executable, "-m", "manyhands", *_words(name, quick).split()[1:]]
+    command = [sys.executable, "-P", "-m", "manyhands", *_words(name, quick).split()[1:]]
     date, begin, load = _now(), time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         if name in DRAWS:

@@ -25,7 +25,7 @@ from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
-from manyhands.models.registry import ZOO, entry_of
+from manyhands.models.registry import ZOO, entry_of, from_file
 from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.strategies import STRATEGIES
@@ -237,7 +237,8 @@ def _decided_by(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
             hint="Run it with manyhands infer; to train, share it by samples or tiles.",
         )
     decided: dict[str, Any] = {
-        "model": plan.network, "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
+        "model": plan.network if "model" in said else from_file(plan.network, str(file)),
+        "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
         "batch_norm": plan.batch_norm,
     }  # fmt: skip
     for key, value in decided.items():
@@ -300,6 +301,8 @@ def _resumed(folder: Path, said: dict[str, Any]) -> Wish:
         )
     known = {key: value for key, value in known.items() if key in Wish.__dataclass_fields__}
     known["traces"] = tuple(known.get("traces", ()))
+    if "model" not in said:
+        from_file(str(known.get("model", MODEL)), str(folder / "config.yaml"))
     for key, value in said.items():
         same = _full(value) == _full(known.get(key, value)) if key == "data" else known.get(key, value) == value
         if key not in MAY_CHANGE and not same:

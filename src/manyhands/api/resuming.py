@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manyhands.models.registry import runs_code
+
 
 def resume_command(command: str, folder: Path, typed: Mapping[str, Any]) -> str:
     """The command that goes on with a run of `manyhands COMMAND`; `typed`: what it was started with, by field.
@@ -16,6 +18,8 @@ def resume_command(command: str, folder: Path, typed: Mapping[str, Any]) -> str:
     the command should see that devices of other machines are meant. The token itself is never in it: hints are logged.
     """
     words = ["manyhands", *command.split(), "--resume", str(folder)]
+    if runs_code(str(typed.get("model", ""))):
+        words += ["--model", str(typed["model"])]  # a name that a folder may not decide
     if typed.get("listen"):
         words += ["--listen", str(typed["listen"])]
         if typed.get("devices"):

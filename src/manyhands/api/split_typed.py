@@ -21,7 +21,7 @@ from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.units import parse_bytes, parse_seconds
 from manyhands.files.documents import read_document
 from manyhands.files.traces import read_link_trace
-from manyhands.models.registry import ZOO
+from manyhands.models.registry import ZOO, from_file
 from manyhands.planner.split_choice import RIVALS
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def split_wish(given: Mapping[str, Any], *, resume: str, out: str) -> SplitWish:
             f"{folder} was not started by manyhands split train.", hint="In Python: mh.split_train(..., resume=FOLDER)."
         )
     known = {key: value for key, value in known.items() if key in SplitWish.__dataclass_fields__}
+    if "model" not in said:
+        from_file(str(known.get("model", jobs.MODEL)), str(folder / "config.yaml"))
     for key, value in said.items():
         if key not in MAY_CHANGE and known.get(key, value) != value:
             raise BadValue(

@@ -73,7 +73,7 @@ def worker(
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
-        typer.echo(service_unit(options, (sys.executable, "-m", "manyhands")), nl=False)
+        typer.echo(service_unit(options, (sys.executable, "-P", "-m", "manyhands")), nl=False)
         return
     from manyhands.engine.security import is_loopback
     from manyhands.runtime import household

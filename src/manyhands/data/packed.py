@@ -49,6 +49,12 @@ def check_texts(path: Path, name: str, texts: numpy.ndarray) -> None:
 
 
 def sizes_of(path: Path) -> dict[str, int]:
-    """Array -> its bytes, unpacked."""
+    """Array -> its bytes, unpacked. Two entries of one name are refused: numpy would read the one, and we the other."""
+    sizes: dict[str, int] = {}
     with zipfile.ZipFile(path) as packed:
-        return {entry.filename.removesuffix(".npy"): entry.file_size for entry in packed.infolist()}
+        for entry in packed.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name in sizes:
+                raise BadFile(f"{path}: holds {name:.80} twice.", hint="Write it again with numpy.savez.")
+            sizes[name] = entry.file_size
+    return sizes

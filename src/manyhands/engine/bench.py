@@ -39,7 +39,7 @@ class _Process:
     def __init__(self, kind: str, role: str) -> None:
         self.title = f"{kind} {role}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.engine.bench_links", kind, role],
+            [sys.executable, "-P", "-m", "manyhands.engine.bench_links", kind, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

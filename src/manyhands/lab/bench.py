@@ -95,7 +95,7 @@ def _delays(delays: tuple[float, ...], say: Say) -> Figures:
             say(f"delay, {delay:g} ms")
             idle = measure.round_trip(lab, "a", "b") / 2 * 1e3
             burning = [
-                subprocess.Popen([sys.executable, "-m", "manyhands.lab.probes", "burn", "30"])
+                subprocess.Popen([sys.executable, "-P", "-m", "manyhands.lab.probes", "burn", "30"])
                 for _ in os.sched_getaffinity(0)
             ]
             try:

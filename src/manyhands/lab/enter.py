@@ -25,7 +25,7 @@ _NETWORK = "--network"
 
 def words(lab: str, device: str, *, only_network: bool = False) -> tuple[str, ...]:
     """What to write before a command so that it runs there."""
-    return (sys.executable, "-m", "manyhands.lab.enter", *[_NETWORK] * only_network, lab, device)
+    return (sys.executable, "-P", "-m", "manyhands.lab.enter", *[_NETWORK] * only_network, lab, device)
 
 
 def run(lab: str, device: str, command: list[str], *, only_network: bool) -> NoReturn:

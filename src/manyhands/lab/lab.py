@@ -238,7 +238,7 @@ class Lab:
 
 
 def _start_keeper(name: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "manyhands.lab.keeper", name]
+    words = [sys.executable, "-P", "-m", "manyhands.lab.keeper", name]
     with open(record.log_path(name), "wb") as log:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True

@@ -39,7 +39,7 @@ _BEYOND = 1.25
 
 def _words(lab: Lab, member: str, *words: str, only_network: bool = False) -> list[str]:
     before = lab.words(member, only_network=only_network)
-    return [*before, sys.executable, "-m", "manyhands.lab.probes", *words]
+    return [*before, sys.executable, "-P", "-m", "manyhands.lab.probes", *words]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.facts.errors import BadValue, ManyhandsError, UnknownName, unknown
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,26 @@ def build(name_or_path: str, **kwargs: Any) -> nn.Module:
     return _call(name_or_path, factory(name_or_path), kwargs)
 
 
+def from_file(name: str, place: str) -> str:
+    """A model's name as it was read from `place`, a file, if it may be.
+
+    Building a `module:factory` runs the module's code. Whoever writes a plan or a run's folder may not choose that for
+    whoever reads it: only a person who types the name does.
+    """
+    if runs_code(name):
+        raise BadFile(
+            f"{place}: names the model {name:.120}, which would run code of the module '{name.partition(':')[0]:.80}'.",
+            hint=f"If you trust that module, type the name yourself: --model {name:.120}",
+        )
+    return name
+
+
+def runs_code(name: str) -> bool:
+    """Whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
+    library, colon, _ = original_name(name).partition(":")
+    return bool(colon) and library not in ("torchvision", "timm")
+
+
 def factory(name_or_path: str) -> Callable[..., Any]:
     """What builds a model of that name."""
     if name_or_path in ZOO:
@@ -126,8 +146,8 @@ def factory(name_or_path: str) -> Callable[..., Any]:
         return _decoupled_factory(name, _decoupled_options(library))
     if library in ("torchvision", "timm"):
         return _library_factory(library, name)
-    if os.getcwd() not in sys.path and "" not in sys.path:  # a user's own module lies in the current folder
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own module lies in the current folder, and hides no installed one
     # Files written since the folder was last listed would otherwise go unseen.
     importlib.invalidate_caches()
     return _load(name_or_path)

@@ -103,7 +103,7 @@ class Nursery:
     def __init__(self, threads: int, *, trains: bool = False) -> None:
         """`trains`: it also loads what PyTorch's optimisers need, which takes as long again."""
         near, far = socket.socketpair()
-        words = [sys.executable, "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM]
+        words = [sys.executable, "-P", "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if trains:
             environment[LOAD_VARIABLE] = "1"
@@ -271,7 +271,7 @@ def _become(wanted: Wanted, output: int) -> None:
         os.close(output)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        _show([sys.executable, "-m", "manyhands", *wanted.words])
+        _show([sys.executable, "-P", "-m", "manyhands", *wanted.words])
 
 
 def _show(words: Sequence[str]) -> None:

@@ -104,7 +104,7 @@ class LocalWorkers:
                 except NoNursery:
                     lasting = threading.current_thread() is threading.main_thread()
                     process = subprocess.Popen(
-                        [*one.before, sys.executable, "-m", "manyhands", *words, "--parent", str(os.getpid())],
+                        [*one.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
                         env={**environment, DIE_VARIABLE: str(int(lasting))}, stdin=subprocess.DEVNULL, stdout=output,
                         stderr=output, start_new_session=True,
                     )  # fmt: skip
