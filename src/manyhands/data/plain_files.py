@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
+from manyhands.files.plain import open_plain
 
 _CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
 
@@ -14,10 +15,10 @@ _CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
 def read_bytes(file: Path, largest_bytes: int) -> bytes:
     """All of a plain file, or an error for one that is longer than it may be."""
     try:
-        if not file.is_file():  # opening a pipe would wait for ever
-            raise BadFile(f"{file}: {'is not a plain file' if file.exists() else 'there is no such file'}.")
-        with open(file, "rb") as opened:
+        with open_plain(file) as opened:
             content = opened.read(largest_bytes + 1)
+    except FileNotFoundError as error:
+        raise BadFile(f"{file}: there is no such file.") from error
     except OSError as error:
         raise BadFile(f"{file}: cannot be read: {error.strerror or error}.") from error
     if len(content) > largest_bytes:

@@ -41,6 +41,7 @@ from manyhands.files.documents import (
     write_document,
     write_failed,
 )
+from manyhands.files.plain import open_plain
 from manyhands.graph.store import separate
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -366,7 +367,7 @@ def _check_digests(folder: Path, state: _State) -> None:
 
 
 def _size_and_digest(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return os.fstat(file.fileno()).st_size, digest
 

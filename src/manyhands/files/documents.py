@@ -20,12 +20,13 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError, UnknownName, did_you_mean
 from manyhands.facts.presets import PRESETS, preset
 from manyhands.facts.units import format_bytes
+from manyhands.files.plain import open_descriptor, open_plain
 
 LARGEST_DOCUMENT_BYTES = 64 * 10**6
 LARGEST_YAML_BYTES = 16 * 10**6
 """YAML takes a hundred times as long to be read as JSON."""
-MOST_YAML_NODES = 10**6
-"""Values in a YAML document, with all that its aliases stand for."""
+MOST_YAML_NODES = 10**5
+"""Values in a YAML document, with all that its aliases stand for. Reading so many takes a few seconds."""
 MOST_JSON_LISTS = 2_000_000
 """And objects: an empty one is two letters in the file, and fifty times as much in memory."""
 MOST_DIGITS = 40
@@ -88,7 +89,8 @@ def write_text_atomic(path: str | Path, text: str) -> None:
 
 def write_bytes_atomic(path: str | Path, content: bytes) -> None:
     """Write a temporary file beside `path`, force it to disk, and rename it into place."""
-    target = Path(os.path.realpath(path))  # through a symbolic link, not over it
+    path = Path(path)
+    target = Path(os.path.realpath(path.parent)) / path.name  # a symbolic link is replaced, not written through
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         make_folder(target.parent)
@@ -134,8 +136,8 @@ def _close(folder: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open`: a new file is no more open to others than the folder it is in."""
-    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), file_mode(path))
+    """For `open`: a new file is no more open to others than the folder it is in, and no link is followed."""
+    return open_descriptor(path, flags, file_mode(path), follows_links=False)
 
 
 def file_mode(path: str | Path) -> int:
@@ -214,7 +216,7 @@ def read_text(path: Path, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> str:
     try:
         if path.is_dir():
             raise BadFile(f"{path}: is a folder, not a file.")
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > largest_bytes:
                 raise BadFile(f"{path}: {format_bytes(size)}; at most {format_bytes(largest_bytes)} are read.")
@@ -263,7 +265,8 @@ def _integer(text: str) -> int:
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"'{twice:.60}' is written twice")
     return found
 
@@ -271,8 +274,16 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
 class _Loader(yaml.SafeLoader):
     """Plain data only, and no key twice: the second would silently win.
 
-    Aliases are counted as what they stand for: ten lines can stand for a billion values.
+    Values are counted while they are read, and aliases as what they stand for: ten lines can stand for a billion.
     """
+
+    composed = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.composed += 1
+        if self.composed > MOST_YAML_NODES:
+            raise yaml.YAMLError(f"it holds more than {MOST_YAML_NODES} values, the most that are read")
+        return super().compose_node(parent, index)
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()

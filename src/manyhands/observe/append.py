@@ -16,6 +16,7 @@ from typing import Self
 
 from manyhands.facts.errors import BadFile, BadValue, unknown
 from manyhands.files.documents import file_mode, make_folder, write_failed
+from manyhands.files.plain import open_descriptor
 
 _BLOCK_BYTES = 65_536
 _OWN_FIELDS = ("time", "event")
@@ -33,7 +34,7 @@ class LineFile:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         try:
             make_folder(self.path.parent)
-            self._descriptor = os.open(self.path, flags, file_mode(self.path))
+            self._descriptor = open_descriptor(self.path, flags, file_mode(self.path), follows_links=False)
             self._mend()
         except OSError as error:
             self.close()

@@ -13,8 +13,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import read_text
+from manyhands.files.plain import open_descriptor
 
 LIVE_FILE = "live.json"
 ROUND_FILE = "round.json"
@@ -169,13 +170,14 @@ def _replace(path: Path, content: bytes) -> None:
     """In one go, for readers; not made to survive a power cut, which would cost a write to the disk each second. A
     disk that is full is noticed by those who write what matters."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with contextlib.suppress(OSError, BadFile):
+        handle = open_descriptor(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, follows_links=False)
         try:
-            is_whole = os.write(handle, content) == len(content)
+            try:
+                is_whole = os.write(handle, content) == len(content)
+            finally:
+                os.close(handle)
+            if is_whole:
+                os.replace(scratch, path)
         finally:
-            os.close(handle)
-        if is_whole:
-            os.replace(scratch, path)
-        else:  # a full disk: the last whole one stays
-            os.unlink(scratch)
+            scratch.unlink(missing_ok=True)  # there is still one where the disk is full

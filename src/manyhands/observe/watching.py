@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import read_document
+from manyhands.files.plain import open_plain
 from manyhands.observe.live import LIVE_FILE, OVER, Live, LiveDevice, LiveStage, read_live
 from manyhands.observe.recent import recent_runs
 
@@ -146,7 +147,7 @@ class _Tail:
         """Block by block: whether the file is another, or shorter, than at the last look (what was read before is void
         then), and lines."""
         try:
-            with open(self.path, "rb") as file:
+            with open_plain(self.path) as file:
                 status, is_new = os.fstat(file.fileno()), False
                 if status.st_size < self._place or status.st_ino != self._file:
                     is_new = self._file != 0
@@ -158,7 +159,7 @@ class _Tail:
                     self._rest = self._rest[-BLOCK_BYTES:]
                     yield is_new, [line.decode(errors="replace") for line in lines if line.strip()]
                     is_new = False
-        except OSError:
+        except (OSError, BadFile):
             return
 
 

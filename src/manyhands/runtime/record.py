@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.files.documents import make_folder, read_document, write_document, write_failed, write_text_atomic
+from manyhands.files.plain import open_plain
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.tensorboard import TensorBoard
@@ -116,7 +118,7 @@ class RunRecord:
         if not path.exists():
             return []
         try:
-            with open(path, newline="", errors="replace") as file:
+            with io.TextIOWrapper(open_plain(path), newline="", errors="replace") as file:
                 return list(csv.DictReader(file))
         except (OSError, csv.Error) as error:
             raise BadFile(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
