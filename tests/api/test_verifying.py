@@ -131,6 +131,11 @@ def test_what_workers_cannot_do_is_refused_before_anything_starts(name: str, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("batch_size", "samples"), [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (8, 4), (64, 4)])
+def test_it_takes_no_longer_than_a_step_of_the_run(batch_size: int, samples: int) -> None:
+    assert verifying._samples(batch_size) == samples
+
+
 def test_autocast_around_training_is_refused(tmp_path: Path) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(BadValue, match=r"under torch.autocast"):
         trained(Net(), tmp_path / "run", mh.Cluster.local(1))

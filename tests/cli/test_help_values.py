@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 from help_values import Shown, shown, values_in
 
+from groups import slow_if
 from manyhands.cli.main import app
 
 MADE_UP = "no-such-thing"
@@ -121,7 +122,14 @@ def ways_to_type(command: str, option: str, value: str) -> list[list[str]]:
     return [words, [*words, *shlex.split(OTHERWISE[where])]] if where in OTHERWISE else [words]
 
 
-@pytest.mark.parametrize("where", TO_TRY, ids=" ".join)
+def takes_long(command: str, option: str) -> bool:
+    """Values for which models are captured or data sets are read, in commands whose other options cost a start each."""
+    return option in ("--model", "--data") or command in ("split train", "simulate", "profile")
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, id=" ".join(where), marks=slow_if(takes_long(*where))) for where in TO_TRY]
+)
 def test_every_value_shown_is_accepted(where: tuple[str, str], place: Path, capsys: Any) -> None:
     for value in TO_TRY[where]:
         refusals = [refusal(words) for words in ways_to_type(*where, value)]

@@ -27,7 +27,7 @@ with with_threads(1):
     with with_threads(2):
         run(1)
     everyone, own = time.process_time(), time.thread_time()
-    run(8)
+    run(24)
     everyone, own = time.process_time() - everyone, time.thread_time() - own
 assert torch.get_num_threads() == 2
 print(own / everyone)
@@ -37,7 +37,7 @@ print(own / everyone)
 def test_a_convolution_on_two_threads_leaves_none_behind() -> None:
     """In a process of its own: what is computed on one thread there is computed by that thread alone."""
     ran = subprocess.run([sys.executable, "-c", _AFTER_TWO], capture_output=True, text=True, check=True, env=os.environ)
-    assert float(ran.stdout) > 0.9
+    assert float(ran.stdout) > 0.8  # one of two threads would have half of it
 
 
 def test_as_many_as_before_afterwards() -> None:

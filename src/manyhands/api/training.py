@@ -100,7 +100,7 @@ def train(
                 (per replica, as DDP; of the buffers, which then differ, the first replica's are kept)
     resume      True: go on from the newest checkpoint in `folder`; or the folder of the run to go on with
     test        held-out data: evaluated by the same workers afterwards
-    verify      compare the captured graph's loss and gradients on four samples with the module's own before the first
+    verify      compare the captured graph's loss and gradients on a few samples with the module's own before the first
                 step; a difference beyond rounding is an error that names the first layer. None: yes, if there is room
     replan      how to go on when a worker is lost, joins or leaves: "light" (shares, tiles and cuts move), "heavy"
                 (planned anew) or "auto"

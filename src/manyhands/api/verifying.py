@@ -14,19 +14,26 @@ from manyhands.graph.verify import Verified, verify
 
 
 def verified(graph: Graph, options: Options, wanted: bool | None) -> Verified:
-    """Compare loss and gradients of a few samples with the module's own; a difference is a CaptureFailed.
+    """Compare loss and gradients of up to four samples with the module's own; a difference is a CaptureFailed.
 
     `wanted` None means: unless both steps together would take more than half of this machine's free memory.
     """
     if wanted is False:
         return Verified(0, 0.0, 0.0, "verify=False")
-    need, free = _bytes(graph.network, EXAMPLE_SAMPLES), int(psutil.virtual_memory().available)
+    samples = _samples(options.batch_size)
+    need, free = _bytes(graph.network, samples), int(psutil.virtual_memory().available)
     if wanted is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
-    inputs, targets = example(options.data, EXAMPLE_SAMPLES)
+    inputs, targets = example(options.data, samples)
     floats = floats_of(options.model)
     return verify(graph, options.model, options.loss, cast(inputs, floats), cast(targets, floats))
+
+
+def _samples(batch_size: int) -> int:
+    """How many are compared. Module and graph each run them, so that half a batch takes no longer than one step of the
+    run; with fewer than two, batch norms of plain numbers have no variance."""
+    return max(min(2, batch_size), min(EXAMPLE_SAMPLES, batch_size // 2))
 
 
 def _bytes(network: Network, samples: int) -> int:
