@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
+from manyhands.observe import append
 from manyhands.observe.append import LineFile, Metrics
 
 
@@ -87,7 +88,11 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_no_space() -> None:
+def test_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, which is no plain file: it is opened as one here."""
+    with pytest.raises(BadFile, match="not a plain file"):
+        LineFile("/dev/full")
+    monkeypatch.setattr(append, "open_descriptor", lambda path, flags, mode, follows_links: os.open(path, flags))
     with LineFile("/dev/full") as file, pytest.raises(BadFile, match="No space left"):
         file.write("one")
 
