@@ -117,11 +117,14 @@ def test_a_users_model_takes_what_the_file_has(tmp_path: Path, monkeypatch: pyte
     numpy.savez(tmp_path / "d.npz", x=numpy.zeros((40, 8), numpy.float32), y=numpy.arange(40) % 5)
     module = registry.build("of_a_user:mlp", num_classes=5)
     folder = run_folder(tmp_path / "run", module, model="of_a_user:mlp", data=str(tmp_path / "d.npz"), input="")
-    known = load_known("", str(folder))
+    with pytest.raises(BadFile, match="type the name yourself: --model of_a_user:mlp"):  # no folder chooses code
+        load_known("", str(folder))
+    known = load_known("of_a_user:mlp", str(folder))
     assert known.model(torch.zeros(1, 8, dtype=torch.float64)).shape == (1, 5)
     assert known.labels.names == ("0", "1", "2", "3", "4")
     (tmp_path / "d.npz").unlink()  # the data may be gone
-    assert load_known("", str(folder), source="x.npy").model(torch.zeros(1, 8, dtype=torch.float64)).shape == (1, 5)
+    known = load_known("of_a_user:mlp", str(folder), source="x.npy")
+    assert known.model(torch.zeros(1, 8, dtype=torch.float64)).shape == (1, 5)
 
 
 def test_several_inputs_are_wanted_by_name() -> None:

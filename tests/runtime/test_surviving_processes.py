@@ -319,7 +319,7 @@ def test_a_coordinator_is_killed_and_started_again(
     kept = checkpoint.latest(folder / "run")
     assert kept is not None
     assert checkpoint.load(kept).step < 1200, "the fault did not fire"
-    second = typed("second", "train", "--listen", where, "--resume", "run")
+    second = typed("second", "train", "--listen", where, "--resume", "run", "--model", "mine:mlp")
     assert second.process.wait(120) == 0, second.text
     for worker in own:
         assert worker.process.wait(30) == 0, worker.text
