@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from manyhands.data.plain_files import read_bytes
 from manyhands.facts.errors import BadFile
 from manyhands.files.documents import read_document, read_text, write_document
 from manyhands.files.plain import open_plain
+from manyhands.observe import live
 from manyhands.observe.append import LineFile
 from manyhands.observe.live import LIVE_FILE, read_live
 from manyhands.observe.watching import Watch
@@ -94,3 +96,20 @@ def test_yaml_is_counted_while_it_is_read(tmp_path: Path) -> None:
         read_document(path)
     assert time.process_time() - start < 20.0
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 400 * 2**20
+
+
+def test_a_full_disk_leaves_nothing_beside_the_live_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / LIVE_FILE
+    live._replace(path, b"old")
+    fired: list[int] = []
+
+    def full(descriptor: int, content: bytes) -> int:
+        fired.append(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(live.os, "write", full)
+    live._replace(path, b"new")
+    monkeypatch.undo()
+    assert fired
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in tmp_path.iterdir()] == [LIVE_FILE]
