@@ -142,7 +142,7 @@ def _refuse_nonlinear_backward(nodes: list[Node]) -> None:
             raise CaptureFailed(
                 "The backward of an autograd function is not linear in the gradient that it gets, so shares of a batch "
                 f"would not add up.{at(node.where)}",
-                hint="Scaling, masking and reversing a gradient can be captured; clipping or normalising one cannot, as "
+                hint="Scaling, masking and reversing a gradient can be captured; clipping or normalising one cannot: "
                 "each device has the gradient of its own samples only.",
             )
 
