@@ -79,7 +79,9 @@ class Fault:
     """forward, backward, loss, receive, send, step: an action of the schedule; feed: a batch comes from the
     coordinator; statistics, all-reduce; keep, send copy, hold copy: backups; survey, prepare, give, load: recovery."""
     kind: str = "killed"
-    """Or "silent" (nothing from or to it arrives any more), or "unlinked" (from `to` alone, which still lives)."""
+    """Or "silent" (nothing from or to it arrives any more), "unlinked" (from `to` alone, which still lives), "parted"
+    (as unlinked, and nobody is told), "hung" (it goes on with its heartbeats and does nothing else), or "called" (`does`
+    is called with its worker)."""
     step: int | None = None
     """None: in any. Of backups: the steps done when it was taken."""
     nth: int = 1
@@ -89,6 +91,7 @@ class Fault:
     also: tuple[str, ...] = ()
     """Who else is killed in the same moment."""
     to: str = ""
+    does: Callable[[Worker], None] | None = None
     fired: list[str] = field(default_factory=list)
     """The action it happened at; more than one would be wrong."""
     _met: int = 0
@@ -262,6 +265,16 @@ class FaultCluster:
                 return
         if fault.kind == "unlinked":
             self.workers[device].endpoint.lose(fault.to)
+            return
+        if fault.kind == "parted":
+            self.transport.part(device, fault.to)
+            return
+        if fault.kind == "hung":
+            assert self._closing.wait(LIMIT_SECONDS), "the cluster ends first"
+            raise WorkerLost(f"{device} hung here.")
+        if fault.kind == "called":
+            assert fault.does is not None
+            fault.does(self.workers[device])
             return
         for name in (device, *fault.also):
             (self.freeze if fault.kind == "silent" else self.transport.cut)(name)

@@ -314,7 +314,7 @@ class Job:
             graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
             seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
             trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
-            backup_every=self.backup_every(planned, lasting),
+            backup_every=self.backup_every(planned, lasting), predicted_seconds=planned.prediction.seconds,
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),

@@ -135,6 +135,8 @@ class InProcessTransport:
         self.endpoints: dict[int, MeetingEndpoint] = {}
         self.channels: set[InProcessChannel] = set()
         self._frozen: set[str] = set()
+        self._parted: dict[frozenset[str], float] = {}
+        """Pairs that cannot reach each other, and since when."""
         self._held: dict[tuple[str, str], deque[Callable[[], None]]] = {}
         """What waits for a thaw, by sender and receiver."""
         self._ports = itertools.count(_FIRST_PORT)
@@ -227,8 +229,18 @@ class InProcessTransport:
                     what()
             self.change.notify_all()
 
+    def part(self, one: str, other: str) -> None:
+        """From now on these two cannot reach each other, and nobody is told: a partial partition."""
+        with self.change:
+            self._parted[frozenset((one, other))] = time.monotonic()
+
+    def parted_seconds(self, one: str, other: str) -> float:
+        """For how long two have not reached each other; 0: they do."""
+        since = self._parted.get(frozenset((one, other)))
+        return 0.0 if since is None else time.monotonic() - since
+
     def is_frozen(self, *names: str) -> bool:
-        return not self._frozen.isdisjoint(names)
+        return not self._frozen.isdisjoint(names) or frozenset(names) in self._parted
 
     def pass_on(self, source: str, target: str, what: Callable[[], None]) -> None:
         """Have it arrive: now, or when both are thawed."""
@@ -344,6 +356,7 @@ class MeetingEndpoint:
         """Silence is not noticed here, breaks are."""
         self._peers: dict[str, tuple[_Link, MeetingEndpoint]] = {}
         self._named: set[str] = set()
+        self._wanted: set[str] = set()
         self._lost: set[str] = set()
         self._gone: WorkerLost | None = None
 
@@ -352,6 +365,7 @@ class MeetingEndpoint:
         wanted = {peer: Address.of(peers[peer]) for peer in sorted(peers) if peer != self.name}
         with self.transport.change:
             self._named.update(wanted)
+            self._wanted = set(wanted)
             self.transport.change.notify_all()
             while missing := [peer for peer in wanted if not self._meet(peer, wanted[peer])]:
                 left = deadline - time.monotonic()
@@ -361,6 +375,7 @@ class MeetingEndpoint:
                         hint=f"Are they running, and can they reach {self.address[0]}:{self.address[1]}?",
                     )
                 self.transport.change.wait(left)
+            self._wanted = set()
 
     def _meet(self, peer: str, address: Address) -> bool:
         """Whether there is a connection; one of the two makes it, once both want it."""
@@ -390,6 +405,13 @@ class MeetingEndpoint:
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._peers
+
+    def silent_peers(self) -> dict[str, float]:
+        found = {peer: self.transport.parted_seconds(self.name, peer) for peer in list(self._peers)}
+        return {peer: seconds for peer, seconds in found.items() if seconds}
+
+    def missing_peers(self) -> set[str]:
+        return {peer for peer in self._wanted if peer not in self._peers}
 
     def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         if self.transport.before_send is not None:

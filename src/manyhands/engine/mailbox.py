@@ -7,10 +7,11 @@ arrives, its sender is lost, somebody interrupts, or the limit passes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -22,6 +23,7 @@ from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
 
 Key = tuple[str, int, str]
 """Source, step, topic."""
+_ANOTHER_THREAD: Key = ("", 0, "")
 WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
 """How many rounds before its time a message is taken in: senders run ahead no further than their input is fed."""
@@ -100,6 +102,12 @@ class Mailbox:
         self.received_bytes: Counter[str] = Counter()
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
         self.refused = 0
+        self.refused_by: Counter[str] = Counter()
+        """Peer -> messages of this generation that it sent and that were refused: it does not follow the plan."""
+        self.moved = 0
+        """Rises whenever a part of an expected message arrives; see `runtime.stalls`."""
+        self._waiting: dict[int, Key | None] = {}
+        """Thread -> the message it waits for; None: any news."""
         self.writing = threading.Lock()
         """Held by an engine while it writes into a destination, and by whoever takes destinations away from it."""
         self._timing = Timing()
@@ -132,6 +140,7 @@ class Mailbox:
             self._standing.clear()
             self._messages.clear()
             self._received.clear()
+            self.refused_by.clear()
             self.interruption = None
             self._tell()
 
@@ -166,6 +175,8 @@ class Mailbox:
             if reason:
                 self.refused += 1
                 self.refusals.append(f"from {peer}: {reason}")
+                if header.generation == self.generation:  # what comes late from an earlier one is nobody's fault
+                    self.refused_by[peer] += 1
                 return None
             if message is None:
                 message = self._messages[key] = _Message(header.bytes, [])
@@ -215,6 +226,7 @@ class Mailbox:
             if message.seen is None:
                 message.seen = (time.monotonic(), came)
             message.came = came
+            self.moved += 1
 
     def wrote(self, header: Header, came: int = 0) -> None:
         """The payload of an accepted frame is in place. `came`: bytes of its connection so far; 0: not counted."""
@@ -223,6 +235,7 @@ class Mailbox:
             if message is None or header.generation != self.generation:
                 return  # the generation ended meanwhile
             message.at_hand += header.length
+            self.moved += 1
             if (header.origin, header.topic) not in self._standing:
                 self.received_bytes[header.origin] += header.length
             if message.at_hand == message.size:
@@ -356,6 +369,36 @@ class Mailbox:
         with self._lock:
             self._tell()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Have it known that this thread waits for another one of this device, which waits for messages."""
+        thread = threading.get_ident()
+        self._waiting[thread] = _ANOTHER_THREAD
+        try:
+            yield
+        finally:
+            self._waiting.pop(thread, None)
+
+    def is_waiting(self, thread: int) -> bool:
+        """Whether the thread of this identifier waits for a message, or for another thread that does."""
+        return thread in self._waiting
+
+    def waited_for(self) -> set[str]:
+        """The devices whose messages are waited for now. Where any news will do, all whose messages of this step are
+        still to come."""
+        with self._lock:
+            keys = list(self._waiting.values())
+            found = {key[0] for key in keys if key is not None and key is not _ANOTHER_THREAD}
+            if None in keys:
+                found |= {source for source, topic in self.expected if self._is_missing(source, topic)}
+            return found
+
+    def _is_missing(self, source: str, topic: str) -> bool:
+        key = (source, self.step, topic)
+        message = self._messages.get(key)
+        is_here = key in self._received or (message is not None and message.complete)
+        return not is_here and (source, topic) not in self._standing
+
     def check(self) -> None:
         """Raise if this device was interrupted: asked between actions, so that computing stops too."""
         if self.interruption is not None:
@@ -378,6 +421,8 @@ class Mailbox:
         source = key[0] if key is not None else ""
         generation = self.generation
         helper = self.helper
+        thread = threading.get_ident()
+        self._waiting[thread] = key
         if helper is not None:
             helper.begin_waiting()
 
@@ -413,6 +458,7 @@ class Mailbox:
                 )
             self.check()
         finally:
+            self._waiting.pop(thread, None)
             if helper is not None:
                 helper.end_waiting()
                 self._wake()  # another who waits may help now

@@ -147,6 +147,8 @@ class TcpEndpoint:
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}
         self._lost: set[str] = set()
+        self._wanted: set[str] = set()
+        """Whom a `connect` under way is to reach."""
         self._lock = threading.Lock()
         self._is_closing = False
         self._asked: deque[Callable[[], None]] = deque()
@@ -185,10 +187,25 @@ class TcpEndpoint:
         who does. Live connections are kept.
         Refused where one will not have us, TimedOut names those that are missing.
         """
-        self._meeting.gather({peer: peers[peer] for peer in peers if peer != self.name}, limit_seconds)
+        wanted = {peer: peers[peer] for peer in peers if peer != self.name}
+        self._wanted = set(wanted)
+        try:
+            self._meeting.gather(wanted, limit_seconds)
+        finally:
+            self._wanted = set()
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._connections
+
+    def silent_peers(self) -> dict[str, float]:
+        """See `transport.ConnectedEndpoint`."""
+        now, noted = time.monotonic(), 2 * self.beat_seconds
+        found = {peer: now - connection.heard_at for peer, connection in list(self._connections.items())}
+        return {peer: seconds for peer, seconds in found.items() if seconds > noted}
+
+    def missing_peers(self) -> set[str]:
+        """See `transport.ConnectedEndpoint`."""
+        return {peer for peer in self._wanted if peer not in self._connections}
 
     def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
         """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the engine's."""

@@ -74,6 +74,12 @@ class ConnectedEndpoint(Endpoint, Protocol):
 
     def is_connected(self, peer: str) -> bool: ...
 
+    def silent_peers(self) -> dict[str, float]:
+        """Connected peer -> seconds without a byte from it, of those that have missed more than one heartbeat."""
+
+    def missing_peers(self) -> set[str]:
+        """Peers that a `connect` under way has no connection to yet."""
+
     def lose(self, peer: str) -> None:
         """Drop the connection to one peer, here and there."""
 

@@ -163,6 +163,8 @@ class Executor:
         self._updates = 0
         self._begun: dict[int, int] = {}
         """Micro-batch that runs ahead -> updates before its forward pass."""
+        self.actions_done = 0
+        """In all rounds: rises for as long as this device gets anywhere; see `runtime.stalls`."""
         self.settled_step: int | None = None
         """How many steps the weights and buffers have been through; None in the middle of one."""
         self._landed: list[tuple[int, int]] = []
@@ -252,6 +254,7 @@ class Executor:
                 if is_slowed and isinstance(action, (Forward, Backward, Step, Send)):
                     self._take_longer(started)
                 self.recorder.took(action, began, time.monotonic())
+                self.actions_done += 1
         self._forget_flights()
         if isinstance(policy, MiniBatches):
             steps = policy.count

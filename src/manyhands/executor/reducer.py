@@ -56,7 +56,7 @@ class Reducer:
     def wait(self) -> None:
         """Until every bucket handed over is added up. The mailbox limits each wait inside; this adds a little."""
         limit = self.endpoint.mailbox.limit_seconds + 10
-        with self._change:
+        with self._change, self.endpoint.mailbox.waiting():
             while self._open and self._error is None:
                 before = (self._open, self._moved())
                 if not self._change.wait(limit) and (self._open, self._moved()) == before:

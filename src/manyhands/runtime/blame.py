@@ -64,6 +64,8 @@ def culprit(
 
 def lost(coordinator: Coordinator, name: str, when: str, reason: str) -> WorkerLost:
     """The error that names a lost worker, when it was lost, and how."""
+    if coordinator.members[name].is_evicted:
+        return WorkerLost(f"Worker {name} was evicted {when}: {reason}.")
     ending = coordinator.local.ending(name, ENDING_SECONDS)
     words = coordinator.local.last_words(name)[-800:] if ending else ""
     return WorkerLost(f"Worker {name} was lost {when}: {ending or reason}.", hint=f"It said:\n{words}" if words else "")

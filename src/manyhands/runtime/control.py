@@ -19,6 +19,7 @@ Done             ──────▶
 Holding          ──────▶
 Leaving          ──────▶      asked to go: it hands over first
                  ◀──────      Leave: end the process
+                 ◀──────      Evict: the run goes on without this worker, which made no progress
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -144,6 +145,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     hint: str
     name: str = ""
     """Under this name it may join."""
+    again_seconds: float = 0.0
+    """After so long it may; 0: not known."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -394,17 +397,44 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     pass
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """How far a worker is in its generation, and for whom it waits. A heartbeat says that a process runs; this says
+    whether it gets anywhere."""
+
+    generation: int
+    step: int
+    """The round that it works on."""
+    moved: int
+    """Rises with each action that is done and each part of a message that arrives."""
+    is_busy: bool
+    """It computes; else it waits for messages."""
+    waits_for: tuple[str, ...] = ()
+    """The devices whose messages or connections it waits for."""
+    is_connecting: bool = False
+    silent: dict[str, float] = {}
+    """Connected peer -> seconds without a byte from it, heartbeats of the connection included."""
+    refused: dict[str, int] = {}
+    """Peer -> messages from it that do not follow the plan."""
+
+
+class Evict(msgspec.Struct, frozen=True, tag="evict"):
+    """The run goes on without this worker."""
+
+    reason: str
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Alive. A worker says what has come meanwhile."""
+    """Alive. A worker says what has come meanwhile, and where it stands in a run."""
 
     arrivals: tuple[Arrival, ...] = ()
+    standing: Standing | None = None
 
 
 Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
     | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
     | Holding | Leaving | Reshape | Stepped | EndAt | AskIds | Ids
-    | Knock | Knocked
+    | Knock | Knocked | Evict
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

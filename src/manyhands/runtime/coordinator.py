@@ -40,6 +40,7 @@ from manyhands.runtime.control import (
     AskClock,
     Beat,
     Clock,
+    Evict,
     Hello,
     Leave,
     Leaving,
@@ -55,6 +56,7 @@ from manyhands.runtime.household import household_token
 from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
 from manyhands.runtime.members import Event, Joined, Lost, Member, is_back, judged, other_version, welcomed
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
+from manyhands.runtime.quarantine import Quarantine
 from manyhands.runtime.watch import SILENCE_SECONDS, Watch
 
 DEFAULT_PORT = 7077
@@ -67,6 +69,7 @@ _LOOKS_IN_SILENCE = 8
 _HELLO_SECONDS = 10.0
 _WELCOME_SECONDS = 2.0
 _LEAVE_SECONDS = 0.3
+_EVICT_SECONDS = 0.5
 _CLOCK_TRIES = 5
 _MOST_CLOCKS = 10_000
 _MOST_GUESTS = 1200
@@ -131,6 +134,7 @@ class Coordinator:
         self.silos: dict[str, Kept] = {}
         """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
         self.generation = 0
+        self.quarantine = Quarantine()
         self._change = threading.Condition()
         self._closing = threading.Event()
         self._clocks: dict[tuple[str, int], Clock] = {}
@@ -397,7 +401,8 @@ class Coordinator:
             self._lose(known, "it has come back over another connection")
             known.channel.close()
         with self._change:  # of two with one name the second is refused
-            found = judged(hello, channel, invitation, self.members, self.wanted, self.max_devices)
+            kept_out = self.quarantine.refusal(hello.identity.process, hello.name, self.clock())
+            found = kept_out or judged(hello, channel, invitation, self.members, self.wanted, self.max_devices)
             if isinstance(found, Member):
                 patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
                 welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
@@ -439,7 +444,10 @@ class Coordinator:
                     if len(self._clocks) >= _MOST_CLOCKS:
                         self._clocks.clear()  # nobody asked for so many
                     self._clocks[(member.name, message.ticket)] = message
-                elif not isinstance(message, Beat) or message.arrivals:
+                    continue
+                if isinstance(message, Beat):
+                    member.stands(message.standing, time.monotonic())
+                if not isinstance(message, Beat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
                     self.events.put((member.name, message), len(data))
         except ManyhandsError as error:
@@ -467,7 +475,25 @@ class Coordinator:
                 self.events.put((member.name, Lost(member)))
             self._change.notify_all()
         if not self._closing.is_set() and not member.is_dismissed:  # whoever let it go has said so
-            self.on_event(f"{member.name} left" if has_left else f"{member.name} lost: {reason}")
+            what = "left" if has_left else f"evicted: {reason}" if member.is_evicted else f"lost: {reason}"
+            self.on_event(f"{member.name} {what}")
+
+    def evict(self, name: str, reason: str) -> None:
+        """Go on without a worker that is connected and of no use: it makes no progress, or others cannot reach it.
+
+        Its process may join again only when its quarantine is over, each one twice as long as the one before: else it
+        would be back at once and the run would stand still again.
+        """
+        member = self.members[name]
+        if member.is_lost:
+            return
+        member.is_evicted = True
+        with contextlib.suppress(ManyhandsError):
+            member.channel.send(encode(Evict(reason)), _EVICT_SECONDS)
+        self.quarantine.begin(member.identity.process, reason, self.clock())
+        self._lose(member, reason)
+        member.channel.close()
+        self.local.end(name)
 
     # Watching
 

@@ -10,6 +10,7 @@ it is to stop         likewise; then whoever has the latest state gives it to th
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ from manyhands.runtime.living import Living
 from manyhands.runtime.members import Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
+from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
 
 SURVEY_SECONDS = 120.0
 """A worker answers when it has ended what it is computing."""
 _POLL_SECONDS = 0.05
+_RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class Journey:
         self._run: Run | None = None
         self._begun: Run | None = None
         """The last generation whose first round was done."""
+        self._prepared_seconds: float | None = None
+        """The longest that everybody took to get ready."""
 
     def run(self) -> Travelled:
         order = self.order
@@ -146,7 +151,7 @@ class Journey:
             run = self._run = Run(
                 self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
                 should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
-                on_progress=self.living.told if self.living is not None else None,
+                on_progress=self.living.told if self.living is not None else None, usual=self._usual(),
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -159,6 +164,7 @@ class Journey:
                 continue
             finally:
                 self.outcome.bytes_between += run.outcome.bytes_between
+                self._prepared_seconds = max(filter(None, (self._prepared_seconds, run.prepare_seconds)), default=None)
             if not run.is_paused and leg.last_step == order.last_step:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
@@ -170,6 +176,12 @@ class Journey:
                     return self.outcome
                 continue
             order = self._after_pause(run, order)
+
+    def _usual(self) -> Usual:
+        """How long things took in the generations so far."""
+        recent = self.outcome.step_seconds[-_RECENT_STEPS:]
+        round_seconds = statistics.median(recent) * self.order.plan.steps_per_round if recent else None
+        return Usual(round_seconds, self._prepared_seconds)
 
     def _leg(self, order: Order) -> Order:
         """The order as far as its plan is wanted."""
@@ -340,13 +352,21 @@ class Journey:
             raise KeyboardInterrupt
 
     def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:
-        """What each of them has; None: somebody was lost meanwhile."""
+        """What each of them has; None: somebody was lost meanwhile, or has not answered and is evicted."""
         generation = self.coordinator.new_generation()
+        began = time.monotonic()
+        limit = min(limit, began + (self._run.stall_seconds if self._run is not None else SURVEY_SECONDS))
         for member in members:
             self.coordinator.say(member.name, Survey(generation, self._since))
         found: dict[str, Holding] = {}
         while len(found) < len(members):
-            if any(member.is_lost for member in members) or time.monotonic() > limit:
+            if any(member.is_lost for member in members):
+                return None
+            if time.monotonic() > limit:
+                for member in members:
+                    if member.name not in found:
+                        waited = f"{time.monotonic() - began:.1f} s"
+                        self.coordinator.evict(member.name, f"it did not say within {waited} what state it holds")
                 return None
             event = self.coordinator.next_event(_POLL_SECONDS)
             if event is None:

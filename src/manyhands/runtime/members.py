@@ -12,7 +12,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadValue
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Welcome
+from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Standing, Welcome
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.inviting import Invitation
 
@@ -40,6 +40,14 @@ class Member:
     """It has said that it goes: as soon as others have what it has, where they need it."""
     is_dismissed: bool = False
     """It was told that it may go: nothing that it has is needed."""
+    is_evicted: bool = False
+    """It is lost because the run put it out: see `Coordinator.evict`."""
+    standing: Standing | None = None
+    """Where it last said that it stands in a run."""
+    is_at_work: bool = False
+    """It stands there still."""
+    moved_at: float = 0.0
+    """When it last got any further, by this process' monotonic clock."""
     graph_digest: str = ""
     """Of the graph that it was given last."""
     shelf: str = ""
@@ -50,6 +58,20 @@ class Member:
     @property
     def is_invited(self) -> bool:
         return self.invitation is not None
+
+    def stands(self, standing: Standing | None, now: float) -> None:
+        """It has said where it stands in a run; None: it takes part in none at the moment."""
+        before, was_at_work = self.standing, self.is_at_work
+        self.is_at_work = standing is not None
+        if standing is None:
+            return
+        if (
+            before is None
+            or not was_at_work
+            or (before.generation, before.moved) != (standing.generation, standing.moved)
+        ):
+            self.moved_at = now
+        self.standing = standing
 
 
 @dataclass(frozen=True)

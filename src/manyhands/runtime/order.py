@@ -50,6 +50,9 @@ class Order:
     watch_every: int = 0
     """One round in so many is looked at by whoever looks on; 0: none."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
+    """The longest that anybody waits for a message, whatever a round's time is."""
+    predicted_seconds: float | None = None
+    """Of a round, by the planner; None: nobody has asked it."""
     located: Located | None = None
     """Where the state lies that it starts from; None: all of `start` is here."""
     laying: Laying | None = None

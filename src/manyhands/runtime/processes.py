@@ -176,6 +176,13 @@ class LocalWorkers:
             self.processes.clear()
             self.started_as.clear()
 
+    def end(self, name: str) -> None:
+        """Have one worker's process end at once, where it was started here and no other worker is in it."""
+        process = self.processes.get(name)
+        if process is not None and sum(one is process for one in self.processes.values()) == 1:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+
     def kill(self) -> None:
         """All end, and nobody waits for it."""
         self._signal(signal.SIGKILL)

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -65,12 +65,13 @@ from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.members import Joined, Lost, Member
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.stall_watch import StallWatch, Usual
+from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.state import Located
 from manyhands.schedule.policy import Schedule
 
 STEPS_FED_AHEAD = 3
 LEAST_FED_AHEAD = 3
-PREPARE_SECONDS = 120.0
 CONNECT_SECONDS = 30.0
 _STOP_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
@@ -116,8 +117,11 @@ class Run:
         on_arrivals: OnArrivals | None = None,
         on_progress: OnProgress | None = None,
         since: int | None = None,
+        usual: Usual | None = None,
     ) -> None:
+        """`usual`: how long things took in the job's earlier generations."""
         self.coordinator = coordinator
+        self.usual = usual or Usual()
         self.on_safe = on_safe or (lambda step: None)
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
@@ -163,13 +167,18 @@ class Run:
         """Of rounds that somebody has ended."""
         self._fed: dict[int, Any] = {}
         """Inputs of the steps under way."""
+        self.fed = self.first
+        """Steps whose batches were sent."""
         self._ended_at = 0.0
         self._has_begun = False
+        self.prepare_seconds: float | None = None
+        """How long everybody took to get ready."""
         self._verdict: BaseException | None = None
         """The error that explains why the run ended; others are looked into."""
         self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
         self._gathering = Gathering(self)
         self.backups = Backups(self)
+        self._stalls = StallWatch(self)
 
     def _aligned(self, order: Order) -> Order:
         """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
@@ -251,7 +260,10 @@ class Run:
         def is_ready() -> bool:
             return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(self.everybody)
 
-        self._follow(is_ready, hear, "to get ready", PREPARE_SECONDS * patience)
+        began = time.monotonic()
+        limit_seconds = self.usual.prepare_limit_seconds * patience
+        self._follow(is_ready, hear, "to get ready", limit_seconds, lambda: set(self.everybody) - ready)
+        self.prepare_seconds = time.monotonic() - began
         if self.order.trace_steps or self.order.watch_every:
             self.coordinator.set_clocks(self.names)
 
@@ -336,27 +348,26 @@ class Run:
         self._has_begun = True
 
     def _loop(self, batches: Batches) -> None:
-        fed = self.first
-
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._may_be_fed())
-            is_behind = self._gathering.is_behind(fed) or self.backups.is_behind(fed)
-            return fed < limit and not is_behind and not self.is_paused
+            is_behind = self._gathering.is_behind(self.fed) or self.backups.is_behind(self.fed)
+            return self.fed < limit and not is_behind and not self.is_paused
 
         while (done := self._steps_done()) < self.order.last_step:
             self.is_paused = self.is_paused or self.should_pause()
-            if self.is_paused and done == fed:
+            if self.is_paused and done == self.fed:
                 return
             if self.is_paused:
-                self._end_early(fed)
+                self._end_early(self.fed)
             while may_feed():
-                self._feed(fed, batches)
-                fed += 1
+                self._feed(self.fed, batches)
+                self.fed += 1
 
             def moved(done: int = done) -> bool:
                 return self._steps_done() > done or may_feed() or (not self.is_paused and self.should_pause())
 
-            self._follow(moved, self._hear, f"to end step {done}", self.order.wait_limit_seconds + 30)
+            limit_seconds = self.order.wait_limit_seconds + 30
+            self._follow(moved, self._hear, f"to end step {done}", limit_seconds, self._last_ones)
 
     def _may_be_fed(self) -> int:
         """Steps. Where a round has several, as many as can be under way: a change of plans waits for what was fed."""
@@ -381,6 +392,11 @@ class Run:
     def _steps_done(self) -> int:
         return min(self._done_step.values()) + 1
 
+    def _last_ones(self) -> set[str]:
+        """The devices that have done the fewest steps."""
+        least = min(self._done_step.values())
+        return {name for name, step in self._done_step.items() if step == least}
+
     def _feed(self, fed: int, batches: Batches) -> None:
         step, inputs, targets = next(batches)
         assert step == fed, "batches come in order"
@@ -403,13 +419,15 @@ class Run:
         def ended() -> bool:
             return len(self.outcome.logs) == len(self.names) and self._gathering.is_complete()
 
-        self._follow(ended, self._hear, "to finish", self.order.wait_limit_seconds + 30)
+        limit_seconds = self.order.wait_limit_seconds + 30
+        self._follow(ended, self._hear, "to finish", limit_seconds, lambda: set(self.names) - set(self.outcome.logs))
         self.outcome.state = self._gathering.latest
 
     def _hear(self, name: str, message: Said) -> None:
         if isinstance(message, Progress):
             self._progress(name, message)
         elif isinstance(message, Stepped):
+            self._check_step(name, message.step, self._updated[name] + 1)
             self._updated[name] = message.step
         elif isinstance(message, Beat):
             self.on_arrivals(name, message.arrivals)
@@ -445,6 +463,8 @@ class Run:
         """A device has ended a round; False where that was known."""
         if message.step <= self._done_step[name]:
             return False
+        self._check_step(name, message.step, self.round_end(self._done_step[name] + 1) - 1)
+        self._stalls.ended_round(name, message.seconds)
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
@@ -480,18 +500,27 @@ class Run:
         self._gathering.ended(message.step)
 
     def _follow(
-        self, is_done: Callable[[], bool], hear: Callable[[str, Said], None], what: str, limit_seconds: float
+        self,
+        is_done: Callable[[], bool],
+        hear: Callable[[str, Said], None],
+        what: str,
+        limit_seconds: float,
+        missing: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """Take events until `is_done`; a loss or a failure ends the run with the error that explains it."""
+        """Take events until `is_done`; a loss or a failure ends the run with the error that explains it.
+
+        `limit_seconds`: so long nobody may say anything; then the run ends without those that are still `missing`.
+        """
         heard = time.monotonic()
         while not is_done():
             event = self.coordinator.next_event(self._look_seconds())
             self._check()
+            if (verdict := self._stalls.look()) is not None:
+                raise self.evicted(verdict)
             name, message = event or ("", None)
             if name not in self.members or message is None or isinstance(message, Joined):
                 if time.monotonic() - heard > limit_seconds:
-                    waiting = ", ".join(self.names)
-                    raise TimedOut(f"Waited {limit_seconds:g} s for {waiting} {what}; nobody said anything.")
+                    raise self._too_late(what, limit_seconds, missing())
                 continue
             if isinstance(message, Lost):
                 has_given = name not in self.names and bool(self.first_round_began)
@@ -513,6 +542,31 @@ class Run:
         """How long to wait for the next event before looking around."""
         return _LOOK_SECONDS
 
+    # When nothing happens
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a device may make no progress before the run goes on without it."""
+        return self._stalls.limit_seconds
+
+    def evicted(self, verdict: Verdict) -> ManyhandsError:
+        """The error of a run that is to go on without a device, which is put out now."""
+        self.coordinator.evict(verdict.device, verdict.reason)
+        return self._lost(verdict.device, verdict.reason)
+
+    def _check_step(self, name: str, said: int, next_end: int) -> None:
+        """Go on without a device that says it has done what it cannot have done."""
+        if said > next_end or said >= self.fed:
+            reason = f"it says that it has done step {said}; the next one was {next_end}, and {self.fed} were sent"
+            raise self.evicted(Verdict(name, reason))
+
+    def _too_late(self, what: str, limit_seconds: float, missing: Collection[str]) -> ManyhandsError:
+        """Nobody has said anything for the limit: whoever is missing is evicted, unless that is everybody."""
+        if missing and len(missing) < len(self.everybody):
+            errors = [self.evicted(Verdict(one, f"waited {limit_seconds:g} s for it {what}")) for one in missing]
+            return errors[0]
+        return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {what}; nobody said anything.")
+
     # When something goes wrong
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -524,9 +578,14 @@ class Run:
     def _culprit(self) -> ManyhandsError | None:
         found = culprit(self.coordinator, self.members, self.generation)
         if found is None:
-            return None
+            return self._suspect()
         name, what = found
         return self._lost(name, what) if isinstance(what, str) else self._failed(name, what)
+
+    def _suspect(self) -> ManyhandsError | None:
+        """Everybody is there: a device that others cannot reach, or that sends what is not in the plan, is put out."""
+        verdict = self._stalls.suspect()
+        return None if verdict is None else self.evicted(verdict)
 
     def _lost(self, name: str, reason: str) -> ManyhandsError:
         step = self._done_step.get(name, self.first - 1) + 1

@@ -15,7 +15,7 @@ from manyhands.runtime.identity import interface_of
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
 from manyhands.runtime.serving import ask_to_leave, asked_to_leave_by_signal
-from manyhands.runtime.worker import CalledOtherwise, Worker
+from manyhands.runtime.worker import CalledOtherwise, Quarantined, Worker
 
 AGAIN_SECONDS = 10.0
 """A worker that stays and was refused tries again after so long."""
@@ -101,6 +101,9 @@ class _Service:
         except CalledOtherwise as error:
             self._current = None
             return self._take(error)
+        except Quarantined as error:
+            self._current = None
+            return self._wait_out(error)
         except Refused as error:
             self._current = None
             return self._turned_away(error)
@@ -168,6 +171,14 @@ class _Service:
         self._say(f"{error.message} This one is called {error.name} there. {error.hint}")
         self._name = error.name
         self.joining = dataclasses.replace(self.joining, name=error.name, is_named=False)
+        return False
+
+    def _wait_out(self, error: Quarantined) -> bool:
+        """A worker that was evicted comes back when it may: what kept it from working may have passed."""
+        if not (self._rejoin or self._stay):
+            raise error
+        self._say(f"{error.message} Joining again in {error.again_seconds:.0f} s. Ctrl-C ends this worker.")
+        time.sleep(error.again_seconds)
         return False
 
     def _turned_away(self, error: Refused) -> bool:

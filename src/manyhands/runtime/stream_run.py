@@ -57,7 +57,7 @@ class StreamRun(Run):
     ) -> None:  # fmt: skip
         super().__init__(coordinator, order, should_pause=should_pause, on_progress=on_progress)
         self.flow = flow
-        self.fed = self.answered = self.first
+        self.answered = self.first
         self.began_at = 0.0
         """When everybody was ready."""
         self.ahead = fed_ahead(order.plan)

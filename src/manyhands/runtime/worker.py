@@ -51,6 +51,7 @@ from manyhands.runtime.control import (
     Diagnosis,
     Done,
     EndAt,
+    Evict,
     Failed,
     Hello,
     Hold,
@@ -75,6 +76,7 @@ from manyhands.runtime.control import (
     Seen,
     Send,
     Shape,
+    Standing,
     Start,
     State,
     Stepped,
@@ -91,6 +93,7 @@ from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.knocking import knock_everywhere
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
+from manyhands.runtime.quarantine import LONGEST_SECONDS
 from manyhands.runtime.timing_here import graph_of, measured
 from manyhands.schedule.backup import is_due
 from manyhands.schedule.glimpse import thinned
@@ -131,6 +134,14 @@ class CalledOtherwise(Refused):
         self.name = refusal.name
 
 
+class Quarantined(Refused):
+    """The run that this worker was evicted from; `again_seconds` from now it may join again."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason, hint=refusal.hint)
+        self.again_seconds = min(refusal.again_seconds, LONGEST_SECONDS)
+
+
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
@@ -166,6 +177,9 @@ class Worker:
         self.stopped = -1
         """The last generation that was stopped."""
         self.leaving = False
+        self._main_thread = threading.get_ident()
+        self._at_work: int | None = None
+        """The generation that the main thread works for now."""
         self._ended = threading.Event()
         self.gone: ManyhandsError | None = None
         self.silence_seconds = 0.0
@@ -178,6 +192,7 @@ class Worker:
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
+        self._main_thread = threading.get_ident()
         try:
             self._join()
             threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -223,6 +238,8 @@ class Worker:
         answer = self._answer()
         if isinstance(answer, Refusal) and answer.name:
             raise CalledOtherwise(answer)
+        if isinstance(answer, Refusal) and answer.again_seconds > 0:
+            raise Quarantined(answer)
         if isinstance(answer, Refusal):
             raise Refused(answer.reason, hint=answer.hint)
         if not isinstance(answer, Welcome):
@@ -262,13 +279,28 @@ class Worker:
             if one.source != COORDINATOR
         )
 
+    def _standing(self) -> Standing | None:
+        """How far this worker is in the generation it takes part in; None where it takes part in none."""
+        generation = self._at_work
+        if generation is None:
+            return None
+        prepared, box = self.prepared, self.endpoint.mailbox
+        executor = prepared.executor if prepared is not None else None
+        missing = self.endpoint.missing_peers()
+        return Standing(
+            generation, step=executor.step if executor is not None else -1,
+            moved=box.moved + (executor.actions_done if executor is not None else 0),
+            is_busy=not missing and not box.is_waiting(self._main_thread), waits_for=tuple(missing or box.waited_for()),
+            is_connecting=bool(missing), silent=self.endpoint.silent_peers(), refused=dict(box.refused_by),
+        )  # fmt: skip
+
     def _listen(self) -> None:
         """The control thread: passes commands on, stops at once what must stop, and beats."""
         heard = time.monotonic()
         try:
             while True:
                 data = self.channel.receive(self.beat_seconds)
-                self._say(Beat(self._arrivals()))
+                self._say(Beat(self._arrivals(), self._standing()))
                 self._tell_of_copies()  # here too: no round may be fed before they are known to have come
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
@@ -304,6 +336,8 @@ class Worker:
             )  # not what this generation gives: it is at `first`
         elif isinstance(message, Reshape):
             self._shape(message.links)
+        elif isinstance(message, Evict):
+            raise WorkerLost(f"The run goes on without this worker: {message.reason}.")
         else:
             if isinstance(message, (Stop, Leave)):
                 self.stopped = getattr(message, "generation", self.stopped)
@@ -317,6 +351,7 @@ class Worker:
         generation = getattr(command, "generation", -1)
         if not isinstance(command, Stop) and generation <= self.stopped:
             return
+        self._at_work = generation if isinstance(command, (Prepare, Start)) else None
         try:
             if isinstance(command, Prepare):
                 self._prepare(command)
@@ -350,6 +385,8 @@ class Worker:
                 with contextlib.suppress(OSError):  # its log may be on a full disk
                     print("".join(traceback.format_exception(error)), file=sys.stderr)
             self._report(generation, type(found).__name__, found.message, found.hint)
+        finally:
+            self._at_work = None
 
     def _report(self, generation: int, kind: str, message: str, hint: str) -> None:
         executor = self.prepared.executor if self.prepared is not None else None

@@ -1,0 +1,222 @@
+"""Which device a run that stands still should go on without. Judged by progress, not by heartbeats.
+
+A process that answers may still be of no use: its computation hangs, two devices cannot reach each other, or one sends
+what the plan does not say. Each worker's heartbeat carries its `Standing`: a counter that rises with everything it gets
+done, and the devices it waits for. From all of them together, the root cause is found in this order:
+
+    1. hung          computes and has finished nothing for the limit
+    2. off the plan  another waits for it, and has refused what it sent
+    3. unreachable   two devices do not hear each other, or cannot connect: the one that does less work goes
+    4. waited for    others wait for it and it waits for nobody: it lost or never sent what they need
+    5. a circle      all wait for each other, and nothing above explains it: whom most of them wait for goes
+
+The first three are clear after the limit, the last two are judged after twice the limit. A device that waits for a
+batch which the coordinator has not sent yet is nobody's fault. No threads, and no clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan_check import op_range
+from manyhands.runtime.control import Standing
+
+LEAST_SECONDS = 4.0
+"""No device is judged sooner: a process can be kept from running for a second or two by its machine."""
+ROUNDS = 10.0
+"""Of the usual round's time: so long nothing may happen. Five times slower than usual is slow, not broken."""
+FIRST_LEAST_SECONDS = 10.0
+FIRST_ROUNDS = 30.0
+"""The same for the first round by a plan, in which memory is taken and kernels are warmed up."""
+PREDICTED_ROUNDS = 100.0
+"""The same for a job's first round, of a time that was only predicted."""
+PREDICTED_LEAST_SECONDS = 30.0
+SILENT_SECONDS = 3.0
+"""Peers send each other a heartbeat every second: without a byte for so long, they do not hear each other."""
+CONNECT_SECONDS = 8.0
+"""Two devices that wait for each other's connection for so long cannot reach each other."""
+_UNCLEAR = 2.0
+"""Of the limit: when there is no direct evidence."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One device of a run, as the coordinator sees it now."""
+
+    standing: Standing | None
+    """None: it takes part in nothing at the moment."""
+    unmoved_seconds: float
+    work: float = 1.0
+    """Its part of the run's computation: what is lost with it."""
+
+    def waits_for(self, devices: Mapping[str, Observed]) -> list[str]:
+        return [] if self.standing is None else [name for name in self.standing.waits_for if name in devices]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The device to go on without, and why."""
+
+    device: str
+    reason: str
+
+
+def limit_seconds(
+    round_seconds: float | None, usual_seconds: float | None, predicted_seconds: float | None, patience: float = 1.0
+) -> float | None:
+    """How long a device may make no progress; None where nothing is known that it could follow from.
+
+    `round_seconds`: of recent rounds by this plan; `usual_seconds`: by the job's earlier plans; `predicted_seconds`: of
+    a round, by the planner.
+    """
+    if round_seconds is not None:
+        found = max(LEAST_SECONDS, ROUNDS * round_seconds)
+    elif usual_seconds is not None:
+        found = max(FIRST_LEAST_SECONDS, FIRST_ROUNDS * usual_seconds)
+    elif predicted_seconds is not None:
+        found = max(PREDICTED_LEAST_SECONDS, PREDICTED_ROUNDS * predicted_seconds)
+    else:
+        return None
+    return found * patience
+
+
+def judge(
+    devices: Mapping[str, Observed], limit: float, *, steps_fed: int, stride: int = 1, patience: float = 1.0
+) -> Verdict | None:
+    """The device that keeps the run from going on; None while all get on, or the coordinator is the one to wait for.
+
+    `limit`: seconds without progress, see `limit_seconds`. `steps_fed`: the first step whose batch was not sent yet;
+    `stride`: steps of a round.
+    """
+    stuck = {name: one for name, one in devices.items() if one.standing is not None and one.unmoved_seconds >= limit}
+    return (
+        _hung(stuck)
+        or _off_the_plan(stuck, devices)
+        or _unreachable(stuck, devices, patience)
+        or _waited_for(devices, _UNCLEAR * limit, steps_fed - stride)
+    )
+
+
+def suspect(devices: Mapping[str, Observed], patience: float = 1.0) -> Verdict | None:
+    """The device that explains why another failed while it waited: only direct evidence counts, from the last heartbeat
+    before that."""
+    return _off_the_plan(devices, devices) or _unreachable(devices, devices, patience)
+
+
+def work_of(plan: Plan, network: Network) -> dict[str, float]:
+    """Device -> its part of all multiply-accumulates of a round."""
+    found: dict[str, float] = dict.fromkeys(plan.devices, 0.0)
+    for stage in plan.stages:
+        first, last = op_range(stage, network)
+        macs = 1 + sum(op.macs for op in network.ops[first:last])
+        for name, part in _parts(stage).items():
+            found[name] += macs * part
+    return {name: amount / sum(found.values()) for name, amount in found.items()}
+
+
+def _parts(stage: Stage) -> dict[str, float]:
+    share = stage.share
+    if isinstance(share, BySamples):
+        sizes = [float(count) for count in share.samples]
+    elif isinstance(share, ByTiles):
+        sizes = [height * width for height in share.rows for width in share.columns]
+    elif isinstance(share, ByChannels):
+        sizes = [float(count) for count in share.groups]
+    else:
+        sizes = [1.0] * len(stage.devices)
+    return {name: size / sum(sizes) for name, size in zip(stage.devices, sizes)}
+
+
+def _hung(stuck: Mapping[str, Observed]) -> Verdict | None:
+    for name, one in stuck.items():
+        standing = one.standing
+        if standing is not None and standing.is_busy and standing.step >= 0:
+            reason = f"it answers, but has made no progress for {one.unmoved_seconds:.1f} s at step {standing.step}"
+            return Verdict(name, reason)
+    return None
+
+
+def _off_the_plan(stuck: Mapping[str, Observed], devices: Mapping[str, Observed]) -> Verdict | None:
+    for name, one in stuck.items():
+        refused = one.standing.refused if one.standing is not None else {}
+        for other in one.waits_for(devices):
+            if refused.get(other):
+                return Verdict(
+                    other, f"{name} waits for it and refused {refused[other]} message(s) that are not in the plan"
+                )
+    return None
+
+
+def _unreachable(stuck: Mapping[str, Observed], devices: Mapping[str, Observed], patience: float) -> Verdict | None:
+    pairs = _silent_pairs(stuck, devices, patience) | _unconnected_pairs(devices, patience)
+    if not pairs:
+        return None
+    count = Counter(name for pair in pairs for name in pair)
+    gone = _cheapest(count, devices)
+    others = sorted({name for pair in pairs if gone in pair for name in pair} - {gone})
+    return Verdict(gone, f"it and {', '.join(others)} do not reach each other")
+
+
+def _silent_pairs(
+    stuck: Mapping[str, Observed], devices: Mapping[str, Observed], patience: float
+) -> set[frozenset[str]]:
+    """Pairs of which one does not hear the other, as soon as somebody is stuck."""
+    if not stuck:
+        return set()
+    return {
+        frozenset((name, other))
+        for name, one in devices.items()
+        if one.standing is not None
+        for other, seconds in one.standing.silent.items()
+        if other in devices and seconds >= SILENT_SECONDS * patience
+    }
+
+
+def _unconnected_pairs(devices: Mapping[str, Observed], patience: float) -> set[frozenset[str]]:
+    """Pairs that have both waited for each other's connection for too long."""
+    waiting = {
+        name: set(one.waits_for(devices))
+        for name, one in devices.items()
+        if one.standing is not None and one.standing.is_connecting and one.unmoved_seconds >= CONNECT_SECONDS * patience
+    }
+    return {
+        frozenset((name, other))
+        for name, others in waiting.items()
+        for other in others
+        if name in waiting.get(other, ())
+    }
+
+
+def _waited_for(devices: Mapping[str, Observed], limit: float, last_round_fed: int) -> Verdict | None:
+    """Whoever is at the end of the chains of those that wait; in a circle, whom most wait for."""
+    stuck = {
+        name: one.waits_for(devices)
+        for name, one in devices.items()
+        if one.standing is not None and one.standing.step >= 0 and one.unmoved_seconds >= limit
+    }
+    if any(_waits_for_a_batch(one, last_round_fed) for one in devices.values()):
+        return None
+    votes = Counter(other for others in stuck.values() for other in others)
+    if not votes:
+        return None
+    ends = Counter({name: count for name, count in votes.items() if not stuck.get(name)})
+    gone = _cheapest(ends or votes, devices)
+    who = ", ".join(sorted(name for name, others in stuck.items() if gone in others))
+    seconds = min(devices[name].unmoved_seconds for name in stuck)
+    return Verdict(gone, f"{who} waited {seconds:.1f} s for what it was to send")
+
+
+def _cheapest(votes: Mapping[str, int], devices: Mapping[str, Observed]) -> str:
+    """The device with most votes; of several the one that does least, and then the last by name."""
+    return min(sorted(votes, reverse=True), key=lambda name: (-votes[name], devices[name].work))
+
+
+def _waits_for_a_batch(one: Observed, last_round_fed: int) -> bool:
+    """Whether a device waits for a batch that the coordinator has not sent yet."""
+    standing = one.standing
+    return standing is not None and COORDINATOR in standing.waits_for and standing.step > last_round_fed

@@ -1,0 +1,205 @@
+"""A device that answers and is of no use is evicted within seconds, and the weights are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
+
+from manyhands.executor.executor import Executor
+from manyhands.facts.errors import WorkerLost
+from manyhands.runtime import quarantine, stalls
+from manyhands.runtime.control import Progress
+from manyhands.runtime.quarantine import Quarantine
+from manyhands.runtime.worker import Worker
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+NAMES = ("a", "b", "c")
+FAULT_STEP = 4
+RECOVERY_SECONDS = 20.0
+"""Of a run whose limit for standstill is 0.6 s; before evictions it took ten minutes and ended."""
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "LEAST_SECONDS", 0.6)
+    monkeypatch.setattr(stalls, "FIRST_LEAST_SECONDS", 2.0)
+    monkeypatch.setattr(stalls, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(stalls, "CONNECT_SECONDS", 0.8)
+
+
+def check_evicted(trip: Trip, device: str, words: str, plan: str) -> None:
+    trip.check(reference(PLANS[plan].micro_batches))
+    lost = trip.facts("lost")
+    assert [facts["devices"] for facts in lost] == [[device]], lost
+    assert words in lost[0]["reason"], lost
+    assert trip.cluster.coordinator.members[device].is_evicted
+    recovered = trip.facts("recovered")
+    assert recovered, trip.told
+    assert recovered[0]["seconds"] < RECOVERY_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "place"),
+    [
+        ("samples", "b", "backward"),
+        ("samples", "c", "all-reduce"),
+        ("tiles", "b", "forward"),
+        ("pipeline", "b", "backward"),
+        ("pipeline", "c", "loss"),
+        ("hybrid", "a", "step"),
+    ],
+)
+def test_a_device_that_hangs_is_evicted(plan: str, device: str, place: str) -> None:
+    """Its heartbeats go on: judged by those, everybody waits for ten minutes and the run ends."""
+    fault = Fault(device, place, "hung", step=FAULT_STEP)
+    with FaultCluster(NAMES, fault) as cluster:
+        trip = cluster.travel(PLANS[plan])
+    check_evicted(trip, device, "no progress" if place != "all-reduce" else "", plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "pair", "gone"),
+    [("samples", ("b", "c"), "c"), ("tiles", ("a", "b"), "b"), ("pipeline", ("a", "b"), None)],
+)
+def test_two_devices_that_do_not_reach_each_other(plan: str, pair: tuple[str, str], gone: str | None) -> None:
+    """Both reach the coordinator. The run goes on without the one that does less."""
+    fault = Fault(pair[0], "send" if plan != "samples" else "forward", "parted", step=FAULT_STEP, to=pair[1])
+    with FaultCluster(NAMES, fault) as cluster:
+        trip = cluster.travel(PLANS[plan])
+        if gone is None:
+            gone = next(name for name in pair if cluster.coordinator.members[name].is_lost)
+    check_evicted(trip, gone, "do not reach each other", plan)
+
+
+def test_two_devices_that_cannot_connect_for_the_next_plan() -> None:
+    """The partition comes while the job recovers from a loss."""
+    lost = Fault("c", "backward", step=FAULT_STEP)
+    parted = Fault("a", "survey", "parted", to="b", after=lost)
+    with FaultCluster(NAMES, lost, parted) as cluster:
+        cluster.coordinator.endpoint  # noqa: B018
+        trip = cluster.travel(PLANS["samples"], at_event={"lost": lambda: break_link(cluster)})
+    trip.check(reference(1))
+    assert [facts["devices"] for facts in trip.facts("lost")][0] == ["c"]
+    assert any("do not reach each other" in facts["reason"] for facts in trip.facts("lost")), trip.facts("lost")
+
+
+def break_link(cluster: FaultCluster) -> None:
+    cluster.workers["a"].endpoint.lose("b")
+
+
+def test_a_device_that_sends_other_sizes_than_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver refuses it and waits for the right one, which never comes."""
+    fault = Fault("b", "all-reduce", "called", step=FAULT_STEP, does=send_too_much)
+    with FaultCluster(NAMES, fault) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    check_evicted(trip, "b", "not in the plan", "samples")
+
+
+def send_too_much(worker: Worker) -> None:
+    """From now on everything this worker sends is one byte longer."""
+    send = worker.endpoint.send
+
+    def longer(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
+        send(to, step, topic, [*parts, torch.zeros(1, dtype=torch.uint8)], urgent=urgent)
+
+    worker.endpoint.send = longer  # type: ignore[method-assign]
+
+
+def test_a_device_that_says_it_is_further_than_it_can_be() -> None:
+    def lie(worker: Worker) -> None:
+        worker._say(Progress(worker.prepared.generation, 7, 0.01, (0.0,)))  # type: ignore[union-attr]
+
+    with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=lie)) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    check_evicted(trip, "b", "it says that it has done step 7", "samples")
+
+
+def test_a_device_that_says_it_is_done_and_sends_nothing() -> None:
+    """Within what it was fed the lie is not absurd: the others wait for its gradients."""
+
+    def lie(worker: Worker) -> None:
+        worker._say(Progress(worker.prepared.generation, FAULT_STEP, 0.01, (0.0,)))  # type: ignore[union-attr]
+        worker.endpoint.send = lambda *words, **named: None  # type: ignore[method-assign]
+
+    with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=lie)) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    check_evicted(trip, "b", "for what it was to send", "samples")
+
+
+def test_two_that_hang_at_once() -> None:
+    """The second is found when it is asked what state it holds."""
+    faults = [Fault(name, "backward", "hung", step=FAULT_STEP) for name in ("b", "c")]
+    with FaultCluster(NAMES, *faults) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    trip.check(reference(1))
+    assert {name for name, one in cluster.coordinator.members.items() if one.is_evicted} == {"b", "c"}
+
+
+def test_the_only_device_hangs() -> None:
+    """Nobody is left: that is said at once, not after ten minutes."""
+    with FaultCluster(("a",), Fault("a", "backward", "hung", step=FAULT_STEP)) as cluster:
+        plan = PLANS["samples"]
+        alone = plan.__class__(plan.network, plan.batch_size, (plan.stages[0].__class__((0, 3), ("a",)),))
+        with pytest.raises(WorkerLost, match="no progress"):
+            cluster.travel(alone)
+
+
+def test_a_slow_device_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times slower than usual: it is waited for."""
+    import time
+
+    act = Executor._act
+
+    def slowly(one: Executor, action: Any) -> None:
+        start = time.monotonic()
+        act(one, action)
+        if one.device == "b" and one.step >= 3:
+            time.sleep(4 * (time.monotonic() - start))
+
+    monkeypatch.setattr(Executor, "_act", slowly)
+    with FaultCluster(NAMES) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    trip.check(reference(1), generations=1)
+
+
+def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for the coordinator's next batch, for longer than the limit."""
+    import time
+
+    with FaultCluster(NAMES) as cluster:
+        trip = cluster.travel(PLANS["pipeline"], at_step={4: lambda: time.sleep(2.5)})
+    trip.check(reference(2), generations=1)
+
+
+class TestQuarantine:
+    def test_longer_each_time(self) -> None:
+        kept = Quarantine()
+        assert kept.refusal("p", "pi", 0.0) is None
+        kept.begin("p", "it hung", 0.0)
+        refusal = kept.refusal("p", "pi", 1.0)
+        assert refusal is not None
+        assert refusal.again_seconds == quarantine.FIRST_SECONDS - 1
+        assert "it hung" in refusal.reason
+        assert kept.refusal("q", "pi", 1.0) is None
+        assert kept.refusal("p", "pi", quarantine.FIRST_SECONDS) is None
+        kept.begin("p", "it hung", 100.0)
+        again = kept.refusal("p", "pi", 100.0)
+        assert again is not None
+        assert again.again_seconds == 2 * quarantine.FIRST_SECONDS
+
+    def test_an_evicted_worker_is_told_when_it_may_come_back(self) -> None:
+        with FaultCluster(("a", "b")) as cluster:
+            cluster.coordinator.evict("b", "it hung")
+            member = cluster.coordinator.members["b"]
+            assert member.is_lost
+            assert member.is_evicted
+            process = member.identity.process
+            found = cluster.coordinator.quarantine.refusal(process, "b", cluster.clock())
+            assert found is not None
+            cluster.until(lambda: any(name == "b" for name, _ in cluster.ended))
+            error = next(error for name, error in cluster.ended if name == "b")
+            assert isinstance(error, WorkerLost)
