@@ -80,8 +80,8 @@ class Fault:
     coordinator; statistics, all-reduce; keep, send copy, hold copy: backups; survey, prepare, give, load: recovery."""
     kind: str = "killed"
     """Or "silent" (nothing from or to it arrives any more), "unlinked" (from `to` alone, which still lives), "parted"
-    (as unlinked, and nobody is told), "hung" (it goes on with its heartbeats and does nothing else), or "called" (`does`
-    is called with its worker)."""
+    (as unlinked, and nobody is told), "hung" (it goes on with its heartbeats and does nothing else), or "called"
+    (`does` is called with its worker)."""
     step: int | None = None
     """None: in any. Of backups: the steps done when it was taken."""
     nth: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -80,10 +81,9 @@ def test_two_devices_that_cannot_connect_for_the_next_plan() -> None:
     lost = Fault("c", "backward", step=FAULT_STEP)
     parted = Fault("a", "survey", "parted", to="b", after=lost)
     with FaultCluster(NAMES, lost, parted) as cluster:
-        cluster.coordinator.endpoint  # noqa: B018
         trip = cluster.travel(PLANS["samples"], at_event={"lost": lambda: break_link(cluster)})
     trip.check(reference(1))
-    assert [facts["devices"] for facts in trip.facts("lost")][0] == ["c"]
+    assert trip.facts("lost")[0]["devices"] == ["c"]
     assert any("do not reach each other" in facts["reason"] for facts in trip.facts("lost")), trip.facts("lost")
 
 
@@ -150,8 +150,6 @@ def test_the_only_device_hangs() -> None:
 
 def test_a_slow_device_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five times slower than usual: it is waited for."""
-    import time
-
     act = Executor._act
 
     def slowly(one: Executor, action: Any) -> None:
@@ -168,8 +166,6 @@ def test_a_slow_device_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """All wait for the coordinator's next batch, for longer than the limit."""
-    import time
-
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(PLANS["pipeline"], at_step={4: lambda: time.sleep(2.5)})
     trip.check(reference(2), generations=1)
