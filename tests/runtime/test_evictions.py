@@ -99,12 +99,25 @@ def test_a_device_that_sends_other_sizes_than_the_plan_says(monkeypatch: pytest.
     check_evicted(trip, "b", "not in the plan", "samples")
 
 
-def send_too_much(worker: Worker) -> None:
-    """From now on everything this worker sends is one byte longer."""
+@pytest.mark.parametrize(("plan", "device"), [("hybrid", "c"), ("pipeline", "b")])
+def test_a_device_whose_copies_are_not_what_it_announced(plan: str, device: str) -> None:
+    """No round is fed while copies are missing: the others have nothing to wait for."""
+    fault = Fault(device, "send copy", "called", step=4, does=lambda worker: send_too_much(worker, "state"))
+    with FaultCluster(NAMES, fault) as cluster:
+        trip = cluster.travel(PLANS[plan], steps=14)
+    trip.check(reference(PLANS[plan].micro_batches, 14))
+    lost = trip.facts("lost")
+    assert [facts["devices"] for facts in lost] == [[device]]
+    assert "refused" in lost[0]["reason"]
+
+
+def send_too_much(worker: Worker, topics: str = "") -> None:
+    """From now on what this worker sends under such topics is one byte longer."""
     send = worker.endpoint.send
 
     def longer(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
-        send(to, step, topic, [*parts, torch.zeros(1, dtype=torch.uint8)], urgent=urgent)
+        more = [torch.zeros(1, dtype=torch.uint8)] if topic.startswith(topics) else []
+        send(to, step, topic, [*parts, *more], urgent=urgent)
 
     worker.endpoint.send = longer  # type: ignore[method-assign]
 

@@ -69,6 +69,16 @@ class Backups:
             self.run.coordinator.say(name, Retain(first, _NO_LIMIT))
         self.run.on_safe(step)
 
+    def owing(self) -> list[tuple[str, str]]:
+        """Of the oldest step that is not safe: each device whose copy is missing, and who was to hold it; twice the
+        same name where the device has not even said that it has one."""
+        begun = [step for step in {*self._kept, *self._held} if step > self.safe_step]
+        if not begun:
+            return []
+        kept, held = self._kept[min(begun)], self._held[min(begun)]
+        found = [(name, name) for name in self.run.names if name not in kept]
+        return found or [(name, holder) for name, holder in self.holders.items() if name not in held]
+
     def is_behind(self, fed: int) -> bool:
         """Whether so many backups of steps that were fed are not safe yet that workers should wait."""
         if not self.every:

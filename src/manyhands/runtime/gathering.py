@@ -105,6 +105,12 @@ class Gathering:
         snapshots = self.run.order.snapshots
         return snapshots[self._saved] if self._saved < len(snapshots) else None
 
+    def owing(self) -> list[str]:
+        """Those whose part of the oldest snapshot is missing."""
+        step = self.wanted_step
+        with self._change:
+            return [] if step is None else [name for name in self.run.keepers if name not in self._parts.get(step, {})]
+
     def is_complete(self) -> bool:
         return self._saved == len(self.run.order.snapshots)
 

@@ -369,6 +369,15 @@ class Run:
             limit_seconds = self.order.wait_limit_seconds + 30
             self._follow(moved, self._hear, f"to end step {done}", limit_seconds, self._last_ones)
 
+    def owing(self) -> list[tuple[str, str]]:
+        """Devices whose copies the coordinator waits for before it goes on, each with who was to get it."""
+        found: list[tuple[str, str]] = []
+        if self.backups.is_behind(self.fed):
+            found += self.backups.owing()
+        if self._gathering.is_behind(self.fed) or self._steps_done() >= self.last_step:
+            found += [(name, COORDINATOR) for name in self._gathering.owing()]
+        return found
+
     def _may_be_fed(self) -> int:
         """Steps. Where a round has several, as many as can be under way: a change of plans waits for what was fed."""
         if self.stride == 1:

@@ -50,6 +50,8 @@ class StallWatch:
         """When each device ended its last round."""
         self._looked_at = self._back_at = time.monotonic()
         self._steps_fed = run.first
+        self._moved, self._moved_at = 0, self._looked_at
+        """Of what comes to the coordinator."""
 
     def ended_round(self, name: str, seconds: float) -> None:
         """A device says that its round has taken so long: not longer than since the one before."""
@@ -74,8 +76,15 @@ class StallWatch:
         run, self._looked_at = self._run, now
         if away > _ABSENT_SECONDS or run.fed != self._steps_fed:  # nobody could go on before there was a batch
             self._back_at, self._steps_fed = now, run.fed
-        return stalls.judge(
-            self._observed(now), self.limit_seconds, steps_fed=run.fed, stride=run.stride, patience=self._patience
+        observed, limit = self._observed(now), self.limit_seconds
+        found = stalls.judge(observed, limit, steps_fed=run.fed, stride=run.stride, patience=self._patience)
+        if found is not None or not observed:
+            return found
+        moved = run.coordinator.endpoint.mailbox.moved
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        return stalls.judge_copies(
+            observed, run.owing(), limit, coordinator_unmoved_seconds=now - max(self._moved_at, self._back_at)
         )
 
     def _observed(self, now: float) -> dict[str, Observed]:

@@ -17,7 +17,7 @@ batch which the coordinator has not sent yet is nobody's fault. No threads, and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.executor.messages import COORDINATOR
@@ -100,6 +100,29 @@ def judge(
         or _unreachable(stuck, devices, patience)
         or _waited_for(devices, _UNCLEAR * limit, steps_fed - stride)
     )
+
+
+def judge_copies(
+    devices: Mapping[str, Observed],
+    owing: Sequence[tuple[str, str]],
+    limit: float,
+    *,
+    coordinator_unmoved_seconds: float,
+) -> Verdict | None:
+    """The device whose copy never comes, so that the coordinator sends no further batch.
+
+    `owing`: devices whose copies are missing, each with who was to get it: another device, or the coordinator.
+    """
+    still = min([coordinator_unmoved_seconds, *(one.unmoved_seconds for one in devices.values())])
+    if not owing or still < _UNCLEAR * limit:
+        return None
+    for source, holder in owing:
+        standing = devices[holder].standing if holder in devices else None
+        if standing is not None and standing.refused.get(source):
+            return Verdict(source, f"{holder} refused its copy of the state: it is not what was announced")
+    votes = Counter(name for pair in owing for name in set(pair) if name in devices)
+    gone = _cheapest(votes, devices)
+    return Verdict(gone, f"waited {still:.1f} s for a copy of the state that it was to send or to hold")
 
 
 def suspect(devices: Mapping[str, Observed], patience: float = 1.0) -> Verdict | None:
