@@ -180,8 +180,7 @@ class Journey:
     def _usual(self) -> Usual:
         """How long things took in the generations so far."""
         recent = self.outcome.step_seconds[-_RECENT_STEPS:]
-        round_seconds = statistics.median(recent) * self.order.plan.steps_per_round if recent else None
-        return Usual(round_seconds, self._prepared_seconds)
+        return Usual(statistics.median(recent) if recent else None, self._prepared_seconds)
 
     def _leg(self, order: Order) -> Order:
         """The order as far as its plan is wanted."""

@@ -473,7 +473,7 @@ class Run:
         if message.step <= self._done_step[name]:
             return False
         self._check_step(name, message.step, self.round_end(self._done_step[name] + 1) - 1)
-        self._stalls.ended_round(name, message.seconds)
+        self._stalls.ended_round(name, message.seconds, message.step - self._done_step[name])
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)

@@ -45,7 +45,7 @@ class StallWatch:
         self._patience = run.coordinator.security.patience
         self._work = stalls.work_of(run.order.plan, run.order.graph.network)
         self._round_seconds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
-        """Of recent rounds, on each device."""
+        """Of recent rounds, on each device; a step's where a round has several."""
         self._ended_at: dict[str, float] = {}
         """When each device ended its last round."""
         self._looked_at = self._back_at = time.monotonic()
@@ -53,10 +53,11 @@ class StallWatch:
         self._moved, self._moved_at = 0, self._looked_at
         """Of what comes to the coordinator."""
 
-    def ended_round(self, name: str, seconds: float) -> None:
-        """A device says that its round has taken so long: not longer than since the one before."""
+    def ended_round(self, name: str, seconds: float, steps: int) -> None:
+        """A device says that its round has taken so long: not longer than since the one before. Where a round has
+        several steps, a step's time counts: that is how often something is to be done."""
         now = time.monotonic()
-        self._round_seconds.append(min(seconds, now - self._ended_at.get(name, 0.0)))
+        self._round_seconds.append(min(seconds, now - self._ended_at.get(name, 0.0)) / max(1, steps))
         self._ended_at[name] = now
 
     @property
