@@ -38,7 +38,7 @@ from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -70,6 +70,8 @@ class Facts(msgspec.Struct, frozen=True):
     slowdown: float = 1.0
     """How many times slower than its machine it computes."""
     silo: SiloFacts | None = None
+    confinement: str = ""
+    """How its process is confined, in words; empty: it does not say."""
 
 
 class Job(msgspec.Struct, frozen=True):
