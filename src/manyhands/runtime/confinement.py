@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import manyhands
 from manyhands.facts.errors import BadValue
 from manyhands.runtime import landlock, seccomp
 from manyhands.runtime.landlock import READ, REMOVE_DIR, USE_DEVICE, WRITE, Rule
@@ -155,7 +154,7 @@ def rules(
 
 def _python_folders() -> list[str]:
     """Where modules and the libraries beside them are."""
-    own = str(Path(manyhands.__file__).resolve().parent)
+    own = str(Path(__file__).resolve().parents[1])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     listed = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path, *libraries, own)
     return list(dict.fromkeys(os.path.realpath(path) for path in listed if os.path.isabs(path)))
