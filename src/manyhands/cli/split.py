@@ -94,7 +94,7 @@ def serve(
             Silo.read(silo)  # what is wrong with it is said now, not to the first edge
         say(confinement.sentence)
         joining = Joining(
-            host, port, token, name, compute, threads, slowdown=slowdown, silo=silo, confinement=confinement.text
+            host, port, token, name, compute, threads, slowdown=slowdown, silo=silo, confinement=confinement
         )
         listen(joining, say=say, once=once, on_listening=listening)
 

@@ -108,7 +108,7 @@ def worker(
 
         joining = Joining(
             host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named,
-            confinement=confinement.text,
+            confinement=confinement,
         )  # fmt: skip
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:

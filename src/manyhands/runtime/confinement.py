@@ -21,8 +21,9 @@ import glob
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from manyhands.facts.errors import BadValue
 from manyhands.runtime import landlock, seccomp
@@ -46,8 +47,7 @@ _CACHES = {"CUDA_CACHE_PATH": "cuda", "PYTORCH_KERNEL_CACHE_PATH": "kernels", "T
 """What libraries compile goes where the worker may write."""
 
 
-@dataclass(frozen=True)
-class Confinement:
+class Confinement(msgspec.Struct, frozen=True):
     """What of it is in effect, and what is not."""
 
     parts: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from manyhands.engine.transport import Reached, Transport, reach_either
 from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
+from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control import Facts, SiloFacts
 
 
@@ -42,8 +43,8 @@ class Joining:
     """The name, if any, was given by hand: the coordinator does not choose another."""
     process: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells this worker from others of its name; the same when it comes back."""
-    confinement: str = ""
-    """How this process is confined, in words (`confinement`); empty: nobody looked."""
+    confinement: Confinement | None = None
+    """How this process is confined; None: it is not a process of its own."""
 
 
 def reach(joining: Joining, name: str, transport: Transport) -> Reached:
