@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.engine.shared_memory import FillingRing
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.runtime import confinement, landlock, seccomp
@@ -145,9 +146,9 @@ def test_its_temporary_folder_is_private_and_removed(attempts: dict[str, object]
 
 
 def test_it_costs_little(attempts: dict[str, object]) -> None:
-    """Measured: 2 to 4 ms; a loaded machine may take longer."""
+    """Measured: 5 to 10 ms on two shared Arm cores; a loaded machine may take longer."""
     assert isinstance(attempts["milliseconds"], float)
-    assert attempts["milliseconds"] < 100
+    assert attempts["milliseconds"] < 500
 
 
 # Real workers
@@ -166,6 +167,30 @@ def test_local_workers_are_confined_and_exact(tmp_path: Path) -> None:
         ran.assert_as_planned()
         one = train(coordinator, "single", tmp_path / "one", steps=3)
         assert_close(ran.state, one.state)
+
+
+FETCHING = """
+import sys
+from manyhands.runtime.confinement import confined
+with confined() as own:
+    from manyhands.engine.shared_memory import find
+    ring = find(sys.argv[1].encode(), 2**20, bytes.fromhex(sys.argv[2]))
+    print(ring.nonce.hex(), own.text)
+    ring.close()
+"""
+
+
+def test_memory_in_common_with_a_process_that_is_not_confined() -> None:
+    """As a worker has it with its coordinator, into whose files of /proc it can no longer look."""
+    ring = FillingRing(2**20)
+    try:
+        words = [sys.executable, "-c", FETCHING, ring.place.decode(), ring.key.hex()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        nonce, _, how = done.stdout.strip().partition(" ")
+        assert bytes.fromhex(nonce) == ring.nonce
+        assert how == confinement.available().text
+    finally:
+        ring.close()
 
 
 def test_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
