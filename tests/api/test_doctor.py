@@ -12,9 +12,11 @@ from manyhands.api import doctor_machine as machine
 from manyhands.api import doctor_network as network
 from manyhands.api.doctor import Asked, discovery_verdict, join_check
 from manyhands.api.doctor_check import BROKEN, OK, WARNING, Check, Diagnosis, requirement, unmet
+from manyhands.api.doctor_confinement import confinement_check, confinement_checks
 from manyhands.api.doctor_firewall import firewall_here, opening, remedy
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue
+from manyhands.runtime.confinement import Confinement, available
 from manyhands.runtime.knocking import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, knock
 from manyhands.runtime.memory_kills import free_bytes
 
@@ -126,6 +128,22 @@ def test_folders(tmp_path: Path) -> None:
         "MANYHANDS_HOME=x")  # fmt: skip
     bad(machine.room_check("run folder", "runs", 50_000_000, "cd x"), BROKEN, "50 MB", "cd x")
     assert machine.room_check("run folder", "runs", 500_000_000, "cd x").state == WARNING
+
+
+def test_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Confinement(("own temp folder", "no new privileges", "Landlock 7", "seccomp"))
+    assert confinement_check(whole).state == OK
+    assert "Landlock 7" in confinement_check(whole, "pi").found
+    old = Confinement(("no new privileges", "seccomp"), ("Landlock (kernel 5.4 without Landlock)",))
+    bad(confinement_check(old, "pi"), WARNING, "without Landlock (kernel 5.4", "lsm=")
+    bad(confinement_check(Confinement(missing=("switched off",)), "pi"), WARNING, "not confined", "--no-confine")
+    for word, found in (("off", "switched off by MANYHANDS_CONFINE"), ("maybe", "MANYHANDS_CONFINE is 'maybe'")):
+        monkeypatch.setenv("MANYHANDS_CONFINE", word)
+        (check,) = confinement_checks()
+        bad(check, WARNING, found, "nset MANYHANDS_CONFINE" if word == "off" else "Unset it")
+    monkeypatch.delenv("MANYHANDS_CONFINE")
+    (check,) = confinement_checks()
+    assert check.found == available().text
 
 
 def test_shared_memory_and_open_files() -> None:

@@ -77,6 +77,32 @@ def test_a_service_for_systemd(tmp_path: Path) -> None:
         assert "manyhands-worker.service" not in checked.stderr, checked.stderr
 
 
+def alone(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A worker that finds no coordinator."""
+    joining = ("--join", "127.0.0.1:1", "--token", "t", "--wait", "0.1", "--threads", "1")
+    return run_command("worker", *joining, *words, cwd=folder, MANYHANDS_HOME=str(folder / "home"), **environment)
+
+
+@pytest.mark.xdist_group("commands")
+def test_it_says_how_it_is_confined(tmp_path: Path) -> None:
+    assert "Confined: own temp folder, no new privileges" in alone(tmp_path).stdout
+    assert "This worker is not confined; switched off." in alone(tmp_path, "--no-confine").stdout
+    assert "not confined; switched off" in alone(tmp_path, MANYHANDS_CONFINE="off").stdout
+
+
+@pytest.mark.xdist_group("commands")
+def test_a_misspelt_variable_is_refused(tmp_path: Path) -> None:
+    done = alone(tmp_path, MANYHANDS_CONFINE="of")
+    assert done.returncode == 10
+    assert "MANYHANDS_CONFINE is 'of'; it must be on or off." in done.stderr
+
+
+@pytest.mark.xdist_group("commands")
+def test_a_service_that_is_not_confined(tmp_path: Path) -> None:
+    done = run_command("worker", "--print-service", "--no-confine", cwd=tmp_path)
+    assert "worker --stay --no-confine\n" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_worker_that_stays_finds_one_coordinator_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyhands.engine.handover import Handover
 from manyhands.engine.shared_memory import HEAD_BYTES, EmptyingRing, FillingRing, Unshared, find
 
 SIZE = 100_000
@@ -20,7 +23,7 @@ SIZE = 100_000
 @contextlib.contextmanager
 def ring(size: int = SIZE) -> Iterator[tuple[FillingRing, EmptyingRing]]:
     filling = FillingRing(size)
-    emptying = find(os.getpid(), filling.descriptor, size, filling.key)
+    emptying = find(filling.place, size, filling.key)
     try:
         yield filling, emptying
     finally:
@@ -113,7 +116,7 @@ def test_who_has_not_its_key() -> None:
     filling = FillingRing(SIZE)
     for key in (os.urandom(32), b"", filling.key[:-1]):
         with pytest.raises(Unshared, match="somebody else's"):
-            find(os.getpid(), filling.descriptor, SIZE, key)
+            find(filling.place, SIZE, key)
     filling.close()
 
 
@@ -121,8 +124,18 @@ def test_who_has_not_its_key() -> None:
 def test_another_size(size: int) -> None:
     filling = FillingRing(SIZE)
     with pytest.raises(Unshared, match="size"):
-        find(os.getpid(), filling.descriptor, size, filling.key)
+        find(filling.place, size, filling.key)
     filling.close()
+
+
+@contextlib.contextmanager
+def given_away(descriptor: int) -> Iterator[bytes]:
+    """Where somebody hands over any descriptor."""
+    handover = Handover(descriptor)
+    try:
+        yield handover.place
+    finally:
+        handover.close()
 
 
 def test_memory_whose_size_may_change() -> None:
@@ -131,21 +144,45 @@ def test_memory_whose_size_may_change() -> None:
         os.write(descriptor, bytes(32))
         os.ftruncate(descriptor, HEAD_BYTES + SIZE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-        with pytest.raises(Unshared, match="size"):
-            find(os.getpid(), descriptor, SIZE, bytes(32))
+        with given_away(descriptor) as place, pytest.raises(Unshared, match="size"):
+            find(place, SIZE, bytes(32))
     finally:
         os.close(descriptor)
 
 
 def test_any_other_file() -> None:
-    with open("/dev/zero", "rb") as file, pytest.raises(Unshared, match="no memory of ours"):
-        find(os.getpid(), file.fileno(), SIZE, bytes(32))
+    with (
+        open("/dev/zero", "rb") as file,
+        given_away(file.fileno()) as place,
+        pytest.raises(Unshared, match="no memory of ours"),
+    ):
+        find(place, SIZE, bytes(32))
 
 
-@pytest.mark.parametrize(("process", "descriptor"), [(2**22 + 1, 0), (-1, 0), (2**80, 0), (0, 3), (1, -1)])
-def test_nothing_there(process: int, descriptor: int) -> None:
+@pytest.mark.parametrize("place", [b"", b"manyhands-0", b"manyhands-" + b"0" * 200, b"somebody-else", b"\0manyhands-0"])
+def test_nothing_there(place: bytes) -> None:
     with pytest.raises(Unshared):
-        find(process, descriptor, SIZE, bytes(32))
+        find(place, SIZE, bytes(32))
+
+
+def test_whoever_hands_over_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.engine.handover.FETCH_SECONDS", 0.05)
+    place = b"manyhands-" + os.urandom(8).hex().encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(b"\0" + place)
+        silent.listen(1)
+        with pytest.raises(Unshared, match="timed out"):
+            find(place, SIZE, bytes(32))
+
+
+def test_once_handed_over_nobody_else_gets_it() -> None:
+    filling = FillingRing(SIZE)
+    threads = threading.active_count()
+    filling.hand_over()
+    assert threading.active_count() == threads - 1
+    with pytest.raises(Unshared):
+        find(filling.place, SIZE, filling.key)
+    filling.close()
 
 
 def test_nothing_is_left() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import ssl
 import struct
@@ -143,7 +142,7 @@ def offer_target(folder: Path) -> Target:
         finally:
             one.close()
 
-    offers = [sharing.Offer(os.getpid(), 3, 4 * 2**20, b"k" * 32, *ends), sharing.Offer(-1, 2**40, 1, b"", *ends)]
+    offers = [sharing.Offer(b"manyhands-0", 4 * 2**20, b"k" * 32, *ends), sharing.Offer(b"", 1, b"", *ends)]
     return Target(
         "offers of memory", run, [msgspec.msgpack.encode(offer) for offer in offers], "msgpack", (BadFrame,), share=1
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.api.doctor_check import BROKEN, OK, WARNING, Check, limits_text, requirement, unmet
+from manyhands.api.doctor_confinement import confinement_checks
 from manyhands.facts.extras import EXTRAS
 from manyhands.facts.extras import is_here as is_extra_here
 
@@ -64,6 +65,7 @@ def machine_checks(workers: int) -> Iterator[Check]:
     yield folder_check("cache folder", cache_folder(), "MANYHANDS_HOME=/another/folder")
     yield folder_check("run folder", Path("runs"), "cd /another/folder (runs are kept in runs/ there)")
     yield shared_memory_check(*_shared_memory())
+    yield from confinement_checks()
     if (limits := _open_files()) is not None:
         yield open_files_check(*limits, workers)
     yield from speed_checks(Path("/sys"))

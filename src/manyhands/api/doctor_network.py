@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from manyhands.api.doctor_check import BROKEN, HERE, OK, WARNING, Check, PairRate
+from manyhands.api.doctor_confinement import confinement_check
 from manyhands.api.doctor_firewall import firewall_here, remedy
 from manyhands.api.doctor_machine import WORKER_BYTES
 from manyhands.executor.messages import COORDINATOR
@@ -42,6 +43,8 @@ def worker_checks(members: Iterable[Member]) -> Iterator[Check]:
         facts = member.facts
         found = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
         yield worker_check(member.name, found, facts.torch, own.torch, facts.memory_bytes)
+        if facts.confinement is not None:
+            yield confinement_check(facts.confinement, member.name)
 
 
 def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes: int) -> Check:

@@ -141,9 +141,10 @@ def command_with_token(coordinator: Coordinator) -> str:
 SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo", "wait", "slowdown")
 
 
-def service_unit(options: Mapping[str, str], program: Sequence[str]) -> str:
+def service_unit(options: Mapping[str, str], program: Sequence[str], *, confine: bool = True) -> str:
     """A systemd unit for a worker that is there whenever the device is on; `options`: what was typed, by name."""
-    typed = [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
+    typed = [] if confine else ["--no-confine"]
+    typed += [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
     command = " ".join(_quoted(word) for word in (*program, "worker", "--stay", *typed))
     hidden = [path for path in (*program, options.get("silo", "")) if path.startswith(("/home/", "/root/"))]
     note = (

@@ -7,6 +7,13 @@ from typing import Annotated, Any
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Confine = Annotated[
+    bool,
+    typer.Option(
+        "--confine/--no-confine",
+        help="Give up the rights that a worker does not need, where the kernel can. MANYHANDS_CONFINE=off: never.",
+    ),
+]
 MODEL, CLUSTER, BATCH_SIZE = "yolov2-16", "pi3x6", 8
 """What `plan` and `simulate` take where nothing is said."""
 Model = Annotated[

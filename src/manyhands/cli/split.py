@@ -11,6 +11,7 @@ import typer
 from manyhands.cli.dashboard import DashboardOption, dashboard_for
 from manyhands.cli.following import Show, print_outcome
 from manyhands.cli.options import (
+    Confine,
     Data,
     JobInput,
     JobModel,
@@ -57,6 +58,7 @@ def serve(
     silo: Annotated[
         str, typer.Option("--silo", help="FILE.npz of samples that only the cloud has: id, and target or inputs.")
     ] = "",
+    confine: Confine = True,
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
     from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable
@@ -67,15 +69,11 @@ def serve(
     if not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
     from manyhands.engine.security import is_loopback
+    from manyhands.runtime.confinement import confined
     from manyhands.runtime.household import household_token
-    from manyhands.runtime.joining import Joining
-    from manyhands.runtime.serving import listen, load_everything
 
-    load_everything()
-    if silo:
-        from manyhands.data.silo import Silo
-
-        Silo.read(silo)  # what is wrong with it is said now, not to the first edge
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
 
     def listening(address: tuple[str, int], secret: str) -> None:
         shown = reachable(address[0])
@@ -84,9 +82,21 @@ def serve(
         sys.stdout.flush()
 
     if not token and not is_loopback(host):
-        token = household_token(lambda text: typer.echo(text, err=True))
-    joining = Joining(host, port, token, name, compute, threads, slowdown=slowdown, silo=silo)
-    listen(joining, say=lambda text: typer.echo(text, err=True), once=once, on_listening=listening)
+        token = household_token(say)
+    with confined(is_wanted=confine, reads=[silo] if silo else [], compute=compute) as confinement:
+        from manyhands.runtime.joining import Joining
+        from manyhands.runtime.serving import listen, load_everything
+
+        load_everything()
+        if silo:
+            from manyhands.data.silo import Silo
+
+            Silo.read(silo)  # what is wrong with it is said now, not to the first edge
+        say(confinement.sentence)
+        joining = Joining(
+            host, port, token, name, compute, threads, slowdown=slowdown, silo=silo, confinement=confinement
+        )
+        listen(joining, say=say, once=once, on_listening=listening)
 
 
 @app.command("train")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from manyhands.cli.options import Confine
 from manyhands.cli.show import plain
 from manyhands.facts.errors import BadValue
 
@@ -42,6 +43,7 @@ def worker(
     silo: Annotated[
         str, typer.Option("--silo", help="FILE.npz of samples that only this device has: id, and inputs or target.")
     ] = "",
+    confine: Confine = True,
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
     ] = False,
@@ -73,7 +75,8 @@ def worker(
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
-        typer.echo(service_unit(options, (sys.executable, "-P", "-m", "manyhands")), nl=False)
+        program = (sys.executable, "-P", "-m", "manyhands")
+        typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
     from manyhands.engine.security import is_loopback
     from manyhands.runtime import household
@@ -81,26 +84,33 @@ def worker(
     is_news = is_typed and bool(token) and not (host and is_loopback(host))  # a trial on one machine is no household
     token = token or household.known_token()
     check_joining(token, name)
-    from manyhands.runtime.joining import Joining
-    from manyhands.runtime.service import serve
-    from manyhands.runtime.serving import load_everything
+    from manyhands.runtime.confinement import confined
 
-    if is_typed or is_to_load_everything():
-        load_everything()
-    is_named = bool(name)
-    if slots > 1:
-        import socket
+    writes = [household.made_config_folder()] if is_news else []
+    with confined(is_wanted=confine, reads=[silo] if silo else [], writes=writes, compute=compute) as confinement:
+        from manyhands.runtime.joining import Joining
+        from manyhands.runtime.service import serve
+        from manyhands.runtime.serving import load_everything
 
-        from manyhands.runtime.processes import divide_into
+        if is_typed or is_to_load_everything():
+            load_everything()
+        is_named = bool(name)
+        if slots > 1:
+            import socket
 
-        name, parent = divide_into(name or socket.gethostname(), slots)
+            from manyhands.runtime.processes import divide_into
 
-    def remember() -> None:
-        if is_news and (path := household.remember(token)) is not None:
-            typer.echo(f"The token is kept in {path}: next time `manyhands worker` will do.")
+            name, parent = divide_into(name or socket.gethostname(), slots)
 
-    joining = Joining(
-        host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named
-    )
-    say = (lambda text: typer.echo(plain(text))) if is_typed else None
-    serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another
+        def remember() -> None:
+            if is_news and (path := household.remember(token)) is not None:
+                typer.echo(f"The token is kept in {path}: next time `manyhands worker` will do.")
+
+        joining = Joining(
+            host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named,
+            confinement=confinement,
+        )  # fmt: skip
+        say = (lambda text: typer.echo(plain(text))) if is_typed else None
+        if say is not None:
+            say(confinement.sentence)
+        serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another

@@ -9,8 +9,8 @@ follows it. `taken` is all that the emptying side writes: how many bytes it has 
 connection, so nobody ever waits for the ring. Where everything was taken, filling begins at the start again: so only as
 much of it is ever used as was under way at once, and that stays in the processor's cache.
 
-The memory has no name: it is a file of the kernel's that is reached through the process that made it, and gone with
-its last user, however that one ends. Its size is sealed: nobody can take pages away from under the other.
+The memory has no name: it is a file of the kernel's that its maker hands over (`handover`), and gone with its last
+user, however that one ends. Its size is sealed: nobody can take pages away from under the other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import sys
 from collections.abc import Sequence
 
 import numpy
+
+from manyhands.engine.handover import Handover, fetch
 
 KEY_BYTES = 32
 NONCE_BYTES = 32
@@ -85,6 +87,14 @@ class FillingRing(Ring):
             os.close(self.descriptor)
             raise
         self._view[: KEY_BYTES + NONCE_BYTES] = secrets.token_bytes(KEY_BYTES + NONCE_BYTES)
+        try:
+            self._handover: Handover | None = Handover(self.descriptor)
+        except BaseException:
+            self._handover = None
+            self.close()
+            raise
+        self.place = self._handover.place
+        """Where the other side gets it."""
 
     def put(self, views: Sequence[memoryview], length: int) -> int:
         """Copy a payload into the ring; where it begins, or -1 where there is no room and nothing was done."""
@@ -102,6 +112,9 @@ class FillingRing(Ring):
 
     def hand_over(self) -> None:
         """The other side has it: it need not be found any more."""
+        if self._handover is not None:
+            self._handover.close()
+            self._handover = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -145,20 +158,17 @@ def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def find(process: int, descriptor: int, size: int, key: bytes) -> EmptyingRing:
+def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
     """What another process made, if it is just that; Unshared where we cannot have it, or should not."""
     if not _IS_AVAILABLE:
         raise Unshared("not on this system")
-    path = f"/proc/{process}/fd/{descriptor}"
     opened = -1
     try:
-        if not is_same_network(process):
-            raise Unshared("another network namespace")
-        if not os.readlink(path).startswith(f"/memfd:{_TITLE}"):
-            raise Unshared("no memory of ours")  # seen before it is opened: a device might do something then
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened = fetch(place)
         facts = os.fstat(opened)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unshared("no memory of ours")
+        if facts.st_uid != os.geteuid():
             raise Unshared("another user's")
         if facts.st_size != HEAD_BYTES + size or fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise Unshared("not of the size it should have")
@@ -170,15 +180,6 @@ def find(process: int, descriptor: int, size: int, key: bytes) -> EmptyingRing:
     finally:
         if opened >= 0:
             os.close(opened)
-
-
-def is_same_network(process: int) -> bool:
-    """Whether a process is in our network namespace, by the kernel's word; OSError where it does not say.
-
-    Devices of a lab share this machine's memory but have a network each, whose rates must not be passed by.
-    """
-    own, other = os.stat("/proc/self/ns/net"), os.stat(f"/proc/{process}/ns/net")
-    return (own.st_dev, own.st_ino) == (other.st_dev, other.st_ino)
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

@@ -1,9 +1,9 @@
 """How two ends of a connection agree on memory in common: by showing that they have it, not by guessing.
 
     sender, before its first large message        receiver
-    offer: where the memory is, its key, and
-    the connection as the sender sees it
-                                                  finds it, with that key in it, in a process of its own network
+    offer: where the memory is handed over, its
+    key, and the connection as the sender sees it
+                                                  gets it, with that key in it, from a process of its own network
                                                   namespace and user, and sees the same connection from its end
                                                   answer: the nonce that only who has the memory can read
     fills it from the next frame on
@@ -63,8 +63,7 @@ class SharingSetting:
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one side made, and how it sees the connection."""
 
-    process: int
-    descriptor: int
+    place: bytes
     size: int
     key: bytes
     near: tuple[str, int]
@@ -99,7 +98,7 @@ class Sharing:
         except (OSError, ValueError, Unshared) as error:
             self.refusal = str(error)
             return None
-        return _encoder.encode(Offer(os.getpid(), ring.descriptor, ring.size, ring.key, near, far))
+        return _encoder.encode(Offer(ring.place, ring.size, ring.key, near, far))
 
     def answer(self, content: bytes, *, is_welcome: bool) -> bytes:
         """To the other side's offer: the proof that we have what it made; nothing where we do not."""
@@ -114,7 +113,7 @@ class Sharing:
                 return b""
             if ends(self._wire) != (offer.far, offer.near):
                 return b""
-            self.emptying = find(offer.process, offer.descriptor, offer.size, offer.key)
+            self.emptying = find(offer.place, offer.size, offer.key)
         except (OSError, ValueError, Unshared):
             return b""
         return self.emptying.nonce

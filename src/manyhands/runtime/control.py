@@ -35,6 +35,7 @@ from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
+from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
@@ -71,6 +72,8 @@ class Facts(msgspec.Struct, frozen=True):
     slowdown: float = 1.0
     """How many times slower than its machine it computes."""
     silo: SiloFacts | None = None
+    confinement: Confinement | None = None
+    """How its process is confined; None: it does not say."""
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -32,6 +32,14 @@ def config_folder() -> Path:
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".config") / "manyhands"
 
 
+def made_config_folder() -> Path:
+    """The folder, which is there from now on if it can be: a confined worker may write only into folders that exist."""
+    folder = config_folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
 def household_token(say: Callable[[str], None] = lambda text: None) -> str:
     """What workers of this household must know; made and kept at the first call. One that cannot be kept is for this
     run only, which is said."""

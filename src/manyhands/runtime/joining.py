@@ -14,6 +14,7 @@ from manyhands.engine.transport import Reached, Transport, reach_either
 from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
+from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control import Facts, SiloFacts
 
 
@@ -42,6 +43,8 @@ class Joining:
     """The name, if any, was given by hand: the coordinator does not choose another."""
     process: str = field(default_factory=lambda: secrets.token_hex(8))
     """Tells this worker from others of its name; the same when it comes back."""
+    confinement: Confinement | None = None
+    """How this process is confined; None: it is not a process of its own."""
 
 
 def reach(joining: Joining, name: str, transport: Transport) -> Reached:
@@ -67,7 +70,7 @@ def facts_of(joining: Joining, silo: Silo | None) -> Facts:
     return Facts(
         machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
         memory_bytes=_memory_bytes(joining.compute), compute=joining.compute, pid=os.getpid(),
-        slowdown=joining.slowdown, silo=_silo_facts(silo),
+        slowdown=joining.slowdown, silo=_silo_facts(silo), confinement=joining.confinement,
     )  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def divide_into(name: str, slots: int) -> tuple[str, int]:
         child, status = os.wait()
         children.pop(child, None)
         code = code or os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _pass_on(children: Mapping[int, str], number: int) -> None:
