@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from manyhands.data.silo import Kept
-from manyhands.engine.channel import SEND_LIMIT_SECONDS
+from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
 from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_token
 from manyhands.engine.transport import (
@@ -35,7 +35,9 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.version import __version__
+from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime.control import (
+    LARGEST_HELLO_BYTES,
     PROTOCOL,
     AskClock,
     Beat,
@@ -45,7 +47,7 @@ from manyhands.runtime.control import (
     Leaving,
     Refusal,
     Said,
-    decode,
+    decode_from_worker,
     encode,
     spoken,
 )
@@ -377,11 +379,12 @@ class Coordinator:
 
     def _admit(self, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
         """A worker says who it is, and is taken in or told why not."""
+        channel.limit_received(LARGEST_HELLO_BYTES)
         data = channel.receive(_HELLO_SECONDS)
         if data is None:
             return Refusal(f"{channel.peer_host} has not said who it is within {_HELLO_SECONDS:g} s.", "Start it anew.")
         try:
-            hello = decode(data)
+            hello = decode_from_worker(data)
         except ManyhandsError as error:
             theirs = spoken(data)
             refusal = Refusal(error.message, error.hint)
@@ -402,6 +405,7 @@ class Coordinator:
                 patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
                 welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
                 channel.send(encode(welcome), _WELCOME_SECONDS)
+                channel.limit_received(LARGEST_CONTROL_BYTES)
                 self.members[hello.name] = found
                 self.local.joined(hello.name, hello.facts.pid)
                 with self._watching:
@@ -434,14 +438,14 @@ class Coordinator:
                 self._heard(member)
                 if data is None:
                     continue  # it is still speaking
-                message = decode(data)
+                message = decode_from_worker(data)
                 if isinstance(message, Clock):
                     if len(self._clocks) >= _MOST_CLOCKS:
                         self._clocks.clear()  # nobody asked for so many
                     self._clocks[(member.name, message.ticket)] = message
                 elif not isinstance(message, Beat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
-                    self.events.put((member.name, message), len(data))
+                    self.events.put((member.name, message), decoded_bytes(data))
         except ManyhandsError as error:
             has_left = member.is_leaving
             reason = error.message.rstrip(".") if not has_left else "it left by itself"

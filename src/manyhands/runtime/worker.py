@@ -32,7 +32,7 @@ from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
+from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -42,6 +42,7 @@ from manyhands.graph.weights import Weights
 from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
+    LARGEST_HELLO_BYTES,
     PROTOCOL,
     Arrival,
     AskClock,
@@ -82,7 +83,7 @@ from manyhands.runtime.control import (
     Survey,
     TensorEntry,
     Welcome,
-    decode,
+    decode_from_coordinator,
     encode,
 )
 from manyhands.runtime.identity import own_identity
@@ -129,6 +130,18 @@ class CalledOtherwise(Refused):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason, hint=refusal.hint)
         self.name = refusal.name
+
+
+def _short(hello: Hello) -> Hello:
+    """A hello that a coordinator will read; one that is too long is refused here, where somebody is told why."""
+    size = len(encode(hello))
+    if size > LARGEST_HELLO_BYTES:
+        arrays = len(hello.facts.silo.arrays) if hello.facts.silo is not None else 0
+        raise BadData(
+            f"What this worker says of itself takes {size} bytes; a coordinator reads at most {LARGEST_HELLO_BYTES}.",
+            hint=f"Its silo has {arrays} arrays: give it fewer, or shorter names.",
+        )
+    return hello
 
 
 class Worker:
@@ -217,9 +230,8 @@ class Worker:
         own = self.joining
         identity = own_identity(own.process, self.channel.local_host)
         is_named = own.is_named and bool(own.name)
-        self._say(
-            Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts_of(own, self.silo), identity, is_named)
-        )
+        facts = facts_of(own, self.silo)
+        self._say(_short(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named)))
         answer = self._answer()
         if isinstance(answer, Refusal) and answer.name:
             raise CalledOtherwise(answer)
@@ -238,7 +250,7 @@ class Worker:
         """What the coordinator says to a hello; None: nothing."""
         data = self.channel.receive(self.joining.limit_seconds)
         try:
-            return decode(data) if data is not None else None
+            return decode_from_coordinator(data) if data is not None else None
         except Refused as error:
             raise Refused(
                 f"The coordinator at {self.joining.host}:{self.joining.port} says what manyhands {__version__} cannot "
@@ -277,7 +289,7 @@ class Worker:
                         raise WorkerLost(f"The coordinator has said nothing for {self.silence_seconds:g} s.")
                     continue
                 heard = time.monotonic()
-                self._hear(decode(data))
+                self._hear(decode_from_coordinator(data))
         except Exception as error:
             self.gone = error if isinstance(error, ManyhandsError) else WorkerLost(f"Control ended: {error!r}")
             self.endpoint.mailbox.interrupt(self.gone)
