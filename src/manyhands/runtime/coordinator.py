@@ -132,6 +132,10 @@ class Coordinator:
         """Links that workers are to imitate among each other."""
         self.silos: dict[str, Kept] = {}
         """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
+        self.join_limit_seconds = JOIN_SECONDS
+        """How long workers may take to join: as long as they were waited for last."""
+        self._awaited: list[str] | int = 0
+        """Who, or how many, a job that has not begun yet was promised."""
         self.generation = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
@@ -267,6 +271,7 @@ class Coordinator:
         """Wait until these workers (or so many) have joined."""
         wanted = list(names) if not isinstance(names, int) else []
         count = names if isinstance(names, int) else len(wanted)
+        self._awaited, self.join_limit_seconds = wanted or count, limit_seconds
         end = time.monotonic() + limit_seconds
         with self._change:
             while True:
@@ -287,6 +292,31 @@ class Coordinator:
                         hint=f"On each device: {self.join_command()}",
                     )
                 self._change.wait(min(left, 0.2))
+
+    def wait_for_replacements(self) -> None:
+        """Wait again, for as long, where some of those that `wait_for` waited for were lost before a job began.
+
+        A device may be switched off, or its worker killed, while the job still reads its data. Others may join in its
+        place until the same limit has passed; then the job begins with those that are here. TimedOut where nobody is.
+        Called as a job begins; from then on it does without whoever is lost. Workers that were started here are not
+        replaced by anybody.
+        """
+        awaited, self._awaited = self._awaited, 0
+        alive = [member.name for member in self.alive()]
+        count = awaited if isinstance(awaited, int) else len(awaited)
+        missing = [name for name in awaited if name not in alive] if isinstance(awaited, list) else []
+        if self.local.processes or (not missing and len(alive) >= count):
+            return
+        who = ", ".join(missing) if missing else f"{count - len(alive)} worker(s)"
+        self.on_event(f"Waiting for {who} in place of those that were lost: {len(alive)} of {count} are here.")
+        try:
+            self.wait_for(awaited, self.join_limit_seconds)
+        except TimedOut:
+            if not self.alive():
+                raise
+            self.on_event(f"Beginning with {len(self.alive())} of {count} workers: no more have joined.")
+        finally:
+            self._awaited = 0
 
     @property
     def is_announced(self) -> bool:
