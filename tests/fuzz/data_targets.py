@@ -309,7 +309,7 @@ def request_target(folder: Path) -> Target:
 
     def run(data: bytes) -> object:
         connected = Socket(data)
-        Handler(answering, connected, ("127.0.0.1", 9), answering._door)
+        Handler(answering, connected, ("127.0.0.1", 9), AlwaysOpen())
         return connected.sent
 
     form = _form(picture("PNG"))

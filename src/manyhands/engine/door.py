@@ -168,8 +168,25 @@ def knock(
 ) -> Wire:
     """Connect and shake hands. Nobody there yet: tried until the deadline, then TimedOut says what stood in the way.
 
-    `once`: one who is not there, or does not answer, is not tried again.
+    `once`: one who is not there, or does not answer, is not tried again. Whatever is raised `is_before_proof`.
     """
+    try:
+        return _knock(host, port, security, purpose, deadline, is_cancelled, once=once)
+    except ManyhandsError as error:
+        error.is_before_proof = True
+        raise
+
+
+def _knock(
+    host: str,
+    port: int,
+    security: Security,
+    purpose: Purpose,
+    deadline: float,
+    is_cancelled: Callable[[], bool],
+    *,
+    once: bool,
+) -> Wire:
     where = f"{host}:{port}"
     start = time.monotonic()
     reason = ""

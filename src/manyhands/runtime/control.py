@@ -367,7 +367,7 @@ class Clock(msgspec.Struct, frozen=True, tag="clock"):
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """Connect to each of these once and say what came of it."""
+    """Connect to each of these once and say whether a member answers there: see `member_probes`."""
 
     generation: int
     peers: dict[str, Address]

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.engine.endpoint import Address
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import Reached, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
@@ -32,7 +33,7 @@ from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, WorkerLost
+from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -89,7 +90,7 @@ from manyhands.runtime.control import (
 from manyhands.runtime.identity import own_identity
 from manyhands.runtime.joining import Joining, facts_of, prepare_gpu, reach
 from manyhands.runtime.keeping import STATE, Keeping, topic
-from manyhands.runtime.knocking import knock_everywhere
+from manyhands.runtime.member_probes import MemberProbes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
 from manyhands.runtime.timing_here import graph_of, measured
@@ -168,6 +169,7 @@ class Worker:
         self.endpoint = self.transport.endpoint(
             name, reached.security, host=self.channel.local_host, listener=reached.listener
         )
+        self.probes = MemberProbes(name, reached.security, self.channel.local_host)
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
         self.keeping = Keeping(self.endpoint)
@@ -341,8 +343,7 @@ class Worker:
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, Knock):
-                answers = knock_everywhere(self.endpoint.name, command.peers, command.limit_seconds)
-                self._say(Knocked(generation, answers))
+                self._say(Knocked(generation, self.probes.run(command.peers, command.limit_seconds)))
             elif isinstance(command, AskIds):
                 self._say(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
@@ -458,12 +459,40 @@ class Worker:
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
-        attempt = Attempt(
-            lambda: self.endpoint.connect(command.peers, CONNECT_SECONDS * self.joining.patience), "connect"
+        limit_seconds = CONNECT_SECONDS * self.joining.patience
+        deadline = time.monotonic() + limit_seconds
+        attempt = Attempt(lambda: self.endpoint.connect(command.peers, limit_seconds), "connect")
+        try:
+            while not attempt.is_over(0.1):
+                self._check_stopped(command.generation)
+        except ManyhandsError as error:
+            if not error.is_before_proof:
+                raise
+            with contextlib.suppress(OSError):  # its log may be on a full disk
+                print(error, file=sys.stderr)
+            while time.monotonic() < deadline:
+                self._check_stopped(command.generation)
+                time.sleep(0.1)
+            raise self._unreached(command.peers, limit_seconds) from error
+
+    def _check_stopped(self, generation: int) -> None:
+        if self.leaving or self.gone is not None or self.stopped >= generation:
+            raise _Stopped("stopped by the coordinator")
+
+    def _unreached(self, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:
+        """What the coordinator is told where somebody did not prove that it knows the token, whatever it did instead
+        and however soon: see `member_probes`. What the network said is in this worker's own log."""
+        own = self.endpoint.name
+        missing = [
+            f"{name} at {address.host}:{address.port}"
+            for name, address in peers.items()
+            if address.is_dialled_by(own, name) and not self.endpoint.is_connected(name)
+        ]
+        return TimedOut(
+            f"{own} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",
+            hint="Does a firewall let it through? manyhands doctor says who cannot reach whom; the log of "
+            f"{own} says what the network answered.",
         )
-        while not attempt.is_over(0.1):
-            if self.leaving or self.gone is not None or self.stopped >= command.generation:
-                raise _Stopped("stopped by the coordinator")
 
     def _train(self, command: Start) -> None:
         prepared = self.prepared
