@@ -66,7 +66,7 @@ def test_slow_clients_hold_up_nobody_and_are_let_go() -> None:
             one.settimeout(5)
         until(lambda: not slow[0].recv(1000))
         assert b" 408 " in slow[1].recv(1000)
-        until(lambda: served._door._coming == 0)
+        until(lambda: not served._door._connections)
         assert len(asks.asked) < 10_000, "all of its answers fitted into buffers"
         for one in slow:
             one.close()
@@ -95,7 +95,7 @@ def test_a_client_that_went_away_is_not_worked_for() -> None:
             until(lambda: len(asks.asked) == 8)
         asks.pause = 0.002
         asks.may_answer.set()
-        until(lambda: served._door._coming == 0)
+        until(lambda: not served._door._connections)
         assert len(asks.asked) < 200
 
 

@@ -309,7 +309,7 @@ def request_target(folder: Path) -> Target:
 
     def run(data: bytes) -> object:
         connected = Socket(data)
-        Handler(answering, connected, ("127.0.0.1", 9), answering._door)
+        Handler(answering, connected, ("127.0.0.1", 9), AlwaysOpen())
         return connected.sent
 
     form = _form(picture("PNG"))
@@ -325,10 +325,10 @@ def request_target(folder: Path) -> Target:
     return Target("requests", run, seeds, allowed=(), share=1)
 
 
-class OpenTurnstile:
+class OpenTurnstiles:
     """Nobody has to wait."""
 
-    def passes(self, seconds: float) -> bool:
+    def passes(self, host: str, seconds: float) -> bool:
         return True
 
 
@@ -338,7 +338,7 @@ def page_target(folder: Path) -> Target:
     dashboard = Dashboard(("127.0.0.1", 0), folder)
     with contextlib.closing(dashboard):
         _, told = dashboard.reader.update("")
-    dashboard.token, dashboard.turnstile = "a-token", OpenTurnstile()  # type: ignore[assignment]
+    dashboard.token, dashboard.turnstiles = "a-token", OpenTurnstiles()  # type: ignore[assignment]
 
     def run(data: bytes) -> object:
         connected = Socket(data)
@@ -373,7 +373,10 @@ class AlwaysOpen:
     def waits(self, connected: Any) -> bool:
         return True
 
-    def begins(self, connected: Any) -> bool:
+    def begins(self, connected: Any) -> None:
+        pass
+
+    def serves(self, connected: Any) -> bool:
         return True
 
 

@@ -24,7 +24,7 @@ from manyhands.engine.security import Purpose, Security, admit, enter, preamble
 from manyhands.engine.wire import Broken
 from manyhands.executor import codec
 from manyhands.executor.log import DeviceLog
-from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.facts.errors import ManyhandsError, Refused, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime import control, discovery, state
 from manyhands.runtime.members import judged
@@ -244,7 +244,10 @@ def control_target(folder: Path) -> Target:
     """A message is read, a worker's first one judged, and room made for the state it tells of."""
 
     def run(data: bytes) -> object:
-        said = control.decode(data)
+        try:
+            said: control.Said = control.decode_from_worker(data)
+        except Refused:
+            said = control.decode_from_coordinator(data)
         if isinstance(said, (control.State, control.Hold)) and said.tensors and state.byte_count(said.tensors) < 2**20:
             return state.empty(said.tensors)
         return judged(said, _Guest(), None, {}, None, 3) if isinstance(said, control.Hello) else said  # type: ignore[arg-type]

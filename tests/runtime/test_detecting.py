@@ -28,7 +28,7 @@ from manyhands.runtime.control import (
     Refusal,
     Said,
     Welcome,
-    decode,
+    decode_from_coordinator,
     encode,
 )
 from manyhands.runtime.coordinator import Coordinator
@@ -66,7 +66,7 @@ class Guest:
         self.channel.send(encode(Hello(__version__, PROTOCOL, name, host, 1, Facts("a machine", 4, 4, 10**9, "2.6"))))
         data = self.channel.receive(5.0)
         assert data is not None
-        self.answer: Said = decode(data)
+        self.answer: Said = decode_from_coordinator(data)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
 
@@ -76,7 +76,7 @@ class Guest:
                 data = self.channel.receive(0.1)
                 if self.beats:
                     self.channel.send(encode(Beat()))
-                message = decode(data) if data is not None else None
+                message = decode_from_coordinator(data) if data is not None else None
                 if isinstance(message, AskClock):
                     self.probes += 1
                     if self.answers:

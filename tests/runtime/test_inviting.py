@@ -21,7 +21,7 @@ from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import inviting, probing, serving
 from manyhands.runtime import members as membership
-from manyhands.runtime.control import Beat, Hello, Leaving, Refusal, Welcome, decode, encode
+from manyhands.runtime.control import Beat, Hello, Leaving, Refusal, Welcome, decode_from_worker, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, meeting_address
 from manyhands.runtime.measuring import probe_links
@@ -53,7 +53,7 @@ def dial(server: Listening, token: str = "") -> tuple[object, Hello | Refusal]:
     channel = reach_either(TcpTransport(), "coordinator", server.address, token or server.token, 5.0).channel
     data = channel.receive(5.0)
     assert data is not None
-    said = decode(data)
+    said = decode_from_worker(data)
     assert isinstance(said, (Hello, Refusal))
     return channel, said
 

@@ -30,7 +30,7 @@ from manyhands.runtime.control import (
     Refusal,
     Said,
     Welcome,
-    decode,
+    decode_from_coordinator,
     encode,
 )
 from manyhands.runtime.coordinator import Coordinator
@@ -60,7 +60,7 @@ def greet(coordinator: Coordinator, hello: Hello) -> tuple[Channel, Said]:
     channel.send(encode(hello))
     data = channel.receive(5.0)
     assert data is not None
-    return channel, decode(data)
+    return channel, decode_from_coordinator(data)
 
 
 def hear_to_the_end(channel: Channel) -> list[Said]:
@@ -68,7 +68,7 @@ def hear_to_the_end(channel: Channel) -> list[Said]:
     heard: list[Said] = []
     with contextlib.suppress(WorkerLost):
         while (data := channel.receive(5.0)) is not None:
-            heard.append(decode(data))
+            heard.append(decode_from_coordinator(data))
         pytest.fail("the connection is still there")
     return heard
 
@@ -122,14 +122,14 @@ def test_absurd_facts(coordinator: Coordinator) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"garbage", b"[" * 100_000, b'{"type":"beat"}', b"\xff\xfe", b'{"type":"hello"}']
+    "garbage", [b"", b"garbage", b"[" * 10_000, b'{"type":"beat"}', b"\xff\xfe", b'{"type":"hello"}']
 )
 def test_garbage_in_place_of_a_hello(coordinator: Coordinator, garbage: bytes) -> None:
     channel = dial(coordinator)
     channel.send(garbage)
     data = channel.receive(5.0)
     assert data is not None
-    assert isinstance(decode(data), Refusal)
+    assert isinstance(decode_from_coordinator(data), Refusal)
     assert not coordinator.members
     assert_alive(coordinator)
 

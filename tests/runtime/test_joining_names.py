@@ -16,7 +16,7 @@ from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
 from manyhands.runtime import members
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Welcome, decode, encode
+from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Welcome, decode_from_coordinator, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining
@@ -56,7 +56,7 @@ def greet(coordinator: Coordinator, said: Hello | bytes) -> tuple[Channel, Said]
     channel.send(said if isinstance(said, bytes) else encode(said))
     data = channel.receive(5.0)
     assert data is not None
-    return channel, decode(data)
+    return channel, decode_from_coordinator(data)
 
 
 def called(coordinator: Coordinator, one: Hello) -> str:

@@ -45,7 +45,7 @@ class Handler(PatientHandler):
     def handle_expect_100(self) -> bool:
         """The body is asked for only if it will be taken."""
         try:
-            self.check()
+            self.authorize()
             announced(self.headers, self.limits)
         except Refusal as refusal:
             self.refuse(refusal)
@@ -54,8 +54,7 @@ class Handler(PatientHandler):
         return super().handle_expect_100()
 
     def check(self) -> None:
-        """Whether this client may ask, and now."""
-        super().check()
+        """Refuse a client that may not ask."""
         if self.answering.bearer:
             given = self.headers.get("Authorization", "").encode("utf-8", "replace")
             if not hmac.compare_digest(given, f"Bearer {self.answering.bearer}".encode()):

@@ -6,7 +6,7 @@ import ipaddress
 import shutil
 from pathlib import Path
 
-from manyhands.runtime.knocking import FAILED, NO_HOST, NO_ROUTE, REFUSED, Answer
+from manyhands.runtime.knocking import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE, REFUSED, Answer
 
 TOOLS = ("ufw", "firewalld", "nftables")
 _FREE_PORTS = (32768, 60999)
@@ -73,6 +73,12 @@ def remedy(answer: Answer, source: str, source_host: str, target: str, tool: str
     if answer.outcome == FAILED:
         return f"On {source}: ping {answer.host}"
     commands = "\n".join(opening(source_host, answer.port if fixed_port else None, tool))
+    if answer.outcome == NO_MEMBER:
+        return (
+            f"A firewall of {target} drops or rejects what comes to {where}, or there is no way to it.\n"
+            f"On {source}, for what the network says: ping {answer.host}; manyhands doctor --join {where}\n"
+            f"On {target}, one of:\n{commands}"
+        )
     if answer.outcome == REFUSED:
         return f"Nobody listens at {where}, or a firewall of {target} rejects it. On {target}, one of:\n{commands}"
     return f"A firewall drops what comes to {where}, or {target} is off. On {target}, one of:\n{commands}"

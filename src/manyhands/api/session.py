@@ -88,6 +88,26 @@ class Session:
             self.cluster = self.cluster.without(name)
         return gone
 
+    def wait_for_enough(self, endurance: Endurance) -> bool:
+        """Wait for others where some were lost and too few are left to begin with; whether there are enough again.
+
+        They are waited for as long as the first ones were. A cluster of a file is one of given names, which are waited
+        for by name.
+        """
+        here = [member.name for member in self.coordinator.alive()]
+        if not self.others_may_join or all(name in here for name in self.cluster.names):
+            return False
+        wanted = self.cluster.names if self.has_links else endurance.min_devices
+        self.coordinator.on_event(f"Waiting for others to join: {len(here)} of {endurance.min_devices} are here.")
+        try:
+            self.coordinator.wait_for(wanted, self.coordinator.join_limit_seconds)
+        except TimedOut:
+            return False
+        if not self.has_links:
+            self.cluster = self.coordinator.cluster(self.cluster.name)
+            self.begin(endurance)
+        return True
+
 
 def usable_cores() -> int:
     return identify().cores
@@ -127,6 +147,7 @@ def open_session(
     `apart`: each local worker loads PyTorch by itself.
     """
     if isinstance(cluster, Coordinator):
+        cluster.wait_for_replacements()
         yield Session(cluster, cluster.cluster(), False, 0)
         return
     if isinstance(cluster, LabCluster):
@@ -194,16 +215,16 @@ def measure_who_stays(
     session: Session, graph: Graph, batch_size: int, endurance: Endurance | None, *, optimizer: Optimizer | None = None,
     say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
 ) -> tuple[Cluster, Profile]:  # fmt: skip
-    """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left. `endurance`: None
-    where a plan is given, which names everybody it needs."""
+    """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited
+    for. `endurance`: None where a plan is given, which names everybody it needs."""
     while True:
         try:
             return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
         except (WorkerLost, TimedOut):
             gone = session.go_on_without_lost(endurance) if endurance is not None else []
-            if not gone:
+            if not gone and (endurance is None or not session.wait_for_enough(endurance)):
                 raise
-            if say is not None:
+            if gone and say is not None:
                 say(f"Beginning without {', '.join(gone)}: {len(session.cluster.names)} device(s) left.")
 
 

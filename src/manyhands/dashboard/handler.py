@@ -37,8 +37,7 @@ class PageHandler(PatientHandler):
         super().__init__(*connected)
 
     def check(self) -> None:
-        super().check()
-        if not self.dashboard.turnstile.passes(TURN_SECONDS):
+        if not self.dashboard.turnstiles.passes(self.client_address[0], TURN_SECONDS):
             raise Refusal(429, "Too much is asked at once.", "Try again in a moment.")
         if len(self.path) > LONGEST_PATH:
             raise Refusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")

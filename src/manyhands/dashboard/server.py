@@ -21,11 +21,11 @@ from manyhands.dashboard.page import page_files
 from manyhands.dashboard.reader import Reader
 from manyhands.engine.http_door import ConnectionLimits, Door
 from manyhands.engine.security import is_loopback, new_token, server_context
-from manyhands.engine.turnstile import Turnstile
+from manyhands.engine.turnstile import AddressTurnstiles
 
 LIMITS = ConnectionLimits(connections=32, idle_seconds=10.0, drain_seconds=2.0)
 PER_SECOND, AT_ONCE = 60, 150
-"""Connections and requests, of all who watch together."""
+"""Connections and requests of one client address; all addresses together have four times as many."""
 
 
 class Dashboard:
@@ -44,10 +44,10 @@ class Dashboard:
         host, port = address
         self.is_encrypted = not is_loopback(host)
         self.token = new_token() if self.is_encrypted else ""
-        self.turnstile = Turnstile(PER_SECOND, AT_ONCE)
+        self.turnstiles = AddressTurnstiles(PER_SECOND, AT_ONCE)
         page_files()
         context = server_context()[0] if self.is_encrypted else None
-        self._door = Door((host, port), self._handler, limits, context, self.turnstile)
+        self._door = Door((host, port), self._handler, limits, context, self.turnstiles)
         self.host, self.port = shown_host or host, int(self._door.server_address[1])
         self.cookie = f"manyhands-{self.port}"
         """Browsers do not tell ports apart; two dashboards of one machine must not take each other's."""

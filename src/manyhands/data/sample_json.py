@@ -18,13 +18,14 @@ from manyhands.data.sample_arrays import of_array
 from manyhands.data.wanted import Samples, Wanted
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
+from manyhands.files.json_memory import structure_bytes
 
 LARGEST_FILE_BYTES = 64 * 10**6
 LARGEST_DECODED_BYTES = 256 * 10**6
 DEEPEST = 8
 """Lists within lists."""
-_NUMBER_BYTES, _LIST_BYTES = 32, 72
-"""What Python keeps for one of them, at least."""
+_NUMBER_BYTES = 32
+"""What Python keeps for one of them."""
 _KEY = b'"inputs"'
 _MARK = b"\xef\xbb\xbf"
 _OBJECT = re.compile(rb"\s*\{")
@@ -67,7 +68,7 @@ def read_json_file(path: Path, wanted: Wanted) -> Samples:
 
 def decoded_bytes(content: bytes) -> int:
     """About what the numbers and lists of a JSON text take in memory once it is decoded."""
-    return content.count(b",") * _NUMBER_BYTES + content.count(b"[") * _LIST_BYTES
+    return structure_bytes(content, _NUMBER_BYTES)
 
 
 def read_json(content: bytes, name: str, wanted: Wanted) -> Samples:

@@ -23,6 +23,8 @@ from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 
 LARGEST_CONTROL_BYTES = 64 * 2**20
 SEND_LIMIT_SECONDS = 30.0
+_PIECE_BYTES = 64 * 1024
+"""Memory that is made for a message before more of it has come."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -31,13 +33,16 @@ class Channel:
 
     def __init__(self, wire: Wire, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._wire, self._largest_bytes = wire, largest_bytes
+        self._largest_received_bytes = largest_bytes
         self.local_host = str(wire.socket.getsockname()[0])
         self.peer_host = str(wire.socket.getpeername()[0])
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._prefix = bytearray(_LENGTH.size)
-        self._message: bytearray | None = None
+        self._buffer = bytearray(_LENGTH.size)
+        """The length of a message, then what has come of it, and room for the next piece."""
         self._filled = 0
-        """Of the prefix, then of the message: a limit may pass in the middle of either."""
+        """Of the buffer: a limit may pass at any byte."""
+        self._size: int | None = None
+        """Of the message; None: its length has not come yet."""
         self._lost: WorkerLost | None = None
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
@@ -66,28 +71,33 @@ class Channel:
         finally:
             self._sending.release()
 
+    def limit_received(self, largest_bytes: int) -> None:
+        """From now on longer messages break the connection."""
+        self._largest_received_bytes = largest_bytes
+
     def receive(self, limit_seconds: float) -> bytes | None:
-        """The next message; None where the limit passed, whatever had come of it is kept for the next call."""
+        """The next message; None where the limit passed, whatever had come of it is kept for the next call.
+
+        Memory grows with what arrives: a peer that announces a long message and sends nothing has cost nothing.
+        """
         deadline = time.monotonic() + limit_seconds
         if not self._receiving.acquire(timeout=max(0.0, limit_seconds)):
             return None
         try:
             self._check()
-            while True:
-                target = self._prefix if self._message is None else self._message
-                while self._filled < len(target):
-                    count = self._wire.read([memoryview(target)[self._filled :]])
-                    self._filled += count
-                    if not count:
-                        wait(self._wire, select.POLLIN, deadline)
-                self._filled = 0
-                if self._message is not None:
-                    message, self._message = self._message, None
-                    return bytes(message)
-                (size,) = _LENGTH.unpack(self._prefix)
-                if size > self._largest_bytes:
-                    raise Broken(f"it announces a message of {size} bytes; at most {self._largest_bytes} are read")
-                self._message = bytearray(size)
+            if self._size is None:
+                self._fill(_LENGTH.size, deadline)
+                (size,) = _LENGTH.unpack(self._buffer)
+                if size > self._largest_received_bytes:
+                    largest = self._largest_received_bytes
+                    raise Broken(f"it announces a message of {size} bytes; at most {largest} are read")
+                self._size, self._filled = size, 0
+                self._buffer = bytearray()
+            self._fill(self._size, deadline)
+            message = self._buffer
+            self._size, self._filled = None, 0
+            self._buffer = bytearray(_LENGTH.size)
+            return bytes(message)
         except TimeoutError:
             return None
         except Broken as error:
@@ -95,10 +105,21 @@ class Channel:
         finally:
             self._receiving.release()
 
+    def _fill(self, size: int, deadline: float) -> None:
+        """Read until the buffer holds so many bytes."""
+        while self._filled < size:
+            if self._filled == len(self._buffer):
+                self._buffer += bytes(min(_PIECE_BYTES, size - self._filled))
+            with memoryview(self._buffer) as whole, whole[self._filled :] as free:
+                count = self._wire.read([free])
+            self._filled += count
+            if not count:
+                wait(self._wire, select.POLLIN, deadline)
+
     @property
     def unfinished_bytes(self) -> int:
         """How much has come of a message that is not whole yet: one who is still speaking is not silent."""
-        return self._filled if self._message is None else len(self._prefix) + self._filled
+        return self._filled if self._size is None else _LENGTH.size + self._filled
 
     def _check(self) -> None:
         if self._lost is not None:

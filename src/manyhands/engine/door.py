@@ -1,8 +1,7 @@
 """Listening and connecting, with the handshake done: what both control channels and data connections begin with.
 
 Every guest is asked for the token in a thread of his own with a limit, so that one who is silent keeps
-nobody waiting. Where too many are at the door at once, room is made for the next one by who has shown nothing yet: the
-first to have come from the address that most of them come from.
+nobody waiting. Where too many are at the door at once, room is made by the rule of `admission`.
 """
 
 from __future__ import annotations
@@ -14,29 +13,21 @@ import select
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from manyhands.engine.admission import Admission, Pending
 from manyhands.engine.security import Purpose, Security, admit, enter, prepare
 from manyhands.engine.wire import Broken, Wire
 from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
 
 _MOST_HANDSHAKES = 128
+_MOST_HANDSHAKES_PER_ADDRESS = 96
+"""Workers of one house may all come from one address, and at once."""
 _RETRY_SECONDS = 0.05
 _LISTEN_POLL_MILLISECONDS = 500
 """On Linux closing wakes the thread at once; elsewhere it looks up this often."""
 _CONNECT_POLL_MILLISECONDS = 100
-
-
-@dataclass(eq=False)
-class _Guest:
-    """Somebody at the door."""
-
-    connected: socket.socket
-    origin: str
-    has_token: bool = False
-    is_sent_away: bool = False
 
 
 class Door:
@@ -58,8 +49,8 @@ class Door:
         self.reasons: deque[str] = deque(maxlen=100)
         """Why the last guests were turned away."""
         self._lock = threading.Lock()
-        self._guests: dict[threading.Thread, _Guest] = {}
-        """In the order they came."""
+        self._admission = Admission(_MOST_HANDSHAKES, _MOST_HANDSHAKES_PER_ADDRESS)
+        self._guests: set[threading.Thread] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"door {self.address[1]}", daemon=True)
         self._thread.start()
@@ -76,62 +67,52 @@ class Door:
                 if not self._is_closing and error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                     time.sleep(_RETRY_SECONDS)  # out of descriptors: guests wait in the kernel's queue
                 continue
-            guest = _Guest(connected, str(origin[0]))
+            guest = self._admission.enter(connected, str(origin[0]))
+            if guest is None:
+                self._drop(connected, str(origin[0]), "too many at once")
+                continue
             thread = threading.Thread(target=self._ask, args=(guest,), name="guest", daemon=True)
             with self._lock:
-                has_room = not self._is_closing and (len(self._guests) < _MOST_HANDSHAKES or self._make_room())
-                if has_room:
-                    self._guests[thread] = guest
+                self._guests.add(thread)
             try:
-                if has_room:
-                    thread.start()
+                thread.start()
             except RuntimeError:  # the system has no more threads to give
-                with self._lock:
-                    del self._guests[thread]
-                has_room = False
-            if not has_room:
-                self._drop(guest, "too many at once")
-
-    def _make_room(self) -> bool:
-        """Send one away who has not shown that he knows the token, if there is one. With the lock held."""
-        waiting = {thread: guest for thread, guest in self._guests.items() if not guest.has_token}
-        crowds = Counter(guest.origin for guest in waiting.values())
-        for thread, guest in waiting.items():
-            if crowds[guest.origin] == max(crowds.values()):
-                guest.is_sent_away = True
-                with contextlib.suppress(OSError):
-                    guest.connected.shutdown(socket.SHUT_RDWR)  # his thread wakes and ends
-                del self._guests[thread]
-                return True
-        return False
+                self._forget(thread, guest)
+                self._drop(connected, guest.host, "too many at once")
 
     def receive(self, purpose: Purpose, on_guest: Callable[[Wire], None] | None) -> None:
         """From now on guests of this purpose are let in at this address too; None: no longer."""
         receivers = {known: one for known, one in self._receivers.items() if known != purpose}
         self._receivers = receivers if on_guest is None else {**receivers, purpose: on_guest}
 
-    def _ask(self, guest: _Guest) -> None:
+    def _ask(self, guest: Pending) -> None:
         receivers = self._receivers
         try:
             deadline = time.monotonic() + self._security.handshake_seconds
             wire, purpose = admit(guest.connected, self._security, receivers, deadline)
-            with self._lock:
-                guest.has_token = True  # from here on he is another's: `close` does not send him away
+            self._admission.authorize(guest)  # from here on he is another's: `close` does not send him away
             receivers[purpose](wire)
         except TimeoutError:
-            self._drop(guest, f"no handshake within {self._security.handshake_seconds:g} s")
+            self._turn_away(guest, f"no handshake within {self._security.handshake_seconds:g} s")
         except Exception as error:  # whatever he did: it is the end of him, and of nobody else
-            self._drop(guest, error.message if isinstance(error, ManyhandsError) else str(error))
+            self._turn_away(guest, error.message if isinstance(error, ManyhandsError) else str(error))
         finally:
-            with self._lock:
-                self._guests.pop(threading.current_thread(), None)
+            self._forget(threading.current_thread(), guest)
 
-    def _drop(self, guest: _Guest, reason: str) -> None:
-        guest.connected.close()
+    def _forget(self, thread: threading.Thread, guest: Pending) -> None:
+        self._admission.leave(guest)
+        with self._lock:
+            self._guests.discard(thread)
+
+    def _turn_away(self, guest: Pending, reason: str) -> None:
+        why = "others came, and it had shown nothing yet" if guest.evicted.is_set() else f"{reason:.300}"
+        self._drop(guest.connected, guest.host, why)
+
+    def _drop(self, connected: socket.socket, host: str, reason: str) -> None:
+        connected.close()
         with self._lock:
             self.dropped += 1
-            why = "others came, and he had shown nothing yet" if guest.is_sent_away else f"{reason:.300}"
-            self.reasons.append(f"{guest.origin}: {why}")
+            self.reasons.append(f"{host}: {reason}")
 
     def close(self) -> None:
         """No thread and no descriptor is left, but for those who were let in."""
@@ -139,13 +120,10 @@ class Door:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(1.0)
+        self._admission.shut_down_pending()
         with self._lock:
-            guests = dict(self._guests)
-            for guest in guests.values():
-                if not guest.has_token:
-                    with contextlib.suppress(OSError):
-                        guest.connected.shutdown(socket.SHUT_RDWR)
-        for thread in guests:
+            threads = list(self._guests)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
         self._socket.close()
@@ -190,8 +168,25 @@ def knock(
 ) -> Wire:
     """Connect and shake hands. Nobody there yet: tried until the deadline, then TimedOut says what stood in the way.
 
-    `once`: one who is not there, or does not answer, is not tried again.
+    `once`: one who is not there, or does not answer, is not tried again. Whatever is raised `is_before_proof`.
     """
+    try:
+        return _knock(host, port, security, purpose, deadline, is_cancelled, once=once)
+    except ManyhandsError as error:
+        error.is_before_proof = True
+        raise
+
+
+def _knock(
+    host: str,
+    port: int,
+    security: Security,
+    purpose: Purpose,
+    deadline: float,
+    is_cancelled: Callable[[], bool],
+    *,
+    once: bool,
+) -> Wire:
     where = f"{host}:{port}"
     start = time.monotonic()
     reason = ""

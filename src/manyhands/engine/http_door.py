@@ -1,14 +1,15 @@
 """Connections of an HTTP server: how many there are, how long each may keep quiet, and how they end.
 
 A thread for each connection, so that a slow client waits for nobody and nobody for it. Encryption is agreed upon in
-that thread too.
+that thread too. Until a client has sent a complete request that it may make, its connection is pending and can make
+room for another's (`admission`); from then on it counts among the connections that are served.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
+import select
 import socket
 import ssl
 import sys
@@ -19,14 +20,13 @@ from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from manyhands.engine.turnstile import Turnstile
+from manyhands.engine.admission import Admission, Pending, shut_down
+from manyhands.engine.turnstile import AddressTurnstiles, Turnstile
 from manyhands.facts.errors import AddressTaken, BadValue
 
 HANDSHAKE_SECONDS = 5.0
-REFUSED_AT_ONCE = 16
-"""Connections beyond the limit that are told so; those beyond these are closed without a word."""
-_REFUSED_PAUSE_SECONDS = 0.005
-"""After one is closed so: who knocks without end must not keep this process busy."""
+_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE = 500, 500
+"""Connections that are given a thread: whoever connects without end must not keep this process busy."""
 _POLL_SECONDS = 0.1
 _TURN_SECONDS = 1.0
 
@@ -36,6 +36,9 @@ class ConnectionLimits:
     """What the clients of a server may do, so that others are answered too."""
 
     connections: int = 64
+    """Of clients that have sent a request they may make."""
+    pending: int = 64
+    """Of clients that have not, at a time; from one address three quarters of them."""
     idle_seconds: float = 15.0
     """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
     drain_seconds: float = 30.0
@@ -71,7 +74,7 @@ class Door(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 64
+    request_queue_size = 256
     allow_reuse_address = True
 
     def __init__(
@@ -80,17 +83,20 @@ class Door(ThreadingHTTPServer):
         handler: Callable[..., Any],
         limits: ConnectionLimits,
         context: ssl.SSLContext | None,
-        turnstile: Turnstile | None = None,
+        turnstiles: AddressTurnstiles | None = None,
     ) -> None:
-        """`turnstile`: connections pass it before anything is agreed upon; those whose turn does not come are ended."""
+        """`turnstiles`: a connection passes them once its client has spoken, before anything is agreed upon; one whose
+        turn does not come is ended."""
         host, port = address
-        self.limits, self.context, self.turnstile = limits, context, turnstile
+        self.limits, self.context, self.turnstiles = limits, context, turnstiles
         self.is_closing = False
         self._changed = threading.Condition()
-        self._open: set[socket.socket] = set()
+        self._admission = Admission(limits.pending, max(1, limits.pending * 3 // 4))
+        self._accepting = Turnstile(_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE)
+        self._connections: dict[socket.socket, Pending] = {}
+        """All that have a thread."""
+        self._served: set[socket.socket] = set()
         self._idle: set[socket.socket] = set()
-        self._coming = 0
-        """Connections that have a thread."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self.address_family = found[0]
@@ -117,49 +123,48 @@ class Door(ThreadingHTTPServer):
     # Connections
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._changed:
-            is_too_many = self.is_closing or self._coming >= self.limits.connections + REFUSED_AT_ONCE
-            self._coming += not is_too_many
-        if is_too_many:
+        pending = None if self.is_closing else self._admission.enter(request, str(client_address[0]))
+        if pending is None:
             self.shutdown_request(request)
-            time.sleep(_REFUSED_PAUSE_SECONDS)
             return
+        with self._changed:
+            self._connections[request] = pending
+        self._accepting.passes(_TURN_SECONDS)
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the system has no more threads
-            with self._changed:
-                self._coming -= 1
+            self._forget(request)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._changed:
-                self._coming -= 1
-                self._changed.notify_all()
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._changed:
+            pending = self._connections.pop(request)
+            self._served.discard(pending.connected)
+            self._idle.discard(pending.connected)
+            self._changed.notify_all()
+        self._admission.leave(pending)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        if self.turnstile is not None and not self.turnstile.passes(_TURN_SECONDS):
+        pending = self._connections[request]
+        if self.turnstiles is not None and not (
+            _has_spoken(request, self.limits.idle_seconds)
+            and self.turnstiles.passes(pending.host, _TURN_SECONDS, pending.evicted.wait)
+        ):
             return
         if self.context is None:
-            self._serve(request, client_address)
+            super().finish_request(request, client_address)
             return
         request.settimeout(HANDSHAKE_SECONDS)
         with self.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as wrapped:
+            self._admission.replace(pending, wrapped)
             wrapped.do_handshake()
-            self._serve(wrapped, client_address)
-
-    def _serve(self, connected: socket.socket, client_address: Any) -> None:
-        with self._changed:
-            self._open.add(connected)
-        try:
-            super().finish_request(connected, client_address)
-        finally:
-            with self._changed:
-                self._open.discard(connected)
-                self._idle.discard(connected)
-                self._changed.notify_all()
+            super().finish_request(wrapped, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is its own matter."""
@@ -172,11 +177,23 @@ class Door(ThreadingHTTPServer):
             self._idle.add(connected)
             return not self.is_closing
 
-    def begins(self, connected: socket.socket) -> bool:
-        """A request has begun to come; False: there are too many connections."""
+    def begins(self, connected: socket.socket) -> None:
+        """A request has begun to come."""
         with self._changed:
             self._idle.discard(connected)
-            return len(self._open) <= self.limits.connections
+
+    def serves(self, connected: socket.socket) -> bool:
+        """Count a connection among those that are served, now that its client has shown that it may ask; False: there
+        are too many of them, and it stays pending."""
+        with self._changed:
+            if connected in self._served:
+                return True
+            if len(self._served) >= self.limits.connections:
+                return False
+            self._served.add(connected)
+            pending = next(one for one in self._connections.values() if one.connected is connected)
+        self._admission.leave(pending)
+        return True
 
     # The end
 
@@ -189,16 +206,19 @@ class Door(ThreadingHTTPServer):
             self.is_closing = True
         self.shutdown()
         self.server_close()
+        self._admission.shut_down_pending()
         with self._changed:
             for connected in self._idle:
-                _end(connected)
-            self._changed.wait_for(lambda: not self._coming, self.limits.drain_seconds)
-            for connected in self._open:
-                _end(connected)
-            self._changed.wait_for(lambda: not self._coming, HANDSHAKE_SECONDS)
+                shut_down(connected)
+            self._changed.wait_for(lambda: not self._connections, self.limits.drain_seconds)
+            for pending in self._connections.values():
+                shut_down(pending.connected)
+            self._changed.wait_for(lambda: not self._connections, HANDSHAKE_SECONDS)
         self._thread.join(HANDSHAKE_SECONDS)
 
 
-def _end(connected: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
+def _has_spoken(connected: socket.socket, limit_seconds: float) -> bool:
+    """Wait until something can be read from a client, the end of the connection included."""
+    poll = select.poll()
+    poll.register(connected, select.POLLIN)
+    return bool(poll.poll(limit_seconds * 1000))

@@ -38,7 +38,6 @@ class PatientHandler(BaseHTTPRequestHandler):
     server: Door
     is_unread = False
     """A body was announced of which not everything was taken."""
-    is_admitted = True
 
     def setup(self) -> None:
         super().setup()
@@ -61,7 +60,7 @@ class PatientHandler(BaseHTTPRequestHandler):
             self._linger()
 
     def parse_request(self) -> bool:
-        self.is_admitted = self.server.begins(self.connection)
+        self.server.begins(self.connection)
         self.patience.allow(self.server.limits.idle_seconds)
         return super().parse_request()
 
@@ -91,18 +90,22 @@ class PatientHandler(BaseHTTPRequestHandler):
     def _guarded(self, answer: Callable[[], None]) -> None:
         """A refusal is an answer too."""
         try:
-            self.check()
+            self.authorize()
             answer()
         except Refusal as refusal:
             self.refuse(refusal)
 
     # Who may ask
 
-    def check(self) -> None:
-        """Whether this client may ask, and now."""
-        if not self.is_admitted:
+    def authorize(self) -> None:
+        """Refuse who may not ask; whoever may has a place from now on, if there is one."""
+        self.check()
+        if not self.server.serves(self.connection):
             most = self.server.limits.connections
             raise Refusal(503, f"There are {most} connections already.", "Try again in a moment.")
+
+    def check(self) -> None:
+        """Refuse a client that may not ask."""
 
     def has_body(self) -> bool:
         """A body was announced, of whatever length."""

@@ -264,6 +264,7 @@ class InProcessChannel:
         self.transport, self.name = transport, name
         self.local_host = self.peer_host = host
         self._messages: deque[bytes] = deque()
+        self._largest_received_bytes = LARGEST_CONTROL_BYTES
         self._ended = ""
         """Why nothing more will come than what has come already."""
         self._lost: WorkerLost | None = None
@@ -276,10 +277,17 @@ class InProcessChannel:
                 raise self._lost or self._broken(self._ended)
             self.transport.pass_on(self.name, self.other.name, partial(self.other._messages.append, bytes(data)))
 
+    def limit_received(self, largest_bytes: int) -> None:
+        self._largest_received_bytes = largest_bytes
+
     def receive(self, limit_seconds: float) -> bytes | None:
         deadline = time.monotonic() + limit_seconds
         with self.transport.change:
             while self._lost is None:
+                size, largest = len(self._messages[0]) if self._messages else 0, self._largest_received_bytes
+                if size > largest:
+                    self.break_off(f"it announces a message of {size} bytes; at most {largest} are read")
+                    break
                 if self._messages:
                     return self._messages.popleft()
                 if self._ended:

@@ -33,6 +33,9 @@ class ControlChannel(Protocol):
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         """The message has left. WorkerLost where the connection broke."""
 
+    def limit_received(self, largest_bytes: int) -> None:
+        """From now on longer messages break the connection."""
+
     def receive(self, limit_seconds: float) -> bytes | None:
         """The next message; None where the limit passed. WorkerLost where the connection broke."""
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from manyhands.engine.admission import client_network
+
+_MOST_ADDRESSES = 1024
+"""Whose rates are remembered; the one that came longest ago is forgotten for a new one."""
 
 
 class Turnstile:
@@ -14,13 +21,39 @@ class Turnstile:
         self._lock = threading.Lock()
         self._next = 0.0
 
-    def passes(self, most_seconds: float) -> bool:
-        """Wait for a turn; False: it would not come within `most_seconds`, all of which have passed."""
+    def passes(self, most_seconds: float, sleep: Callable[[float], object] = time.sleep) -> bool:
+        """Wait for a turn; False: it would not come within `most_seconds`, all of which have passed. `sleep`: waits,
+        and may return earlier where nobody needs the turn any more."""
         with self._lock:
             now = time.monotonic()
             turn = max(self._next, now - self._burst_seconds) + self._gap
             wait = turn - now
             if wait <= most_seconds:
                 self._next = turn
-        time.sleep(max(0.0, min(wait, most_seconds)))
+        sleep(max(0.0, min(wait, most_seconds)))
         return wait <= most_seconds
+
+
+class AddressTurnstiles:
+    """A rate limiter for each client address, and one for all of them together.
+
+    One address has at most a quarter of what all may have, so that whoever floods the server slows down itself, and the
+    process still spends a bounded part of its time on clients.
+    """
+
+    def __init__(self, per_second: float, burst: float) -> None:
+        """Of one client address."""
+        self._per_second, self._burst = per_second, burst
+        self._everybody = Turnstile(4 * per_second, 4 * burst)
+        self._own: OrderedDict[str, Turnstile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def passes(self, host: str, most_seconds: float, sleep: Callable[[float], object] = time.sleep) -> bool:
+        """As `Turnstile.passes`, for a client at `host`."""
+        network = client_network(host)
+        with self._lock:
+            own = self._own.pop(network, None) or Turnstile(self._per_second, self._burst)
+            self._own[network] = own
+            if len(self._own) > _MOST_ADDRESSES:
+                self._own.popitem(last=False)
+        return own.passes(most_seconds, sleep) and self._everybody.passes(most_seconds, sleep)

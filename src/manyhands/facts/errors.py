@@ -17,6 +17,9 @@ class ManyhandsError(Exception):
     """Something a user can mend. `exit_code` tells scripts which kind it was."""
 
     exit_code = 1
+    is_before_proof = False
+    """It was met on connecting to somebody who had not proven yet that he knows the token: what it says may be of any
+    port of the network, and is for this device alone."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         message, hint = _page(message), _page(hint)

@@ -24,7 +24,7 @@ Leaving          ──────▶      asked to go: it hands over first
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,8 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
 from manyhands.runtime.confinement import Confinement
+from manyhands.facts.units import format_bytes
+from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
@@ -371,7 +373,7 @@ class Clock(msgspec.Struct, frozen=True, tag="clock"):
 
 
 class Knock(msgspec.Struct, frozen=True, tag="knock"):
-    """Connect to each of these once and say what came of it."""
+    """Connect to each of these once and say whether a member answers there: see `member_probes`."""
 
     generation: int
     peers: dict[str, Address]
@@ -433,15 +435,28 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     standing: Standing | None = None
 
 
-Said = (
-    Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
-    | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
-    | Holding | Leaving | Reshape | Stepped | EndAt | AskIds | Ids
-    | Knock | Knocked | Evict
+FromWorker = (
+    Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done
+    | Measured | Probed | Clock | Knocked | Diagnosis | Beat
 )  # fmt: skip
+"""What a worker says. A refusal: of one that listens and is asked by a second coordinator."""
+FromCoordinator = (
+    Welcome | Refusal | Prepare | Start | EndAt | Reshape | Send | Hold | Retain | Survey | AskIds | Measure
+    | ProbeLinks | AskClock | Knock | Stop | Leave | Evict | Beat
+)  # fmt: skip
+Said = FromWorker | FromCoordinator
+
+LARGEST_HELLO_BYTES = 16 * 1024
+"""Of a worker's first message: what it says of itself, with some sixty bytes for each array of a silo."""
+MOST_FROM_WORKER_BYTES = 128 * 2**20
+"""Of memory that one message of a worker may take once decoded, as counted: a list of 130,000 tensors."""
+MOST_FROM_COORDINATOR_BYTES = 300 * 2**20
+"""Of one of the coordinator: a graph of 20,000 operators with its network, which are 290 MiB as counted."""
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_from_coordinator: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
+_T = TypeVar("_T")
 
 
 class _Anybody(msgspec.Struct):
@@ -455,10 +470,25 @@ def encode(message: Said) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Said:
-    """A message; one that is none is the other side's fault, said so."""
+def decode_from_worker(data: bytes) -> FromWorker:
+    """A worker's message; one that is none is the worker's fault, said so."""
+    return _decoded(data, _from_worker, MOST_FROM_WORKER_BYTES)
+
+
+def decode_from_coordinator(data: bytes) -> FromCoordinator:
+    """The coordinator's message; one that is none is the coordinator's fault, said so."""
+    return _decoded(data, _from_coordinator, MOST_FROM_COORDINATOR_BYTES)
+
+
+def _decoded(data: bytes, decoder: msgspec.json.Decoder[_T], most_bytes: int) -> _T:
+    if (needed := decoded_bytes(data)) > most_bytes:
+        raise Refused(
+            f"A control message of {format_bytes(len(data))} may take {format_bytes(needed)} decoded; at most "
+            f"{format_bytes(most_bytes)} are read.",
+            hint="Is the network very large? Cut it into fewer operators.",
+        )
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Refused(
             f"A control message cannot be read: {error!s:.300}.", hint="Is the same version of manyhands on both sides?"

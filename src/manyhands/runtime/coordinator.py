@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from manyhands.data.silo import Kept
-from manyhands.engine.channel import SEND_LIMIT_SECONDS
+from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
 from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_token
 from manyhands.engine.transport import (
@@ -35,7 +35,9 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.version import __version__
+from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime.control import (
+    LARGEST_HELLO_BYTES,
     PROTOCOL,
     AskClock,
     Beat,
@@ -46,7 +48,7 @@ from manyhands.runtime.control import (
     Leaving,
     Refusal,
     Said,
-    decode,
+    decode_from_worker,
     encode,
     spoken,
 )
@@ -133,6 +135,10 @@ class Coordinator:
         """Links that workers are to imitate among each other."""
         self.silos: dict[str, Kept] = {}
         """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
+        self.join_limit_seconds = JOIN_SECONDS
+        """How long workers may take to join: as long as they were waited for last."""
+        self._awaited: list[str] | int = 0
+        """Who, or how many, a job that has not begun yet was promised."""
         self.generation = 0
         self.quarantine = Quarantine()
         self._change = threading.Condition()
@@ -269,6 +275,7 @@ class Coordinator:
         """Wait until these workers (or so many) have joined."""
         wanted = list(names) if not isinstance(names, int) else []
         count = names if isinstance(names, int) else len(wanted)
+        self._awaited, self.join_limit_seconds = wanted or count, limit_seconds
         end = time.monotonic() + limit_seconds
         with self._change:
             while True:
@@ -289,6 +296,31 @@ class Coordinator:
                         hint=f"On each device: {self.join_command()}",
                     )
                 self._change.wait(min(left, 0.2))
+
+    def wait_for_replacements(self) -> None:
+        """Wait again, for as long, where some of those that `wait_for` waited for were lost before a job began.
+
+        A device may be switched off, or its worker killed, while the job still reads its data. Others may join in its
+        place until the same limit has passed; then the job begins with those that are here. TimedOut where nobody is.
+        Called as a job begins; from then on it does without whoever is lost. Workers that were started here are not
+        replaced by anybody.
+        """
+        awaited, self._awaited = self._awaited, 0
+        alive = [member.name for member in self.alive()]
+        count = awaited if isinstance(awaited, int) else len(awaited)
+        missing = [name for name in awaited if name not in alive] if isinstance(awaited, list) else []
+        if self.local.processes or (not missing and len(alive) >= count):
+            return
+        who = ", ".join(missing) if missing else f"{count - len(alive)} worker(s)"
+        self.on_event(f"Waiting for {who} in place of those that were lost: {len(alive)} of {count} are here.")
+        try:
+            self.wait_for(awaited, self.join_limit_seconds)
+        except TimedOut:
+            if not self.alive():
+                raise
+            self.on_event(f"Beginning with {len(self.alive())} of {count} workers: no more have joined.")
+        finally:
+            self._awaited = 0
 
     @property
     def is_announced(self) -> bool:
@@ -381,11 +413,12 @@ class Coordinator:
 
     def _admit(self, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
         """A worker says who it is, and is taken in or told why not."""
+        channel.limit_received(LARGEST_HELLO_BYTES)
         data = channel.receive(_HELLO_SECONDS)
         if data is None:
             return Refusal(f"{channel.peer_host} has not said who it is within {_HELLO_SECONDS:g} s.", "Start it anew.")
         try:
-            hello = decode(data)
+            hello = decode_from_worker(data)
         except ManyhandsError as error:
             theirs = spoken(data)
             refusal = Refusal(error.message, error.hint)
@@ -407,6 +440,7 @@ class Coordinator:
                 patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
                 welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
                 channel.send(encode(welcome), _WELCOME_SECONDS)
+                channel.limit_received(LARGEST_CONTROL_BYTES)
                 self.members[hello.name] = found
                 self.local.joined(hello.name, hello.facts.pid)
                 with self._watching:
@@ -439,7 +473,7 @@ class Coordinator:
                 self._heard(member)
                 if data is None:
                     continue  # it is still speaking
-                message = decode(data)
+                message = decode_from_worker(data)
                 if isinstance(message, Clock):
                     if len(self._clocks) >= _MOST_CLOCKS:
                         self._clocks.clear()  # nobody asked for so many
@@ -449,7 +483,7 @@ class Coordinator:
                     member.stands(message.standing, time.monotonic())
                 if not isinstance(message, Beat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
-                    self.events.put((member.name, message), len(data))
+                    self.events.put((member.name, message), decoded_bytes(data))
         except ManyhandsError as error:
             has_left = member.is_leaving
             reason = error.message.rstrip(".") if not has_left else "it left by itself"

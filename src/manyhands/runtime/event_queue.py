@@ -12,6 +12,7 @@ from manyhands.runtime.members import Event
 MOST_WAITING = 20_000
 """Messages of one worker that nobody has taken yet: hours of its beats, or a thousand rounds."""
 MOST_WAITING_BYTES = 256 * 2**20
+"""Of memory, as they are once decoded."""
 
 
 class EventQueue:
@@ -24,7 +25,7 @@ class EventQueue:
         self._bytes: Counter[str] = Counter()
 
     def put(self, event: Event, size: int = 0) -> None:
-        """`size`: of what a worker said, in bytes; 0: it happened here. Refused where too much of his waits."""
+        """`size`: of what a worker said, in bytes of memory; 0: it happened here. Refused where too much waits."""
         name = event[0]
         if size:
             with self._lock:

@@ -1,6 +1,8 @@
-"""Whether others can be reached at all: a connection is made and closed again, and nothing is said over it.
+"""Whether others can be reached from this machine at all: a connection is made and closed again, and nothing is said
+over it.
 
-The network's own answer is kept as it is: a port that refuses and one that stays silent want different remedies.
+The network's own answer is kept as it is: a port that refuses and one that stays silent want different remedies. It is
+for whoever sits at this machine; what a worker reports to a coordinator is in `member_probes`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import msgspec
 from manyhands.engine.endpoint import Address
 
 OPEN, REFUSED, SILENT, NO_ROUTE, NO_HOST, FAILED = "open", "refused", "silent", "no route", "no such host", "failed"
+NO_MEMBER = "no member answers"
 LIMIT_SECONDS = 4.0
 """A TCP connection over a link with a second of delay takes two; the first lost packet is sent again after one."""
 _MOST_AT_ONCE = 32
@@ -30,7 +33,7 @@ class Answer(msgspec.Struct, frozen=True):
     port: int
     outcome: str
     """open; refused: nobody listens there, or a firewall rejects; silent: no answer within the limit; no route; no such
-    host; failed."""
+    host; failed; no member answers: what a worker says of all of these, and of whoever has another token."""
     seconds: float
     text: str = ""
     """The system's words."""

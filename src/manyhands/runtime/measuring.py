@@ -32,6 +32,7 @@ from manyhands.runtime.control import (
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.knocking import LIMIT_SECONDS as LIMIT_OF_KNOCK
 from manyhands.runtime.knocking import Answer, knock_everywhere
+from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_PROBE
 from manyhands.runtime.members import Lost
 
 LIMIT_SECONDS = 300.0
@@ -94,7 +95,7 @@ def knock_between(coordinator: Coordinator, names: Iterable[str]) -> dict[str, d
     """Who connects -> to whom -> what came of it, for every pair of these workers and the coordinator."""
     generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
     for name in wanted:
-        coordinator.say(name, Knock(generation, coordinator.addresses(wanted, name), LIMIT_OF_KNOCK))
+        coordinator.say(name, Knock(generation, coordinator.addresses(wanted, name), LIMIT_OF_PROBE))
     own = coordinator.addresses(wanted, COORDINATOR, with_coordinator=False)
     found = {COORDINATOR: knock_everywhere(COORDINATOR, own, LIMIT_OF_KNOCK)}
     answers = _answers(coordinator, generation, wanted, Knocked, "reach the others", PROBE_SECONDS)

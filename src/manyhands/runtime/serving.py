@@ -275,6 +275,9 @@ class _Guest:
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         self._channel.send(data, limit_seconds)
 
+    def limit_received(self, largest_bytes: int) -> None:
+        self._channel.limit_received(largest_bytes)
+
     def receive(self, limit_seconds: float) -> bytes | None:
         data = self._channel.receive(limit_seconds)
         unfinished = self._channel.unfinished_bytes

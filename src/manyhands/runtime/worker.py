@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.engine.endpoint import Address
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import Reached, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
@@ -32,7 +33,7 @@ from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import BadPlan, ManyhandsError, Refused, WorkerLost
+from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -42,6 +43,7 @@ from manyhands.graph.weights import Weights
 from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import (
+    LARGEST_HELLO_BYTES,
     PROTOCOL,
     Arrival,
     AskClock,
@@ -84,13 +86,13 @@ from manyhands.runtime.control import (
     Survey,
     TensorEntry,
     Welcome,
-    decode,
+    decode_from_coordinator,
     encode,
 )
 from manyhands.runtime.identity import own_identity
 from manyhands.runtime.joining import Joining, facts_of, prepare_gpu, reach
 from manyhands.runtime.keeping import STATE, Keeping, topic
-from manyhands.runtime.knocking import knock_everywhere
+from manyhands.runtime.member_probes import MemberProbes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.processes import keep_memory
 from manyhands.runtime.quarantine import LONGEST_SECONDS
@@ -142,6 +144,18 @@ class Quarantined(Refused):
         self.again_seconds = min(refusal.again_seconds, LONGEST_SECONDS)
 
 
+def _short(hello: Hello) -> Hello:
+    """A hello that a coordinator will read; one that is too long is refused here, where somebody is told why."""
+    size = len(encode(hello))
+    if size > LARGEST_HELLO_BYTES:
+        arrays = len(hello.facts.silo.arrays) if hello.facts.silo is not None else 0
+        raise BadData(
+            f"What this worker says of itself takes {size} bytes; a coordinator reads at most {LARGEST_HELLO_BYTES}.",
+            hint=f"Its silo has {arrays} arrays: give it fewer, or shorter names.",
+        )
+    return hello
+
+
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
@@ -166,6 +180,7 @@ class Worker:
         self.endpoint = self.transport.endpoint(
             name, reached.security, host=self.channel.local_host, listener=reached.listener
         )
+        self.probes = MemberProbes(name, reached.security, self.channel.local_host)
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
         self.keeping = Keeping(self.endpoint)
@@ -232,9 +247,8 @@ class Worker:
         own = self.joining
         identity = own_identity(own.process, self.channel.local_host)
         is_named = own.is_named and bool(own.name)
-        self._say(
-            Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts_of(own, self.silo), identity, is_named)
-        )
+        facts = facts_of(own, self.silo)
+        self._say(_short(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named)))
         answer = self._answer()
         if isinstance(answer, Refusal) and answer.name:
             raise CalledOtherwise(answer)
@@ -255,7 +269,7 @@ class Worker:
         """What the coordinator says to a hello; None: nothing."""
         data = self.channel.receive(self.joining.limit_seconds)
         try:
-            return decode(data) if data is not None else None
+            return decode_from_coordinator(data) if data is not None else None
         except Refused as error:
             raise Refused(
                 f"The coordinator at {self.joining.host}:{self.joining.port} says what manyhands {__version__} cannot "
@@ -309,7 +323,7 @@ class Worker:
                         raise WorkerLost(f"The coordinator has said nothing for {self.silence_seconds:g} s.")
                     continue
                 heard = time.monotonic()
-                self._hear(decode(data))
+                self._hear(decode_from_coordinator(data))
         except Exception as error:
             self.gone = error if isinstance(error, ManyhandsError) else WorkerLost(f"Control ended: {error!r}")
             self.endpoint.mailbox.interrupt(self.gone)
@@ -364,8 +378,7 @@ class Worker:
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, Knock):
-                answers = knock_everywhere(self.endpoint.name, command.peers, command.limit_seconds)
-                self._say(Knocked(generation, answers))
+                self._say(Knocked(generation, self.probes.run(command.peers, command.limit_seconds)))
             elif isinstance(command, AskIds):
                 self._say(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
@@ -483,12 +496,40 @@ class Worker:
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
-        attempt = Attempt(
-            lambda: self.endpoint.connect(command.peers, CONNECT_SECONDS * self.joining.patience), "connect"
+        limit_seconds = CONNECT_SECONDS * self.joining.patience
+        deadline = time.monotonic() + limit_seconds
+        attempt = Attempt(lambda: self.endpoint.connect(command.peers, limit_seconds), "connect")
+        try:
+            while not attempt.is_over(0.1):
+                self._check_stopped(command.generation)
+        except ManyhandsError as error:
+            if not error.is_before_proof:
+                raise
+            with contextlib.suppress(OSError):  # its log may be on a full disk
+                print(error, file=sys.stderr)
+            while time.monotonic() < deadline:
+                self._check_stopped(command.generation)
+                time.sleep(0.1)
+            raise self._unreached(command.peers, limit_seconds) from error
+
+    def _check_stopped(self, generation: int) -> None:
+        if self.leaving or self.gone is not None or self.stopped >= generation:
+            raise _Stopped("stopped by the coordinator")
+
+    def _unreached(self, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:
+        """What the coordinator is told where somebody did not prove that it knows the token, whatever it did instead
+        and however soon: see `member_probes`. What the network said is in this worker's own log."""
+        own = self.endpoint.name
+        missing = [
+            f"{name} at {address.host}:{address.port}"
+            for name, address in peers.items()
+            if address.is_dialled_by(own, name) and not self.endpoint.is_connected(name)
+        ]
+        return TimedOut(
+            f"{own} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",
+            hint="Does a firewall let it through? manyhands doctor says who cannot reach whom; the log of "
+            f"{own} says what the network answered.",
         )
-        while not attempt.is_over(0.1):
-            if self.leaving or self.gone is not None or self.stopped >= command.generation:
-                raise _Stopped("stopped by the coordinator")
 
     def _train(self, command: Start) -> None:
         prepared = self.prepared
