@@ -35,9 +35,9 @@ from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel
-from manyhands.runtime.confinement import Confinement
 from manyhands.facts.units import format_bytes
 from manyhands.files.json_memory import decoded_bytes
+from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
