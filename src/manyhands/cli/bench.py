@@ -39,7 +39,7 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, split, auto, infer, "
+            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, infer, "
             "infer-accuracy. Repeatable.",
         ),
     ] = None,
@@ -56,7 +56,7 @@ def everything(
 
     Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores,
     accuracy without a GPU).
-    About two hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
+    About three hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
     """
     from manyhands.api.bench_all import check_names, run_all
     from manyhands.api.results_page import write_page

@@ -1,6 +1,6 @@
 """`manyhands bench chaos`: training jobs under random faults, drawn from a seed, with real processes and connections.
 
-What each figure means, and how each fault is made, is in docs/reference/chaos.md.
+What each figure means, and how each fault is made, is in docs/explanation/chaos.md.
 """
 
 from __future__ import annotations
