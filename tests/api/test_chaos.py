@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.api.chaos import place
+from manyhands.api.chaos import draw, place
 from manyhands.api.chaos.bench import ChaosOptions, bench_chaos
 from manyhands.api.chaos.draw import KINDS, SHARES, scenario
 from manyhands.api.chaos.summary import MOST_DIFFERENCE, MOST_RECOVERY_SECONDS
 from manyhands.lab.spaces import missing
 from manyhands.profiler.bench_capture import Figures
 
+SEED = 4
 NOTHING = {"network": "not in this test", "groups": "not in this test", "disk": "not in this test"}
 
 
@@ -31,15 +32,15 @@ def numbered(share: str, seed: int) -> int:
     return next(number for number in range(len(SHARES)) if scenario(seed, number, tuple(KINDS)).share == share)
 
 
-@pytest.mark.parametrize("share", ["samples", "tiles"])
-def test_kill_stop_and_junk_without_root(share: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kill_stop_and_junk_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two jobs, the second in another way of sharing, with three faults each."""
     monkeypatch.setattr(place, "missing", lambda: NOTHING)
-    options = ChaosOptions(
-        seed=4, faults=4, only=("kill", "stop", "junk"), scenario=numbered(share, 4), out=tmp_path
-    )  # fmt: skip
-    check(bench_chaos(options), 4)
-    again = bench_chaos(ChaosOptions(faults=0, only=("kill",), add=(tmp_path / "chaos-4.json",)))
-    assert again["faults_fired"] == 4
+    monkeypatch.setattr(draw, "FAULTS_EACH", 3)
+    options = ChaosOptions(seed=SEED, faults=6, only=("kill", "stop", "junk"), out=tmp_path)
+    assert {fault.kind for one in draw.scenarios(SEED, options.only, 6) for fault in one.faults} == set(options.only)
+    check(bench_chaos(options), 6)
+    again = bench_chaos(ChaosOptions(faults=0, only=("kill",), add=(tmp_path / f"chaos-{SEED}.json",)))
+    assert again["faults_fired"] == 6
 
 
 @pytest.mark.root

@@ -63,7 +63,9 @@ def test_after_a_loss_the_first_new_round_counts_that_ends_after_it_was_noticed(
 def test_where_nobody_is_lost_the_second_round_counts(tmp_path: Path) -> None:
     found = watched(tmp_path, step(1.0, 0), step(2.1, 1))
     assert found.recovered_at(2.0, 0, ()) is None
-    assert watched(tmp_path, step(1.0, 0), step(2.1, 1), step(2.5, 2)).recovered_at(2.0, 0, ()) == 2.5
+    one_round = step(2.1, 1), step(2.1001, 2), step(2.1002, 3)  # of a split, which may have begun before the fault
+    assert watched(tmp_path, *one_round).recovered_at(2.0, 0, ()) is None
+    assert watched(tmp_path, *one_round, step(2.5, 4)).recovered_at(2.0, 0, ()) == 2.5
 
 
 def test_after_a_restart_the_first_round_of_the_new_coordinator_counts(tmp_path: Path) -> None:
@@ -74,6 +76,14 @@ def test_after_a_restart_the_first_round_of_the_new_coordinator_counts(tmp_path:
 def test_a_device_that_was_given_up_and_came_back_was_given_up(tmp_path: Path) -> None:
     found = watched(tmp_path, alive(0.0, w1=0, w2=1), alive(1.0, w1=0, w2=2))
     assert [(one.at, one.name) for one in found.gone] == [(1.0, "w2")]
+
+
+def test_a_loss_that_is_told_and_seen_counts_once(tmp_path: Path) -> None:
+    told = {"what": "event", "event": "lost", "facts": {"devices": ["w2"]}}
+    both = {**told, "at": 1.0}, alive(1.1, w1=0)
+    assert [one.name for one in watched(tmp_path, alive(0.0, w1=0, w2=1), *both).gone] == ["w2"]
+    later = alive(5.0, w1=0, w2=3), {**told, "at": 9.0}  # another time, without leaving the members
+    assert [one.at for one in watched(tmp_path, alive(0.0, w1=0, w2=1), *both, *later).gone] == [1.0, 9.0]
 
 
 def test_members_of_the_next_coordinator_were_not_given_up(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+SAME_ROUND_SECONDS = 0.005
+"""Steps that end so soon after each other are of one round: a split's has several, which are reported together."""
+
+SAME_LOSS_SECONDS = 1.0
+
 
 class Step(NamedTuple):
-    """A round that was completed and had not been before, by this coordinator."""
+    """A step that was completed and had not been before, by this coordinator."""
 
     at: float
     life: int
@@ -64,8 +69,15 @@ class Watched:
             self.endings[life] = line["error"]
         elif what == "alive":
             now = {name: int(serial) for name, serial in line["devices"]}
-            self.gone += [Gone(at, name) for name, serial in self.alive.items() if now.get(name) != serial]
+            self._note_gone(at, [name for name, serial in self.alive.items() if now.get(name) != serial])
             self.alive = now
+        elif what == "event" and line["event"] == "lost":
+            self._note_gone(at, line["facts"].get("devices", ()))
+
+    def _note_gone(self, at: float, names: Iterable[str]) -> None:
+        """Each loss once, though the job tells of it and the list of members shows it."""
+        recent = {one.name for one in self.gone if one.at > at - SAME_LOSS_SECONDS}
+        self.gone += [Gone(at, name) for name in names if name not in recent]
 
     def steps_since(self, at: float, life: int | None = None) -> list[Step]:
         return [one for one in self.steps if one.at > at and (life is None or one.life == life)]
@@ -88,4 +100,4 @@ class Watched:
             found = self.steps_since(given_up.at) if given_up is not None else []
             return found[0].at if found else None
         found = self.steps_since(struck_at)
-        return found[1].at if len(found) > 1 else None
+        return next((one.at for one in found if one.at > found[0].at + SAME_ROUND_SECONDS), None)
