@@ -37,11 +37,11 @@ def network() -> nn.Sequential:
     """Three blocks with batch norm and a linear layer, the same weights every time."""
     torch.manual_seed(SEED)
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2)),
-        nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)),
-        nn.Sequential(nn.Flatten(), nn.Linear(12 * 16, CLASSES)),
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2)),
+        nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)),
+        nn.Sequential(nn.Flatten(), nn.Linear(6 * 16, CLASSES)),
     ).to(torch.float64)
 
 

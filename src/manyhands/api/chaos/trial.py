@@ -170,7 +170,7 @@ class Trial:
 
         def is_calm() -> bool:
             nonlocal since
-            if set(self.watched.alive) < set(self.scenario.devices):
+            if not set(self.scenario.devices) <= set(self.watched.alive):
                 since = -1.0
                 return False
             self.unusable.clear()
