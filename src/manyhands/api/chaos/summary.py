@@ -55,7 +55,6 @@ class ScenarioOutcome(msgspec.Struct):
 
 
 MOST_DIFFERENCE = 1e-10
-MOST_RECOVERY_SECONDS = 10.0
 
 
 class ChaosRun(msgspec.Struct):
