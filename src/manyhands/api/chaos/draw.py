@@ -38,7 +38,8 @@ class Kind:
     cards: int = 2
     """In every pack."""
     needs: str = ""
-    """"" : nothing; "network": namespaces (root); "groups": control groups (root); "disk": a mount (root)."""
+    """What it cannot do without: "network" (namespaces), "groups" (control groups) or "disk" (a mount), all of which
+    need root; empty: nothing."""
     is_fatal: bool = False
     """Whether its victim cannot go on: that one is expected to be given up."""
 
