@@ -30,8 +30,8 @@ from manyhands.runtime.processes import end_with
 
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
-    "pipeline": "pipeline", "recovery": "recovery", "split": "split", "auto": "auto", "infer": "infer",
-    "infer-accuracy": "infer --only accuracy --full --compute cuda",
+    "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
+    "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda",
 }  # fmt: skip
 """What each result is measured by, after `manyhands bench`."""
 CORES = {"tile-8": 8}

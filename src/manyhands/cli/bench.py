@@ -39,7 +39,7 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, split, auto, infer, "
+            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, infer, "
             "infer-accuracy. Repeatable.",
         ),
     ] = None,
@@ -56,7 +56,7 @@ def everything(
 
     Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores,
     accuracy without a GPU).
-    About two hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
+    About three hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
     """
     from manyhands.api.bench_all import check_names, run_all
     from manyhands.api.results_page import write_page
@@ -262,11 +262,67 @@ def auto(
     _measure("auto", measured, quick, json, draws=True)
 
 
+@app.command("chaos")
+def chaos(
+    seed: Annotated[int, typer.Option("--seed", min=0, help="What the faults are drawn from.")] = 30,
+    faults: Annotated[
+        int | None, typer.Option("--faults", help="How many faults, in all. Default: 500, or as --hours allows.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option("--hours", help="Begin no scenario after so many hours.")] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only",
+            help="These kinds of faults alone: kill, stop, hang, partition, slow-link, junk, disk-full, oom, clock, "
+            "coordinator, slow-device. Several by commas.",
+        ),
+    ] = "",
+    scenario: Annotated[
+        int | None, typer.Option("--scenario", help="This scenario of the seed alone, to repeat it.")
+    ] = None,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option("--add", help="A stored run (--out) whose faults count too. Repeatable; with --faults 0, alone."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the run is stored, as OUT/chaos-SEED.json, to be added up.")
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Training under random faults: kill -9, hangs, partitions, full disks and more, over every way of sharing.
+
+    Real processes and connections; as root each worker is in a network of its own, without root some kinds are left
+    out. Weights are compared with plain PyTorch on one device. Six to ten faults a minute on two cores.
+    """
+    from manyhands.api.chaos.bench import QUICK_FAULTS, ChaosOptions, bench_chaos
+    from manyhands.api.chaos.summary import by_kind
+
+    options = ChaosOptions(
+        seed, QUICK_FAULTS if quick and faults is None else faults, hours,
+        tuple(filter(None, (one.strip() for one in only.split(",")))), scenario, tuple(add or ()), out,
+    )  # fmt: skip
+    _measure(
+        "chaos", lambda say: bench_chaos(options, _lines(say)), quick, json,
+        then=lambda figures: None if json else _print_kinds(by_kind(figures)),
+    )  # fmt: skip
+
+
+def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:
+    """What became of each kind of fault."""
+    from manyhands.cli.show import print_table
+
+    cells = [[kind, str(fired), f"{median:.2f}", f"{worst:.2f}"] for kind, (fired, median, worst) in rows.items()]
+    headings = ["fault", "fired", "recovery, median s", "worst s"]
+    print_table("Faults", headings, cells, numbers=headings[1:])
+
+
 def _measure(
-    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False
+    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False,
+    then: Callable[[Figures], None] = lambda figures: None,
 ) -> None:  # fmt: skip
     """Measure, print; a part that went wrong is an error of the command, after all figures are out. `draws`: what that
-    needs is looked for before minutes are spent."""
+    needs is looked for before minutes are spent. `then` prints more about the figures."""
     from manyhands.api.bench_parts import failed
     from manyhands.cli.show import working
     from manyhands.observe.figures import need_plots
@@ -277,6 +333,7 @@ def _measure(
     with working("measuring") as say:
         figures = measured(say)
     _print(f"bench {name}", figures, quick, json)
+    then(figures)
     if failed(figures):
         raise typer.Exit(1)
 
