@@ -94,6 +94,9 @@ def _partition(fault: Fault, trial: Trial) -> Course:
     yield struck
     struck.has_fired = sum(map(trial.place.dropped, victims)) > 0
     trial.place.heal(*victims)
+    for name in victims:  # an evicted process is kept out for a minute: a person starts it anew
+        if name not in trial.watched.alive:
+            trial.start_worker(name)
 
 
 def _slow_link(fault: Fault, trial: Trial) -> Course:
