@@ -47,7 +47,7 @@ from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
 from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 
-SILENCE_SECONDS = 10.0
+SILENCE_SECONDS = 6.0
 """A connection without a byte for this long is lost. A peer that computes keeps beating, unless it holds the
 interpreter's lock: which lasts a second or two at most."""
 _BEAT_SECONDS = 1.0

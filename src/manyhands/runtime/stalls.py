@@ -30,7 +30,7 @@ LEAST_SECONDS = 4.0
 """No device is judged sooner: a process can be kept from running for a second or two by its machine."""
 ROUNDS = 10.0
 """Of the usual round's time: so long nothing may happen. Five times slower than usual is slow, not broken."""
-FIRST_LEAST_SECONDS = 10.0
+FIRST_LEAST_SECONDS = 6.0
 FIRST_ROUNDS = 30.0
 """The same for the first round by a plan, in which memory is taken and kernels are warmed up."""
 PREDICTED_ROUNDS = 100.0

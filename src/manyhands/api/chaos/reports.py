@@ -40,6 +40,8 @@ class Watched:
     gone: list[Gone] = field(default_factory=list)
     in_use: tuple[str, ...] = ()
     """The devices of the present plan."""
+    plans: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    """When each was made, and its devices."""
     endings: dict[int, str] = field(default_factory=dict)
     """Coordinator -> the error it ended with."""
     life: int = -1
@@ -65,6 +67,7 @@ class Watched:
             self.steps.append(Step(at, life, line["step"]))
         elif what == "planned":
             self.in_use = tuple(line["devices"])
+            self.plans.append((at, self.in_use))
         elif what == "ended":
             self.endings[life] = line["error"]
         elif what == "alive":
@@ -90,14 +93,16 @@ class Watched:
         """When training had recovered from a fault; None: it has not yet.
 
         A coordinator that is there since the fault: at its first round. Where a victim is to be given up: at the first
-        new round after that. Else at the second new round: the first may have been nearly done when the fault struck.
+        new round after that, or after a plan that leaves it out. Else at the second new round: the first may have been nearly done when the fault struck.
         """
         if self.life > life:
             found = self.steps_since(struck_at, self.life)
             return found[0].at if found else None
         if victims:
-            given_up = self.gone_since(struck_at, victims)
-            found = self.steps_since(given_up.at) if given_up is not None else []
+            gone = self.gone_since(struck_at, victims)
+            moments = [at for at, devices in self.plans if at > struck_at and not set(victims) <= set(devices)]
+            given_up = min([*moments[:1], *([gone.at] if gone is not None else [])], default=None)
+            found = self.steps_since(given_up) if given_up is not None else []
             return found[0].at if found else None
         found = self.steps_since(struck_at)
         return next((one.at for one in found if one.at > found[0].at + SAME_ROUND_SECONDS), None)
