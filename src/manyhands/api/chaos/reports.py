@@ -93,7 +93,8 @@ class Watched:
         """When training had recovered from a fault; None: it has not yet.
 
         A coordinator that is there since the fault: at its first round. Where a victim is to be given up: at the first
-        new round after that, or after a plan that leaves it out. Else at the second new round: the first may have been nearly done when the fault struck.
+        new round after that, or after a plan that leaves it out. Else at the second new round: the first may have been
+        nearly done when the fault struck.
         """
         if self.life > life:
             found = self.steps_since(struck_at, self.life)
