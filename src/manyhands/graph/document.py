@@ -15,6 +15,7 @@ from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import DTYPE_BYTES, LossCombination, TensorSpec, WeightSpec
 from manyhands.graph import ops
+from manyhands.graph.argument_types import check_types
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.graph import (
     Argument,
@@ -287,11 +288,6 @@ def _node(raw: _Node, place: str) -> Node:
     if refused:
         refuse(place, f"option {sorted(refused)[0]!r} is not taken")
     schema = ops.resolve(raw.target)._schema
-    by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
-    for key in raw.options:
-        if key not in by_name:
-            known = ", ".join(sorted(by_name)) or "none"
-            refuse(place, f"option {key!r:.80} is not one of {raw.target}; it has {known}")
     returns = schema.returns
     several = len(returns) > 1 or str(returns[0].type) != "Tensor"
     check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
@@ -302,8 +298,10 @@ def _node(raw: _Node, place: str) -> Node:
     room = [LARGEST_LIST]
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
     options = {key: _argument(item, room, 0, raw.target, place) for key, item in raw.options.items()}
-    return Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
+    node = Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
                 raw.module, raw.where, raw.without_gradient)  # fmt: skip
+    check_types(node, place)
+    return node
 
 
 def _argument(raw: Any, room: list[int], depth: int, target: str, place: str) -> Argument:

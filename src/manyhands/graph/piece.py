@@ -34,6 +34,7 @@ from manyhands.graph.graph import (
 from manyhands.graph.kernels import Packed, product
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
+from manyhands.graph.recurrent_rules import guarded
 from manyhands.graph.weights import Weights
 
 Call = Callable[..., Any]
@@ -244,6 +245,8 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
                 or piece.kernels.get(node.name)
                 or _operator(piece, node, last_reader, index, kept, made_by, training)
             )
+        if node.target in ops.RECURRENT:
+            call = guarded(node.target, call)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
