@@ -5,6 +5,7 @@ Two runs, with 2 and with 3 samples, tell a size that grows with the batch from 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.facts.errors import BadGraph
-from manyhands.facts.network import TensorSpec
+from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.argument_rules import check_arguments
 from manyhands.graph.document import weights_in
@@ -25,11 +26,25 @@ from manyhands.graph.weights import Weights
 LARGEST_RECURRENT_STEPS = 4096
 """Torch unrolls a recurrent layer step by step wherever shapes are worked out."""
 
+_one_at_a_time = threading.Lock()
+"""Workers of one process may be threads; what PyTorch keeps of shapes it has worked out is the process's."""
+
 _PROBABILITY = {
     "aten.dropout.default": 1, "aten.feature_dropout.default": 1, "aten.alpha_dropout.default": 1,
     "aten.bernoulli_.float": 1, "aten.bernoulli.p": 1, "aten.scaled_dot_product_attention.default": 4,
 }  # fmt: skip
 """Random operators, and which argument is their probability."""
+
+
+def check_graph(graph: Graph) -> None:
+    """Refuse a graph from outside whose operators could not be run, or make other tensors than it says; its loss too.
+
+    Both whoever loads a graph and a worker that is sent one do this before anything is run.
+    """
+    if graph.loss is not None:
+        check_shapes(graph.loss)
+        check_loss(graph, graph.loss)
+    check_shapes(graph)
 
 
 def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
@@ -38,7 +53,12 @@ def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
     for name in expected:
         if name not in state:
             raise BadGraph(f"Weight {name!r:.120} is missing.")
-    for name, tensor in state.items():
+    check_weights(expected, state)
+
+
+def check_weights(expected: Mapping[str, WeightSpec], given: Mapping[str, torch.Tensor]) -> None:
+    """Each of the given tensors is one of the expected weights. A device may hold some of them only."""
+    for name, tensor in given.items():
         if name not in expected:
             raise BadGraph(f"Weight {name!r:.120} is given, but the graph has no such weight.")
         spec = expected[name]
@@ -92,7 +112,7 @@ def _check_at(graph: Graph, samples: int) -> None:
 
 def walk(graph: Graph, samples: int, look: Callable[[Node, list[Any]], None]) -> None:
     """Look at every node in turn and what it makes of so many samples, on fake tensors. Arguments are checked first."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             tensors = {spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}
             piece = Piece(graph, Weights(tensors))

@@ -1,6 +1,7 @@
 """Graph <-> plain document (dicts, lists, texts, numbers), for disk and wire. What is read is taken for hostile.
 
-Sizes, names and records are checked here, before anything is allocated or run; shapes are checked by check.py.
+Sizes, names, records and the types of arguments are checked here, before anything is allocated or run; shapes are
+checked by check.py.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def state_of(graph: Graph) -> dict[str, torch.Tensor]:
 
 def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
     """The graph a document and its weights stand for, or BadGraph saying what is wrong with them."""
-    from manyhands.graph.check import check_loss, check_shapes, check_state
+    from manyhands.graph.check import check_graph, check_state
 
     graph = read_document(document)
     check_state(graph, state)
@@ -129,11 +130,9 @@ def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
     if loss is not None:
         own = {name.removeprefix(LOSS_PREFIX): t for name, t in state.items() if name.startswith(LOSS_PREFIX)}
         loss = msgspec.structs.replace(loss, state=own)
-        check_shapes(loss)
-        check_loss(graph, loss)
     main = {spec.name: state[spec.name] for spec in graph.weights}
     graph = msgspec.structs.replace(graph, state=main, loss=loss)
-    check_shapes(graph)
+    check_graph(graph)
     return graph
 
 
@@ -150,7 +149,7 @@ def weights_in(graph: Graph) -> dict[str, WeightSpec]:
 
 
 def read_document(document: object) -> Graph:
-    """The graph without weights: sizes, names and records are checked, shapes are not yet."""
+    """The graph without weights: sizes, names, records and types of arguments are checked, shapes are not yet."""
     try:
         graph = _graph(document, is_loss=False)
     except (ValueError, RecursionError, OverflowError) as error:  # e.g. numbers too long to be printed

@@ -17,6 +17,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
+from manyhands.graph.argument_rules import EVERY_CALL, guarded
 from manyhands.graph.fusing import fused
 from manyhands.graph.graph import (
     Argument,
@@ -34,7 +35,6 @@ from manyhands.graph.graph import (
 from manyhands.graph.kernels import Packed, product
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
-from manyhands.graph.recurrent_rules import guarded
 from manyhands.graph.weights import Weights
 
 Call = Callable[..., Any]
@@ -245,7 +245,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
                 or piece.kernels.get(node.name)
                 or _operator(piece, node, last_reader, index, kept, made_by, training)
             )
-        if node.target in ops.RECURRENT:
+        if random is None and node.target in EVERY_CALL:
             call = guarded(node.target, call)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:

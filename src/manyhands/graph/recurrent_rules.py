@@ -6,8 +6,7 @@ many there are. Every size is therefore checked before each call, on the tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def _states(target: str, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _weight_shapes(
     gates: int, layers: int, directions: int, has_biases: bool, features: int, cell: int, hidden: int
-) -> Any:  # fmt: skip
+) -> Iterator[tuple[int, ...]]:
     """In PyTorch's order. A hidden state of another size than the cell's is a projection of it (LSTM only)."""
     for layer in range(layers):
         read = features if layer == 0 else hidden * directions
@@ -84,14 +83,3 @@ def _check_shape(name: str, given: Any, shape: tuple[int, ...], like: torch.Tens
         raise BadGraph(
             f"{name} is {given.dtype} {list(given.shape)}; with this input it must be {like.dtype} {list(shape)}"
         )
-
-
-def guarded(target: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call with its arguments checked each time: a share or a tile may bring other tensors than the graph says."""
-
-    @wraps(call, updated=())
-    def checked(*arguments: Any, **options: Any) -> Any:
-        check_recurrent(target, arguments)
-        return call(*arguments, **options)
-
-    return checked
