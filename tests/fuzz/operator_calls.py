@@ -74,17 +74,17 @@ def _recurrent(gates: int, layers: int = 1, directions: int = 1, *, projection: 
 
 _UNARY = """
 abs bitwise_not:i celu ceil clone contiguous cos detach elu erf exp expm1 floor gelu hardsigmoid hardswish hardtanh
-leaky_relu log log1p log2 log_sigmoid logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt selu sigmoid sign
-silu sin softplus softshrink sqrt square tanh tan _to_copy alias lift_fresh_copy hardshrink
+leaky_relu log log1p log2 log_sigmoid logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt selu sigmoid
+sign silu sin softplus softshrink sqrt square tanh tan _to_copy alias lift_fresh_copy hardshrink
 mean sum max min argmax argmin var std all any all.default prod t numpy_T squeeze amax amin
 zeros_like ones_like empty_like bernoulli rand_like randn_like
 """
 _BINARY = """
 add.Tensor bitwise_and.Tensor:i bitwise_or.Tensor:i bitwise_xor.Tensor:i clamp.Tensor clamp_max.Tensor clamp_min.Tensor
-div.Tensor eq.Tensor floor_divide ge.Tensor gt.Tensor le.Tensor logical_and logical_or logical_xor lt.Tensor maximum minimum
-mul.Tensor ne.Tensor pow.Tensor_Tensor rsub.Tensor sub.Tensor type_as __and__.Tensor:i __or__.Tensor:i __xor__.Tensor:i
-mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div view_as reshape_as expand_as
-cosine_similarity soft_margin_loss hinge_embedding_loss
+div.Tensor eq.Tensor ge.Tensor gt.Tensor le.Tensor logical_and logical_or logical_xor lt.Tensor maximum
+minimum mul.Tensor ne.Tensor pow.Tensor_Tensor rsub.Tensor sub.Tensor type_as __and__.Tensor:i __or__.Tensor:i
+__xor__.Tensor:i mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div view_as reshape_as expand_as
+cosine_similarity hinge_embedding_loss
 """
 _SCALAR = """
 add.Scalar clamp clamp_max clamp_min div.Scalar eq.Scalar fmod.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar
@@ -141,7 +141,7 @@ def _put_arithmetic(put: Any) -> None:
     put("sum", call(x(3), dtype=enum("float64")))
     put("softmax.int", call(x(3), -1, enum("float64")))
     put("clone", call(x(3, 4, 4), memory_format=enum("channels_last")))
-    put("floor_divide", call(i(3), i(3)))
+    put("floor_divide", call(i(3), 2), call(i(3), i(3)))
     put("remainder.Scalar", call(i(3), 2))
     put("fmod.Scalar", call(i(3), 2))
 
@@ -275,6 +275,7 @@ def _put_others(put: Any) -> None:
     put("nll_loss2d", call(x(5, 3, 3), i(3, 3), None, 1, -100))
     put("binary_cross_entropy", call(x(3), x(3), None, 1))
     put("margin_ranking_loss", call(x(), x(), x(), 0.5, 1))
+    put("soft_margin_loss", call(x(3), buffer(3)))
     put("triplet_margin_loss", call(x(4), x(4), x(4)))
     put("cosine_embedding_loss", call(x(4), x(4), x()))
     for name in ("dropout", "alpha_dropout"):

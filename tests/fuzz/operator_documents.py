@@ -22,7 +22,7 @@ from manyhands.graph.argument_types import parameters
 from manyhands.graph.check import walk
 from manyhands.graph.document import from_document, read_document, weights_in
 from manyhands.graph.graph import Graph, Node
-from manyhands.graph.kernels import kernel_calls, takes_flags
+from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
@@ -32,8 +32,10 @@ MOST_ELEMENTS = 2**17
 """Of all tensors together, that a run is tried with."""
 INTEGERS = (-1, -2, -(2**31), -(2**40), 0, 1, 2, 3, 4, 5, 7, 8, 100, 1000, 65_536, 2**31 - 1, 2**31, 2**32, 2**40)
 FLOATS = (-1.0, 0.0, 0.5, 1.0, 2.0, -0.0, 1e-30, 1e30, 1e-320, 3.5, 2.0**63, -(2.0**63), 1e308)
-TEXTS = ("", "same", "valid", "constant", "reflect", "circular", "replicate", "tanh", "none", "floor", "trunc", "xy", "ij", "mean",
-         "bij,jk->bik", "...", "->", "a,a->", "ii->i", "x")  # fmt: skip
+TEXTS = (
+    "", "same", "valid", "constant", "reflect", "circular", "replicate", "tanh", "none", "floor", "trunc", "xy", "ij",
+    "mean", "bij,jk->bik", "...", "->", "a,a->", "ii->i", "x",
+)  # fmt: skip
 SHAPE_SIZES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33, 2**31, 2**33)
 
 
@@ -76,7 +78,8 @@ def document(target: str, call: Call, views: random.Random | None = None, **flag
     count = MOST_OUTPUTS if is_list else len(returns)
     first = arguments[0] if arguments and isinstance(arguments[0], dict) else {}
     updates = first.get("name", "") if target in ops.BUFFER_UPDATE and first.get("is") == "weight" else ""
-    like = call.arguments[0] if call.arguments and isinstance(call.arguments[0], Tensor) else Tensor((), batch_axis=None)
+    given = call.arguments[0] if call.arguments else None
+    like = given if isinstance(given, Tensor) else Tensor((), batch_axis=None)
     outputs = [_spec(f"y:{place}", list(like.shape), like.dtype, like.batch_axis) for place in range(count)]
     nodes.append(_node("one", target, arguments, options, outputs, updates=updates, **flags))
     tree = [spec["name"] for spec in inputs]
@@ -139,7 +142,8 @@ def _changed(argument: Any, random_: random.Random, *, outermost: bool = False) 
     if isinstance(argument, list) and argument and (outermost or random_.random() < 0.8):
         place = random_.randrange(len(argument))
         if not outermost and random_.random() < 0.2:
-            return random_.choice((argument[:place], argument + argument, argument[place:], argument[:place] + argument[place + 1 :]))
+            before, after = argument[:place], argument[place + 1 :]
+            return random_.choice((before, argument + argument, argument[place:], before + after))
         return [*argument[:place], _changed(argument[place], random_), *argument[place + 1 :]]
     if isinstance(argument, Tensor) and random_.random() < 0.9:
         return _changed_tensor(argument, random_)
@@ -148,7 +152,8 @@ def _changed(argument: Any, random_: random.Random, *, outermost: bool = False) 
     if isinstance(argument, int):
         return random_.choice((argument + 1, argument - 1, -argument, *INTEGERS, _anything(random_)))
     if isinstance(argument, float):
-        return random_.choice((argument + 1, -argument, *FLOATS, *map(_special, ("nan", "inf", "-inf")), _anything(random_)))
+        special = map(_special, ("nan", "inf", "-inf"))
+        return random_.choice((argument + 1, -argument, *FLOATS, *special, _anything(random_)))
     if isinstance(argument, str):
         return random_.choice((*TEXTS, _anything(random_)))
     return _anything(random_)
@@ -196,8 +201,12 @@ def _of_type(kind: str, random_: random.Random) -> Any:
 
 
 def _anything(random_: random.Random) -> Any:
-    kind = random_.choice(("List int", "List float", "List Tensor", "ScalarType", "MemoryFormat", "Tensor", "Tensor", "bool",
-                           "str", "int", "int", "float", "None", "samples", "special", "odd"))  # fmt: skip
+    kind = random_.choice(
+        (
+            "List int", "List float", "List Tensor", "ScalarType", "MemoryFormat", "Tensor", "Tensor", "bool", "str",
+            "int", "int", "float", "None", "samples", "special", "odd",
+        )
+    )  # fmt: skip
     if kind == "None":
         return None
     if kind == "samples":
@@ -205,7 +214,8 @@ def _anything(random_: random.Random) -> Any:
     if kind == "special":
         return _special(random_.choice(("nan", "inf", "-inf")))
     if kind == "odd":
-        return random_.choice((2**63, -(2**63), 2**63 - 1, 10**30, [[]], [None], enum("quint8"), enum("float8_e5m2"), {"is": "x"}))
+        unknown = (enum("quint8"), enum("float8_e5m2"), {"is": "x"})
+        return random_.choice((2**63, -(2**63), 2**63 - 1, 10**30, [[]], [None], *unknown))
     return _of_type(kind, random_)
 
 
@@ -220,11 +230,9 @@ def completed(raw: object) -> dict[str, Any]:
         walk(graph, count, lambda node, values, found=found: found.append(values))  # type: ignore[misc]
     assert isinstance(raw, dict)
     nodes = copy.deepcopy(raw["nodes"])
-    kept = set[str]()
     for node, two, three in zip(nodes, made[2], made[3], strict=True):
         shapes = zip(node["outputs"], two, three, strict=True)
         node["outputs"] = [_with_shape(spec, *both) for spec, *both in shapes if isinstance(both[0], torch.Tensor)]
-        kept.update(spec["name"] for spec in node["outputs"])
     return {**raw, "nodes": nodes}
 
 
@@ -277,22 +285,20 @@ def elements_of(graph: Graph, count: int) -> int:
     return sum(sizes) + sum(spec.elements for spec in graph.weights)
 
 
-def run(graph: Graph, random_: random.Random) -> None:
-    """Training forward and backward, and inference, on drawn numbers. What operators say to those is theirs to say."""
+def run(graph: Graph, random_: random.Random, *, wild: bool | None = None) -> BaseException | None:
+    """Training forward and backward, and inference, on drawn numbers, `wild` ones or not; what came out of it.
+
+    An operator may refuse the numbers it is given; it must not end the process.
+    """
     count = random_.choice((1, 2, 3, 5))
     if elements_of(graph, count) > MOST_ELEMENTS or any(tensor.is_meta for tensor in graph.state.values()):
-        return
-    wild = random_.random() < 0.4
-    calls = {}
-    node: Node = graph.nodes[-1]
-    if random_.random() < 0.2 and node.target in ops.CONVOLUTION | ops.RECURRENT and takes_flags(graph, node):
-        kernel = random_.choice((Kernel(channels_last=True), Kernel(onednn=False), Kernel(product=True), Kernel(packed=True)))
-        calls = kernel_calls(graph, {node.name: kernel})
-    piece = Piece(graph, Weights.copied(graph), kernels=calls)
+        return None
+    is_wild = random_.random() < 0.4 if wild is None else wild
     inputs: Mapping[str, torch.Tensor] = {
-        spec.name: _values(spec, spec.shape_for(count), random_, wild=wild) for spec in graph.inputs
+        spec.name: _values(spec, spec.shape_for(count), random_, wild=is_wild) for spec in graph.inputs
     }
     try:
+        piece = Piece(graph, Weights.copied(graph), kernels=_kernels(graph, random_))
         for one in inputs.values():
             one.requires_grad_(one.is_floating_point() and random_.random() < 0.8)
         found = piece(inputs, Context(training=True, samples=count))
@@ -300,8 +306,18 @@ def run(graph: Graph, random_: random.Random) -> None:
         torch.autograd.backward(ready, [torch.randn_like(one) for one in ready])
         with torch.no_grad():
             piece(inputs, Context(training=False, samples=count))
-    except (Exception, TooLong):
-        return
+    except (Exception, TooLong) as error:
+        return error
+    return None
+
+
+def _kernels(graph: Graph, random_: random.Random) -> dict[str, Any]:
+    """Now and then another kernel than PyTorch's choice, for what has several."""
+    node: Node = graph.nodes[-1]
+    if node.target not in ops.CONVOLUTION | {"aten.linear.default"} or random_.random() > 0.2:
+        return {}
+    kernels = (Kernel(channels_last=True), Kernel(onednn=False), Kernel(product=True), Kernel(packed=True))
+    return kernel_calls(graph, {node.name: random_.choice(kernels)})
 
 
 def judged(data: bytes) -> object:

@@ -87,7 +87,7 @@ def _check_window(named: dict[str, Any]) -> None:
 
 
 def _largest(given: Any) -> int:
-    return max(given, default=1) if isinstance(given, (list, tuple)) else given  # type: ignore[no-any-return]
+    return max(given, default=1) if isinstance(given, (list, tuple)) else given
 
 
 def _check_scales(named: dict[str, Any]) -> None:
