@@ -83,8 +83,8 @@ _BINARY = """
 add.Tensor bitwise_and.Tensor:i bitwise_or.Tensor:i bitwise_xor.Tensor:i clamp.Tensor clamp_max.Tensor clamp_min.Tensor
 div.Tensor eq.Tensor ge.Tensor gt.Tensor le.Tensor logical_and logical_or logical_xor lt.Tensor maximum
 minimum mul.Tensor ne.Tensor pow.Tensor_Tensor rsub.Tensor sub.Tensor type_as __and__.Tensor:i __or__.Tensor:i
-__xor__.Tensor:i mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div view_as reshape_as expand_as
-cosine_similarity hinge_embedding_loss
+__xor__.Tensor:i mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div view_as reshape_as
+expand_as cosine_similarity hinge_embedding_loss
 """
 _SCALAR = """
 add.Scalar clamp clamp_max clamp_min div.Scalar eq.Scalar fmod.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar
