@@ -56,6 +56,8 @@ class Target:
     """Puts right what would hide the rest: lengths, digests."""
     takes_seeds: bool = True
     """Whether at least one seed is taken: not so where a secret would be needed."""
+    may_crash: bool = False
+    """Whether native code runs on what an input says: then it is judged in a child process only."""
 
     def __post_init__(self) -> None:
         self.mutator = Mutator(self.seeds, self.kind, self.finish)

@@ -28,10 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzz import data_targets, drawing, file_targets, wire_targets
+from fuzz import data_targets, drawing, file_targets, operator_targets, wire_targets
 from fuzz.judging import Build, Fault, Judge, Target, clock, limit_memory
 
-BUILDS: tuple[Build, ...] = (*wire_targets.TARGETS, *file_targets.TARGETS, *data_targets.TARGETS)
+BUILDS: tuple[Build, ...] = (
+    *wire_targets.TARGETS, *file_targets.TARGETS, *data_targets.TARGETS, *operator_targets.TARGETS,
+)  # fmt: skip
 HANG_SECONDS = 60.0
 """By the clock on the wall: an input that waits for something uses no time of its own."""
 START_SECONDS = 300.0

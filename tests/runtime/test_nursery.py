@@ -19,20 +19,12 @@ from manyhands import __version__
 from manyhands.facts.cluster import Cluster
 from manyhands.runtime import nursery as nurseries
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.nursery import LOAD_VARIABLE, Child, NoNursery, Nursery, nursery_for
+from manyhands.runtime.nursery import Child, NoNursery, Nursery, nursery_for
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only"),
     pytest.mark.xdist_group("nursery"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needed_only() -> Iterator[None]:
-    """Nobody trains here: a nursery loads no more than workers need to join."""
-    with pytest.MonkeyPatch.context() as changed:
-        changed.delenv(LOAD_VARIABLE, raising=False)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -113,13 +113,13 @@ def usable_cores() -> int:
     return identify().cores
 
 
-def expect_session(cluster: object, *, trains: bool = False) -> None:
+def expect_session(cluster: object) -> None:
     """A session will be opened: what workers of this machine need is loaded while the caller does something else."""
     if cluster is None:
         cluster = _usual()
     if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
         with contextlib.suppress(NoNursery):
-            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices), trains=trains)
+            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices))
 
 
 def _usual() -> Cluster:

@@ -125,7 +125,7 @@ def train(
         samples.shuffles(shuffle), batch_norm, seed, feed,
     )  # fmt: skip
     lasting = Lasting(replan, backup_every, min_devices, max_devices)
-    expect_session(cluster, trains=True)
+    expect_session(cluster)
     with (
         opened(
             options,

@@ -19,7 +19,6 @@ _NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.ru
 def nursery(door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = "") -> None:
     """Loads what workers need, then has a child for each that is asked for."""
     from manyhands.runtime.nursery import tend
-    from manyhands.runtime.processes import is_to_load_everything
     from manyhands.runtime.serving import load_everything
 
     try:
@@ -30,8 +29,7 @@ def nursery(door: Annotated[int, typer.Option("--door")], room: Annotated[str, t
         ) from error
     for name in _NEEDED:
         importlib.import_module(name)
-    if is_to_load_everything():
-        load_everything()
+    load_everything()
     gc.collect()
     gc.freeze()  # nothing of this is looked at again, so its memory stays shared
     words = tend(asking)

@@ -5,7 +5,8 @@ Two runs, with 2 and with 3 samples, tell a size that grows with the batch from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.facts.errors import BadGraph
-from manyhands.facts.network import TensorSpec
+from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
+from manyhands.graph.argument_rules import check_arguments
 from manyhands.graph.document import weights_in
 from manyhands.graph.graph import Graph, Node, tree_leaves
 from manyhands.graph.limits import LARGEST_LIST
@@ -24,11 +26,25 @@ from manyhands.graph.weights import Weights
 LARGEST_RECURRENT_STEPS = 4096
 """Torch unrolls a recurrent layer step by step wherever shapes are worked out."""
 
+_one_at_a_time = threading.Lock()
+"""Workers of one process may be threads; what PyTorch keeps of shapes it has worked out is the process's."""
+
 _PROBABILITY = {
     "aten.dropout.default": 1, "aten.feature_dropout.default": 1, "aten.alpha_dropout.default": 1,
     "aten.bernoulli_.float": 1, "aten.bernoulli.p": 1, "aten.scaled_dot_product_attention.default": 4,
 }  # fmt: skip
 """Random operators, and which argument is their probability."""
+
+
+def check_graph(graph: Graph) -> None:
+    """Refuse a graph from outside whose operators could not be run, or make other tensors than it says; its loss too.
+
+    Both whoever loads a graph and a worker that is sent one do this before anything is run.
+    """
+    if graph.loss is not None:
+        check_shapes(graph.loss)
+        check_loss(graph, graph.loss)
+    check_shapes(graph)
 
 
 def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
@@ -37,7 +53,12 @@ def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
     for name in expected:
         if name not in state:
             raise BadGraph(f"Weight {name!r:.120} is missing.")
-    for name, tensor in state.items():
+    check_weights(expected, state)
+
+
+def check_weights(expected: Mapping[str, WeightSpec], given: Mapping[str, torch.Tensor]) -> None:
+    """Each of the given tensors is one of the expected weights. A device may hold some of them only."""
+    for name, tensor in given.items():
         if name not in expected:
             raise BadGraph(f"Weight {name!r:.120} is given, but the graph has no such weight.")
         spec = expected[name]
@@ -86,7 +107,12 @@ def check_shapes(graph: Graph) -> None:
 
 
 def _check_at(graph: Graph, samples: int) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    walk(graph, samples, lambda node, made: _compare(node, made, samples))
+
+
+def walk(graph: Graph, samples: int, look: Callable[[Node, list[Any]], None]) -> None:
+    """Look at every node in turn and what it makes of so many samples, on fake tensors. Arguments are checked first."""
+    with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             tensors = {spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}
             piece = Piece(graph, Weights(tensors))
@@ -104,7 +130,7 @@ def _check_at(graph: Graph, samples: int) -> None:
                 raise
             except Exception as error:
                 raise BadGraph(f"{_called(step.node)} cannot run: {_first_line(error)}") from error
-            _compare(step, slots, samples)
+            look(step.node, [slots[place] for place in step.outputs])
             for place in step.frees:
                 slots[place] = None
 
@@ -125,15 +151,19 @@ def _first_line(error: Exception) -> str:
 def _run(step: Step, slots: list[Any], samples: int) -> None:
     """Run a node; one whose cost grows with a size rather than with its text is looked at first."""
     node = step.node
-    context = Context(samples=samples)
+    arguments = step.build(slots, samples)
+    try:
+        check_arguments(node.target, arguments)
+    except BadGraph as error:
+        raise BadGraph(f"{_called(node)} is refused: {error}.") from error
     if node.target in ops.RECURRENT:
         _run_recurrent(step, slots, samples)
         return
     if node.target in _PROBABILITY:
         _check_probability(node)
     if node.several:
-        _check_parts(node, step.build(slots, samples))
-    run_steps([replace(step, frees=())], slots, samples, context)
+        _check_parts(node, arguments)
+    run_steps([replace(step, frees=())], slots, samples, Context(samples=samples))
 
 
 def _check_probability(node: Node) -> None:
@@ -175,14 +205,13 @@ def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
         slots[place] = value
 
 
-def _compare(step: Step, slots: list[Any], samples: int) -> None:
-    for place, spec in zip(step.outputs, step.node.outputs, strict=True):
-        made = slots[place]
+def _compare(node: Node, values: list[Any], samples: int) -> None:
+    for made, spec in zip(values, node.outputs, strict=True):
         if not isinstance(made, torch.Tensor):
-            raise BadGraph(f"{_called(step.node)} makes fewer tensors than it says.")
+            raise BadGraph(f"{_called(node)} makes fewer tensors than it says.")
         found = (tuple(made.shape), str(made.dtype).removeprefix("torch."))
         if found != (spec.shape_for(samples), spec.dtype):
             raise BadGraph(
-                f"{_called(step.node)} makes {found[1]}{list(found[0])} of {samples} samples; "
+                f"{_called(node)} makes {found[1]}{list(found[0])} of {samples} samples; "
                 f"the graph says {spec.dtype}{list(spec.shape_for(samples))}."
             )

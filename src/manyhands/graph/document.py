@@ -1,6 +1,7 @@
 """Graph <-> plain document (dicts, lists, texts, numbers), for disk and wire. What is read is taken for hostile.
 
-Sizes, names and records are checked here, before anything is allocated or run; shapes are checked by check.py.
+Sizes, names, records and the types of arguments are checked here, before anything is allocated or run; shapes are
+checked by check.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import DTYPE_BYTES, LossCombination, TensorSpec, WeightSpec
 from manyhands.graph import ops
+from manyhands.graph.argument_types import check_types
 from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.graph import (
     Argument,
@@ -120,7 +122,7 @@ def state_of(graph: Graph) -> dict[str, torch.Tensor]:
 
 def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
     """The graph a document and its weights stand for, or BadGraph saying what is wrong with them."""
-    from manyhands.graph.check import check_loss, check_shapes, check_state
+    from manyhands.graph.check import check_graph, check_state
 
     graph = read_document(document)
     check_state(graph, state)
@@ -128,11 +130,9 @@ def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
     if loss is not None:
         own = {name.removeprefix(LOSS_PREFIX): t for name, t in state.items() if name.startswith(LOSS_PREFIX)}
         loss = msgspec.structs.replace(loss, state=own)
-        check_shapes(loss)
-        check_loss(graph, loss)
     main = {spec.name: state[spec.name] for spec in graph.weights}
     graph = msgspec.structs.replace(graph, state=main, loss=loss)
-    check_shapes(graph)
+    check_graph(graph)
     return graph
 
 
@@ -149,7 +149,7 @@ def weights_in(graph: Graph) -> dict[str, WeightSpec]:
 
 
 def read_document(document: object) -> Graph:
-    """The graph without weights: sizes, names and records are checked, shapes are not yet."""
+    """The graph without weights: sizes, names, records and types of arguments are checked, shapes are not yet."""
     try:
         graph = _graph(document, is_loss=False)
     except (ValueError, RecursionError, OverflowError) as error:  # e.g. numbers too long to be printed
@@ -287,11 +287,6 @@ def _node(raw: _Node, place: str) -> Node:
     if refused:
         refuse(place, f"option {sorted(refused)[0]!r} is not taken")
     schema = ops.resolve(raw.target)._schema
-    by_name = {argument.name for argument in schema.arguments if argument.kwarg_only}
-    for key in raw.options:
-        if key not in by_name:
-            known = ", ".join(sorted(by_name)) or "none"
-            refuse(place, f"option {key!r:.80} is not one of {raw.target}; it has {known}")
     returns = schema.returns
     several = len(returns) > 1 or str(returns[0].type) != "Tensor"
     check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
@@ -302,8 +297,10 @@ def _node(raw: _Node, place: str) -> Node:
     room = [LARGEST_LIST]
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
     options = {key: _argument(item, room, 0, raw.target, place) for key, item in raw.options.items()}
-    return Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
+    node = Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
                 raw.module, raw.where, raw.without_gradient)  # fmt: skip
+    check_types(node, place)
+    return node
 
 
 def _argument(raw: Any, room: list[int], depth: int, target: str, place: str) -> Argument:

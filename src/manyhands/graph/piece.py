@@ -17,6 +17,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
+from manyhands.graph.argument_rules import EVERY_CALL, guarded
 from manyhands.graph.fusing import fused
 from manyhands.graph.graph import (
     Argument,
@@ -244,6 +245,8 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
                 or piece.kernels.get(node.name)
                 or _operator(piece, node, last_reader, index, kept, made_by, training)
             )
+        if random is None and node.target in EVERY_CALL:
+            call = guarded(node.target, call)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None

@@ -100,13 +100,10 @@ class Child:
 class Nursery:
     """Whoever starts workers has one of these for each number of threads, which libraries read when they are loaded."""
 
-    def __init__(self, threads: int, *, trains: bool = False) -> None:
-        """`trains`: it also loads what PyTorch's optimisers need, which takes as long again."""
+    def __init__(self, threads: int) -> None:
         near, far = socket.socketpair()
         words = [sys.executable, "-P", "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        if trains:
-            environment[LOAD_VARIABLE] = "1"
         try:
             self.process = subprocess.Popen(
                 words, env=environment, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -157,7 +154,7 @@ _nurseries: dict[int, Nursery] = {}
 _finding = threading.Lock()
 
 
-def nursery_for(threads: int, workers: int, *, trains: bool = False) -> Nursery:
+def nursery_for(threads: int, workers: int) -> Nursery:
     """The one of this process; NoNursery where it would not pay, or this system does not fork safely."""
     if sys.platform != "linux":
         raise NoNursery("not on this system")
@@ -167,7 +164,7 @@ def nursery_for(threads: int, workers: int, *, trains: bool = False) -> Nursery:
             return found
         if workers < 2:
             raise NoNursery("a single worker")
-        _nurseries[threads] = found = Nursery(threads, trains=trains)
+        _nurseries[threads] = found = Nursery(threads)
         return found
 
 

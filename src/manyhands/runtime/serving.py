@@ -35,7 +35,8 @@ _SAME_SECONDS = 0.25
 
 
 def load_everything() -> None:
-    """What PyTorch's optimisers load at their first step, which takes two seconds: not while others wait for it."""
+    """What PyTorch loads at an optimiser's first step, and to work out the shapes of a graph that is sent: it takes two
+    seconds, in which nobody is to wait."""
     importlib.import_module("torch._dynamo")
 
 

@@ -10,6 +10,7 @@ import torch
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
+from manyhands.graph.check import check_graph
 from manyhands.graph.document import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
@@ -48,8 +49,12 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
 
 
 def graph_of(document: dict[str, Any], network: Network | None) -> Graph:
-    """A graph from the wire, checked, with the description that came along in place of a new one."""
+    """A graph from the wire, checked like one from a file, with the description that came along in place of a new one.
+
+    A worker trusts nobody's word that it has been checked: a wrong argument can end a process in native code.
+    """
     graph = read_document(document)
+    check_graph(graph)
     graph.__dict__["network"] = network
     return graph
 

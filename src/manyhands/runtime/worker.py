@@ -37,6 +37,7 @@ from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, Ti
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
+from manyhands.graph.check import check_weights
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
@@ -452,8 +453,11 @@ class Worker:
         specs = {spec.name: spec for spec in graph.weights}
         tensors = state.empty(job.state)
         own = state.of(state.WEIGHT, tensors)
+        check_weights(specs, own)
         if graph.loss is not None:
-            graph.loss.state.update(state.of(state.LOSS, tensors))
+            of_loss = state.of(state.LOSS, tensors)
+            check_weights({spec.name: spec for spec in graph.loss.weights}, of_loss)
+            graph.loss.state.update(of_loss)
         device = torch.device(self.joining.compute)
         weights = Weights({n: t.to(device).requires_grad_(specs[n].trainable) for n, t in own.items()}, device)
         store_weights(graph, weights, job.stored)

@@ -1,0 +1,110 @@
+"""The type of every argument of a node, checked against its operator's schema before anything is run.
+
+PyTorch converts arguments in native code and trusts some of them: an integer in the place of a dtype becomes an
+enumerator that does not exist, and the process ends with a segmentation fault. So a dtype must be written as a dtype
+here, a memory format as a memory format, and nothing is left to a conversion.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from manyhands.facts.network import DTYPE_BYTES
+from manyhands.graph import ops
+from manyhands.graph.graph import Argument, Enum, Node, Samples, Special, Value, Weight
+from manyhands.graph.limits import refuse
+
+_NESTED = re.compile(r"(Optional|List)\[(.*)\]")
+
+
+class Parameter(NamedTuple):
+    """One argument of an operator's schema."""
+
+    name: str
+    type: str
+    length: int | None
+    """Of a list of fixed length: PyTorch takes one number for all of its items."""
+    is_required: bool
+
+
+@cache
+def parameters(target: str) -> tuple[tuple[Parameter, ...], dict[str, Parameter]]:
+    """The positional arguments of an operator, and those given by name."""
+    listed = [
+        (one.kwarg_only, Parameter(one.name, str(one.real_type), one.N, not one.has_default_value()))
+        for one in ops.resolve(target)._schema.arguments
+    ]
+    return tuple(one for named, one in listed if not named), {one.name: one for named, one in listed if named}
+
+
+def check_types(node: Node, place: str) -> None:
+    """Refuse a node whose arguments are too few, too many or not of the types that its operator takes."""
+    positional, named = parameters(node.target)
+    if len(node.arguments) > len(positional):
+        refuse(place, f"has {len(node.arguments)} arguments; {node.target} takes at most {len(positional)}")
+    for one, given in zip(positional, node.arguments, strict=False):
+        _check(one, given, node, place)
+    for name, given in node.options.items():
+        if name not in named:
+            known = ", ".join(sorted(named)) or "none"
+            refuse(place, f"option {name!r:.80} is not one of {node.target}; it has {known}")
+        _check(named[name], given, node, place)
+    missing = [one.name for one in positional[len(node.arguments) :] if one.is_required]
+    missing += [one.name for one in named.values() if one.is_required and one.name not in node.options]
+    if missing:
+        refuse(place, f"{node.target} lacks its argument {missing[0]!r}")
+
+
+def _check(parameter: Parameter, given: Argument, node: Node, place: str) -> None:
+    if not _fits(given, parameter.type, parameter.length):
+        wanted = f"{parameter.type}" + (f" of {parameter.length}" if parameter.length is not None else "")
+        refuse(place, f"argument {parameter.name!r} of {node.target} is {given!r:.80}; it must be {wanted}")
+
+
+def _fits(given: Argument, wanted: str, length: int | None) -> bool:
+    if (nested := _NESTED.fullmatch(wanted)) is not None:
+        kind, inner = nested.groups()
+        if kind == "Optional":
+            return given is None or _fits(given, inner, length)
+        if isinstance(given, tuple):
+            return all(_fits(item, inner, None) for item in given)
+        return length is not None and _fits(given, inner, None)
+    fits = _PLAIN.get(wanted)
+    return fits is not None and fits(given)
+
+
+def _is_integer(given: Argument) -> bool:
+    return isinstance(given, (int, Samples))
+
+
+def _is_number(given: Argument) -> bool:
+    return isinstance(given, (int, float, Samples, Special))
+
+
+def _is_tensor(given: Argument) -> bool:
+    """PyTorch makes a tensor of a number: `x + 1` is captured as add.Tensor(x, 1)."""
+    return isinstance(given, (Value, Weight)) or _is_number(given)
+
+
+def _is_truth(given: Argument) -> bool:
+    return isinstance(given, bool) or (isinstance(given, int) and given in (0, 1))
+
+
+def _is_constant(names: Any) -> Callable[[Argument], bool]:
+    return lambda given: isinstance(given, Enum) and given.name in names
+
+
+_PLAIN: dict[str, Callable[[Argument], bool]] = {
+    "Tensor": _is_tensor,
+    "int": _is_integer,
+    "number": _is_number,
+    "float": _is_number,
+    "bool": _is_truth,
+    "str": lambda given: isinstance(given, str),
+    "ScalarType": _is_constant(DTYPE_BYTES),
+    "MemoryFormat": _is_constant(ops.MEMORY_FORMATS),
+}
+"""Type in a schema -> whether an argument is of it. A Layout, a Device or a Generator nobody may give."""
