@@ -30,6 +30,7 @@ import msgspec
 
 from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
+from manyhands.executor.projections import SumRecord
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
@@ -39,7 +40,7 @@ from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -208,6 +209,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Bytes sent to each device in this generation so far, without copies of state."""
     seen: Seen | None = None
     """Of a round that was looked at."""
+    sums: tuple[SumRecord, ...] = ()
+    """What the device saw of the sums of gradients of this round, to be compared with what the others saw."""
+    not_finite_from: str = ""
+    """The device that the first numbers of this round came from that were not finite: another, or this one itself."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

@@ -36,7 +36,8 @@ from manyhands.graph.document import to_document
 from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
-from manyhands.runtime import state
+from manyhands.runtime import stalls, state
+from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.backing import Backups
 from manyhands.runtime.blame import culprit, is_witness, lost
@@ -118,8 +119,10 @@ class Run:
         on_progress: OnProgress | None = None,
         since: int | None = None,
         usual: Usual | None = None,
+        suspicions: Suspicions | None = None,
     ) -> None:
-        """`usual`: how long things took in the job's earlier generations."""
+        """`usual`: how long things took in the job's earlier generations; `suspicions`: devices whose numbers were
+        wrong in them."""
         self.coordinator = coordinator
         self.usual = usual or Usual()
         self.on_safe = on_safe or (lambda step: None)
@@ -179,6 +182,10 @@ class Run:
         self._gathering = Gathering(self)
         self.backups = Backups(self)
         self._stalls = StallWatch(self)
+        work = stalls.work_of(order.plan, order.graph.network)
+        self.agreement = Agreement(self.schedule, work, suspicions or Suspicions())
+        self.agreed_steps = self.first
+        """Steps that everybody is done with, and whose numbers agree: no later state is trusted."""
 
     def _aligned(self, order: Order) -> Order:
         """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
@@ -483,6 +490,7 @@ class Run:
         if len(told) < len(self.names):
             return
         del self._told[message.step]
+        self._compare(message.step, told)
         now = time.monotonic()
         first, end = self.round_of(message.step), message.step + 1
         seconds, self._ended_at = (now - self._ended_at) / (end - first), now
@@ -498,6 +506,15 @@ class Run:
                 self.outcome.staleness.append(max(late, default=0))
             self.on_step(step, loss, seconds)
         self._gathering.ended(message.step)
+
+    def _compare(self, step: int, told: Mapping[str, Progress]) -> None:
+        """Go on without a device whose numbers of a round contradict those of the others. Asked before anything of the
+        round is reported, kept or safe: the next generation begins with a state from before it."""
+        sums = {name: one.sums for name, one in told.items()}
+        sources = {name: one.not_finite_from for name, one in told.items() if one.not_finite_from in told}
+        if (verdict := self.agreement.compare(step, sums, sources)) is not None:
+            raise self.evicted(verdict)
+        self.agreed_steps = step + 1
 
     def _follow(
         self,
@@ -605,10 +622,27 @@ class Run:
         found = error_named(message.kind, message.message, message.hint)
         if not isinstance(found, NotFinite):
             found = error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
+            self._verdict = found
+            return found
+        self._hear_rounds_before(message.step)
+        if (divergence := self.agreement.divergence) is not None:
+            found = type(found)(f"{_head(found)}; it began {divergence}.", hint=found.hint)
         elif len(self.order.plan.stages) > 1:
             found = self._in_data(found, message.step) or self._traced_back(found, message.step)
         self._verdict = found
         return found
+
+    def _hear_rounds_before(self, step: int) -> None:
+        """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
+        weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
+        end = time.monotonic() + _DIAGNOSIS_SECONDS
+        while min(self._done_step.values()) < step - 1 and (left := end - time.monotonic()) > 0:
+            event = self.coordinator.next_event(left)
+            if event is None or isinstance(event[1], Lost):
+                return
+            name, message = event
+            if isinstance(message, Progress) and message.generation == self.generation and name in self.names:
+                self._progress(name, message)
 
     def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
         """Stages behind the first do not see the data: this side does."""

@@ -516,6 +516,7 @@ class Worker:
                 Progress(
                     command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
                     self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes), _seen(executor),
+                    tuple(result.sums), result.not_finite_from,
                 )
             )  # fmt: skip
             if done in command.snapshots or is_due(step, done, command.backup_every):
