@@ -11,12 +11,13 @@ State            ──────▶      a copy of a worker's state is at han
                  ◀──────      Hold: another worker makes room for it
 Holds            ──────▶
                  ◀──────      Send: it may travel, to that worker or to the coordinator
-Held             ──────▶      it has arrived
+Held             ──────▶      it has arrived, with these checksums
                  ◀──────      Retain: which copies are still wanted
 Done             ──────▶
                  ◀──────      Stop: back to waiting, copies are kept
                  ◀──────      Survey: what is there?
 Holding          ──────▶
+Corrupt          ──────▶      what it was to start with has changed since it was kept
 Leaving          ──────▶      asked to go: it hands over first
                  ◀──────      Leave: end the process
                  ◀──────      Evict: the run goes on without this worker, which made no progress
@@ -24,7 +25,7 @@ Leaving          ──────▶      asked to go: it hands over first
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -41,6 +42,9 @@ from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
 PROTOCOL = 11
+
+
+Checksum = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -91,6 +95,8 @@ class Job(msgspec.Struct, frozen=True):
     """What the device starts with."""
     sources: dict[str, tuple[str, ...]]
     """Who sends it which tensors; under its own name those it has."""
+    checksums: dict[str, dict[str, Checksum]]
+    """Who sends it -> tensor -> checksum, where it is known."""
     scalars: dict[str, Any]
     steps_done: int
     with_targets: bool
@@ -242,12 +248,18 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     tensors: tuple[TensorEntry, ...] | None
     """None: the same as the last time. Empty: the device has no weights, so its state has no tensors."""
     scalars: dict[str, Any]
+    checksums: tuple[Checksum, ...] = ()
+    """Of each tensor when the copy was made."""
+    has_changed: bool = False
+    """The copy was offered before, and is another now."""
 
 
 class Send(msgspec.Struct, frozen=True, tag="send"):
     generation: int
     step: int
     to: str
+    attempt: int = 0
+    """How often it was sent before. It is then looked at first: see `State.has_changed`."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
@@ -258,18 +270,26 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     step: int
     tensors: tuple[TensorEntry, ...]
     scalars: dict[str, Any]
+    checksums: tuple[Checksum, ...] = ()
+    attempt: int = 0
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
     generation: int
     source: str
     step: int
+    attempt: int = 0
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
+    """A copy has come. It is kept only if its checksums are those that were announced."""
+
     generation: int
     source: str
     step: int
+    checksum: Checksum = 0
+    """Of the checksums of what has come, see `checksums.combined`."""
+    attempt: int = 0
 
 
 class Retain(msgspec.Struct, frozen=True, tag="retain"):
@@ -292,6 +312,16 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     generation: int
     steps: dict[int, tuple[TensorEntry, ...]]
     scalars: dict[int, dict[str, Any]]
+    checksums: dict[int, dict[str, Checksum]] = {}
+    """Of tensors that are copies, from when they were made."""
+
+
+class Corrupt(msgspec.Struct, frozen=True, tag="corrupt"):
+    """State that a worker was to start with is not what it was when it was kept; `source`: who has kept it."""
+
+    generation: int
+    source: str
+    tensor: str
 
 
 class AskIds(msgspec.Struct, frozen=True, tag="ask-ids"):
@@ -439,7 +469,7 @@ Said = (
     Hello | Welcome | Refusal | Prepare | Ready | Start | Progress | State | Send | Failed | Done | Measure | Measured
     | ProbeLinks | Probed | AskClock | Clock | Stop | Diagnosis | Leave | Beat | Hold | Holds | Held | Retain | Survey
     | Holding | Leaving | Reshape | Stepped | EndAt | AskIds | Ids
-    | Knock | Knocked | Evict
+    | Knock | Knocked | Evict | Corrupt
 )  # fmt: skip
 
 _encoder = msgspec.json.Encoder()

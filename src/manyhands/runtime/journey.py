@@ -154,7 +154,7 @@ class Journey:
                 self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
                 should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
                 on_progress=self.living.told if self.living is not None else None, usual=self._usual(),
-                suspicions=self._suspicions,
+                suspicions=self._suspicions, tell=self.tell,
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -349,7 +349,7 @@ class Journey:
         agreed = self._furthest if self._run is None else min(self._furthest, self._run.agreed_steps)
         found = state.located(
             {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
-            weights, agreed, self.saved,
+            weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
         )  # fmt: skip
         assert found is not None, "what was saved has everything"
         self._safe = min(self._safe, found.steps_done)

@@ -44,6 +44,7 @@ from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
     Arrival,
     Beat,
+    Corrupt,
     Diagnosis,
     Done,
     EndAt,
@@ -62,6 +63,7 @@ from manyhands.runtime.control import (
     TensorEntry,
 )
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.crew import Tell
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.members import Joined, Lost, Member
@@ -120,11 +122,13 @@ class Run:
         since: int | None = None,
         usual: Usual | None = None,
         suspicions: Suspicions | None = None,
+        tell: Tell | None = None,
     ) -> None:
         """`usual`: how long things took in the job's earlier generations; `suspicions`: devices whose numbers were
         wrong in them."""
         self.coordinator = coordinator
         self.usual = usual or Usual()
+        self.tell: Tell = tell or (lambda event, /, **facts: None)
         self.on_safe = on_safe or (lambda step: None)
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
@@ -299,7 +303,7 @@ class Run:
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
             state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
-            sources=self.sources[name],
+            sources=self.sources[name], checksums=self._checksums(name),
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
@@ -307,6 +311,15 @@ class Run:
             laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.shelf(name),
             is_laid=not self._is_to_be_laid(name),
         )  # fmt: skip
+
+    def _checksums(self, name: str) -> dict[str, dict[str, int]]:
+        """What a device starts with, as it was when it was kept."""
+        found = {}
+        for source, tensors in self.sources[name].items():
+            known = self.located.checksums.get(source, {})
+            if own := {one: known[one] for one in tensors if one in known}:
+                found[source] = own
+        return found
 
     def _is_to_be_laid(self, name: str) -> bool:
         """Whether a device is still to be given its part of all samples."""
@@ -444,6 +457,8 @@ class Run:
             self.backups.holds(name, message)
         elif isinstance(message, Held):
             self.backups.held(name, message)
+        elif isinstance(message, Corrupt):
+            self._corrupt(name, message)
         elif isinstance(message, Done):
             offset = self.coordinator.members[name].clock_offset_seconds
             message.log.spans = [_moved(span, offset) for span in message.log.spans]
@@ -459,12 +474,21 @@ class Run:
                 f"Worker {name} offers its state after step {message.step}, made of the same tensors as before; "
                 "it has not said yet what those are."
             )
+        if message.has_changed:
+            reason = f"its copy of its state after step {message.step} has changed while it was kept"
+            raise self.evicted(Verdict(name, reason))
         is_wanted = message.step in self.order.snapshots and name in self.keepers
         if not (is_wanted or self.backups.is_backup(message.step)):
             raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
         if is_wanted:
             self._gathering.take(name, message, listed)
         self.backups.kept(name, message, listed)
+
+    def _corrupt(self, name: str, message: Corrupt) -> None:
+        """Go on without a device whose copy has changed since it made it; the state is taken from elsewhere."""
+        source = message.source if message.tensor in self.sources.get(name, {}).get(message.source, ()) else name
+        whose = "its own copy" if source == name else f"what it gave {name}"
+        raise self.evicted(Verdict(source, f"{whose} of {message.tensor:.80} is not what it was when it was kept"))
 
     def _noted(self, name: str, message: Progress) -> bool:
         """A device has ended a round; False where that was known."""
