@@ -3,6 +3,7 @@ without them: the weights are those of an undisturbed run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from manyhands.executor.optimizers import slots
 from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.runtime.agreement import Evidence, decided
+from manyhands.runtime.control import Progress
+from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.worker import Worker
 from real_runs import BATCH, LAYERS
 
@@ -158,12 +162,22 @@ def test_a_member_is_not_blamed_for_what_it_received() -> None:
     check_evicted(trip, "c", "what it sent to others was not finite", PLANS["hybrid"].micro_batches)
 
 
-def not_finite_to(peer: str) -> Callable[[Worker], None]:
+def test_in_a_pipeline_the_error_names_the_device_where_it_began() -> None:
+    """The loss is computed on c, from what b sent."""
+    fault = Fault("b", "send", "called", step=FAULT_STEP, does=not_finite_to("c", "value"))
+    with FaultCluster(NAMES, fault) as cluster:
+        with pytest.raises(NotFinite, match=f"The loss is nan at step {FAULT_STEP}, on c; it began in layer 1, on b"):
+            cluster.travel(PLANS["pipeline"])
+        assert fault.fired
+        assert not any(one.is_evicted for one in cluster.coordinator.members.values())
+
+
+def not_finite_to(peer: str, kind: str = "gradient") -> Callable[[Worker], None]:
     def does(worker: Worker) -> None:
         send = worker.endpoint.send
 
         def altered(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
-            if to == peer and " gradient " in f" {topic} ":
+            if to == peer and f" {kind} " in f" {topic} ":
                 parts = [torch.full_like(part, float("nan")) for part in parts]
             send(to, step, topic, parts, urgent=urgent)
 
@@ -185,6 +199,44 @@ def test_gradients_that_are_not_finite_wherever_the_step_is_run() -> None:
         assert cluster.coordinator.quarantine.refusal(process, "b", cluster.clock()) is None
     assert f"it began in the gradients of step {FAULT_STEP}, in layer" in found.value.message
     assert found.value.message.endswith("on c.")
+
+
+class TestDecided:
+    def test_nothing_is_wrong(self) -> None:
+        assert decided(Evidence(), {}, {}) is None
+
+    def test_whose_own_account_is_wrong_comes_first(self) -> None:
+        found = Evidence([Verdict("b", "it cannot add")], [Verdict("a", "differs")], [("a", "c", "what")])
+        assert decided(found, {}, {}) == (Verdict("b", "it cannot add"), True)
+
+    def test_who_contradicts_most(self) -> None:
+        found = Evidence(disputes=[("a", "b", "what"), ("c", "b", "what")])
+        assert decided(found, {"a": 0.1, "b": 0.8, "c": 0.1}, {}) == (Verdict("b", "what (it and a, c)"), True)
+
+    def test_who_did_so_before(self) -> None:
+        """Of two, the one that does less goes; had that been the wrong one, the other is known the next time."""
+        work, before = {"a": 0.4, "b": 0.2, "c": 0.4}, Counter[str]()
+        first = decided(Evidence(disputes=[("a", "b", "what")]), work, before)
+        assert first is not None
+        assert first[0].device == "b"
+        assert not first[1]
+        before.update(("a", "b"))
+        again = decided(Evidence(disputes=[("a", "c", "what")]), {"a": 0.9, "c": 0.1}, before)
+        assert again == (Verdict("a", "what (it and c)"), True)
+
+
+def test_an_account_that_is_not_of_the_plan() -> None:
+    def does(worker: Worker) -> None:
+        say = worker._say
+
+        def less(message: Any) -> None:
+            say(msgspec.structs.replace(message, sums=message.sums[1:]) if isinstance(message, Progress) else message)
+
+        worker._say = less  # type: ignore[method-assign]
+
+    with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=does)) as cluster:
+        trip = cluster.travel(PLANS["samples"])
+    check_evicted(trip, "b", "leaves out a sum of gradients")
 
 
 def test_a_network_that_diverges_evicts_nobody() -> None:

@@ -32,6 +32,7 @@ from manyhands.facts.errors import (
     error_named,
 )
 from manyhands.facts.plan import ByTiles, Plan
+from manyhands.facts.plan_check import layer_range
 from manyhands.graph.document import to_document
 from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import has_ignored, ignored_class
@@ -692,7 +693,10 @@ class Run:
         named = sorted((layer for layer in found.values() if layer in layers), key=layers.index)
         if not named:
             return error
-        return NotFinite(f"{_head(error)}; it began in layer {named[0]}.", hint=error.hint)
+        first = layers.index(named[0])
+        stages = [stage for stage in self.order.plan.stages if first in range(*layer_range(stage))]
+        devices = " or ".join(name for stage in stages for name in stage.devices)
+        return NotFinite(f"{_head(error)}; it began in layer {named[0]}, on {devices}.", hint=error.hint)
 
     def _stop(self, error: BaseException | None = None) -> None:
         for name in self.everybody:
