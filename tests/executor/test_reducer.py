@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,12 +16,14 @@ from hypothesis import strategies as st
 from hand_made import chain
 from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.messages import expected_messages
+from manyhands.executor.projections import SumRecord
 from manyhands.executor.reducer import Reducer, row_of
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.network import Network, WeightSpec
 from manyhands.graph.weights import dense_gradient
+from manyhands.runtime.agreement import Evidence, evidence_of
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import MOST_DIRECT
+from manyhands.schedule.reduction import MOST_DIRECT, chunk_points
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3)
 
@@ -40,8 +44,11 @@ def reduce_all(
     before: Callable[[Switchboard], None] | None = None,
     limit_seconds: float = 20.0,
     late: str = "",
+    records: dict[str, list[SumRecord]] | None = None,
 ) -> dict[str, ManyhandsError]:
-    """Every device hands over its gradients, bucket after bucket, and waits; returns who failed."""
+    """Every device hands over its gradients, bucket after bucket, and waits; returns who failed.
+
+    `records`: filled with what each saw of the sums."""
     devices = tuple(gradients)
     first = next(iter(gradients.values()))
     dtype = str(first[0].dtype).removeprefix("torch.")
@@ -68,6 +75,8 @@ def reduce_all(
             for action in actions:
                 reducer.start(action, 0, gradients[device][action.first : action.last])
             reducer.wait()
+            if records is not None:
+                records[device] = reducer.take_records()
         except ManyhandsError as error:
             errors[device] = error
             for other in devices:  # as a coordinator does
@@ -228,3 +237,49 @@ def test_an_expanded_gradient_is_made_dense() -> None:
     weight = torch.randn(2, 3).requires_grad_()
     weight.grad = torch.ones(1).expand(2, 3)
     assert len(row_of(dense_gradient(weight))) == 6 * 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([2, 3, 5, MOST_DIRECT + 1]), st.lists(st.integers(1, 3000), min_size=1, max_size=3),
+    st.integers(0, 999), st.sampled_from(["float32", "float64", "bfloat16"]),
+    st.lists(st.sampled_from([0.0, 1e-44, 1e-30, 1e-3, 1.0, 1e20, 1e36]), min_size=MOST_DIRECT + 1),
+)  # fmt: skip
+def test_honest_devices_never_contradict_each_other(
+    count: int, sizes: list[int], seed: int, kind: str, scales: list[float]
+) -> None:
+    """Whatever the shapes, types and sizes of the numbers: rounding is not taken for a fault."""
+    dtype = getattr(torch, kind)
+    gradients = drawn(count, [(size,) for size in sizes], seed, dtype)
+    for scale, own in zip(scales, gradients.values()):
+        for gradient in own:
+            gradient *= scale
+    records: dict[str, list[SumRecord]] = {}
+    assert not reduce_all(gradients, records=records)
+    found = contradictions(records, sizes, kind)
+    assert found == Evidence()
+
+
+def contradictions(records: dict[str, list[SumRecord]], sizes: Sequence[int], kind: str) -> Evidence:
+    devices, found = tuple(f"d{place}" for place in range(len(records))), Evidence()
+    size = torch.empty(0, dtype=getattr(torch, kind)).element_size()
+    reduce = Reduce(0, "gradients", 0, len(sizes), devices, sum(sizes) * size)
+    counts = [b - a for a, b in pairwise(chunk_points(reduce, network_of(sizes, kind)))]
+    evidence_of(reduce, {name: own[0] for name, own in records.items()}, counts, kind, found)
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3, MOST_DIRECT + 1])
+def test_a_sum_that_is_not_the_sum_is_found(count: int) -> None:
+    """In every place where the numbers pass through a device."""
+    gradients = drawn(count, [(700,), (80,)], 1, torch.float32)
+    records: dict[str, list[SumRecord]] = {}
+    assert not reduce_all(gradients, records=records)
+    assert contradictions(records, [700, 80], "float32") == Evidence()
+    own = records["d1"][0]
+    for field in ("own", "received", "sums", "after"):
+        values = list(getattr(own, field))
+        for place, value in enumerate(values):
+            for wrong in (value + 1e-2, None):
+                changed = msgspec.structs.replace(own, **{field: (*values[:place], wrong, *values[place + 1 :])})
+                assert contradictions(records | {"d1": [changed]}, [700, 80], "float32") != Evidence(), (field, place)

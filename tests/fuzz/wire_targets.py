@@ -24,6 +24,7 @@ from manyhands.engine.security import Purpose, Security, admit, enter, preamble
 from manyhands.engine.wire import Broken
 from manyhands.executor import codec
 from manyhands.executor.log import DeviceLog
+from manyhands.executor.projections import SumRecord
 from manyhands.facts.errors import ManyhandsError, Refused, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime import control, discovery, state
@@ -227,9 +228,13 @@ def messages() -> list[control.Said]:
     entry = control.TensorEntry("w", "float32", (3, 4))
     return [
         HELLO, control.Welcome("pi-1", 15.0, {"pi-2": control.Shape(1e6, 0.01)}, 1e7), control.Refusal("no", "go"),
-        control.Progress(1, 7, 0.5, (1.25,), (0,), (control.Arrival("pi-2", 1000, 0.1, 0.2),), {"pi-2": 1000}),
-        control.State(1, 7, (entry,), {"w/step": 3}), control.Hold(1, "pi-2", 7, (entry,), {}), control.Held(1, "a", 7),
-        control.Holding(1, {7: (entry,)}, {7: {"a": 1}}), control.Ids(1, b"x" * 32), control.Leaving(),
+        control.Progress(
+            1, 7, 0.5, (1.25,), (0,), (control.Arrival("pi-2", 1000, 0.1, 0.2),), {"pi-2": 1000},
+            sums=(SumRecord(0, 0, 3, -1, (1.5, None), (2.0, 0.0), (0.5,), (2.0,), (2.0, None), 3.0, 4.0),),
+        ),
+        control.State(1, 7, (entry,), {"w/step": 3}, (5,)), control.Hold(1, "pi-2", 7, (entry,), {}, (5,)),
+        control.Held(1, "a", 7, 5, 1), control.Corrupt(1, "pi-2", "weight:w"),
+        control.Holding(1, {7: (entry,)}, {7: {"a": 1}}, {7: {"w": 5}}), control.Ids(1, b"x" * 32), control.Leaving(),
         control.Failed(1, "BadData", "text", "hint", 3), control.Done(1, DeviceLog("pi-1")), control.Clock(-1, 1.5),
         control.Probed(1, 0.1, 1e6, 1e-9), control.Diagnosis(1, "layer"), control.Beat(), control.Stop(1),
         control.Start(1, 0, 10, (5,), 2), control.Retain(0, 5), control.Survey(1, 0),

@@ -9,10 +9,12 @@ step                  the optimiser, once all gradients are added up
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from manyhands.data.silo import Silo
@@ -26,7 +28,8 @@ from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.mail import FedSoFar, Mail
 from manyhands.executor.messages import COORDINATOR, FeedPart, expected_messages, feed_parts, runs_here
 from manyhands.executor.optimizers import Stepper
-from manyhands.executor.reducer import Reducer
+from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
+from manyhands.executor.reducer import Reducer, row_of
 from manyhands.executor.runner import Runner, SegmentRunner
 from manyhands.executor.shelf import Shelf
 from manyhands.executor.tiles import TileRunner
@@ -64,6 +67,8 @@ from manyhands.schedule.replay import MiniBatches
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.schedule.work import entering_input
 
+WEIGHT_NORM_ROUNDS = 64
+
 
 @dataclass
 class RoundResult:
@@ -75,6 +80,10 @@ class RoundResult:
     staleness: list[int] = field(default_factory=list)
     """Updates between the forward pass of each step and its own, where this device runs ahead; -1: discarded."""
     seconds: float = 0.0
+    sums: list[SumRecord] = field(default_factory=list)
+    """What this device saw of the sums of gradients: see `runtime.agreement`."""
+    not_finite_from: str = ""
+    """The device that the first numbers came from that were not finite: another, or this one itself."""
 
 
 @dataclass
@@ -151,6 +160,10 @@ class Executor:
         """Of sums, by their identity too."""
         self._given: dict[ReduceKey, tuple[Reduce, torch.Tensor]] = {}
         """Sums that are yet to be waited for, with this device's row."""
+        self._summed: dict[tuple[int, int, int, int], list[str]] = {}
+        """The weights of each sum of gradients, by its record's key."""
+        self._weight_norms: dict[tuple[int, int, int, int], tuple[float | None, float, int]] = {}
+        """The projection of those weights when their norm was last formed, the norm, and rounds since then."""
         self._reducer = Reducer(endpoint, self.network, self._reduced)
         self._untrained = set(weights.tensors) - trained_weights(graph)
         self.step = -1
@@ -318,6 +331,7 @@ class Executor:
             return
         completed = self._completed[action.stage]
         names = [n for op in range(action.last - 1, action.first - 1, -1) for n in completed.get(op, ())]
+        self._summed[action.stage, action.first, action.last, action.micro_batch] = names
         self._reducer.start(action, self.step, [dense_gradient(self.weights.tensors[n]) for n in names])
 
     def _step(self, action: Step) -> None:
@@ -334,9 +348,23 @@ class Executor:
             self.weights.tensors[name].grad = None
         self.stepper.step()
         self.stepper.zero()
+        self.result.sums += [self._with_weights(record) for record in self._reducer.take_records()]
         if action.micro_batch >= 0:
             self._fed.pop(action.micro_batch, None)
             self.on_update(self.step + action.micro_batch)
+
+    def _with_weights(self, record: SumRecord) -> SumRecord:
+        """The record of a sum, and what the weights have come to by it. Their norm changes slowly: it is formed anew
+        after some rounds, or when the weights have moved far."""
+        weights = [self.weights.tensors[name].detach().cpu() for name in self._summed[record.key]]
+        rows = [numbers_in(row_of(weight), weight.dtype) for weight in weights]
+        found = projection(rows)
+        before, norm, rounds = self._weight_norms.get(record.key, (None, 0.0, 0))
+        if found is None or before is None or rounds == WEIGHT_NORM_ROUNDS or abs(found - before) > norm / 4:
+            found, norm = projection_and_norm(rows)
+            before, rounds = found, 0
+        self._weight_norms[record.key] = (before, norm, rounds + 1)
+        return msgspec.structs.replace(record, weights=found, weights_norm=norm)
 
     def _discard(self, action: Discard) -> None:
         """What came back was too late, or nothing comes back."""
@@ -530,6 +558,7 @@ class Executor:
         runner = self.runners[reduce.stage]
         row = runner.own_row(reduce, self._context(reduce.stage, reduce.micro_batch))
         own = row if row.is_cpu else row.cpu()
+        self._look_for_not_finite(self.device, [own])
         hops = self._hops_of(reduce)
         for source, target, name in hops:
             if source == self.device:
@@ -550,6 +579,7 @@ class Executor:
             if target == self.device:
                 came = self.endpoint.mailbox.take(source, self.step, name)
                 other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
+                self._look_for_not_finite(source, [other])
                 rows[source] = other if row.is_cpu else other.to(row.device)
         return [rows[name] for name in reduce.devices]
 
@@ -563,6 +593,12 @@ class Executor:
             if self.schedule.keeps_messages:
                 self._hops[id(reduce)] = hops
         return hops
+
+    def _look_for_not_finite(self, source: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember where numbers came from that are not finite, the first time in a round: whoever has them from
+        another is not to blame."""
+        if self.plan.is_training and not self.result.not_finite_from and not all(map(_is_finite, tensors)):
+            self.result.not_finite_from = source
 
     # Messages
 
@@ -582,6 +618,7 @@ class Executor:
         else:
             parts = [self._packed(action.to, message, part) for part in message.parts]
         self.recorder.sent(message)
+        self._look_for_not_finite(self.device, parts)
         self.endpoint.send(action.to, self.step, self._topic(message), parts, urgent=is_urgent(message))
 
     def _packed(self, to: str, message: Message, part: Part) -> torch.Tensor:
@@ -647,6 +684,7 @@ class Executor:
         ]
         self.endpoint.mailbox.receive(action.source, self.step, self._topic(message), tensors)
         started = self._clock()
+        self._look_for_not_finite(action.source, tensors)
         for part, tensor in zip(message.parts, tensors):
             here = self._coding.unpacked(message, part, tensor, self.torch_device)
             if message.kind == "gradient":
@@ -675,6 +713,13 @@ class Executor:
             self.runners[message.stage].add_gradient(micro_batch, name, part.box, here)
         else:
             self.runners[message.stage].put_value(micro_batch, name, part.box, here)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are; their sum says so, unless it overflows itself."""
+    if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())):
+        return True
+    return bool(torch.isfinite(tensor).all())
 
 
 _ACTS: dict[type[Action], str] = {

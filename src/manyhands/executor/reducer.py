@@ -19,6 +19,7 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.engine.mailbox import KNOWN_TO_NUMPY, as_bytes, window
+from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.graph.weights import memory_order
@@ -43,6 +44,7 @@ class Reducer:
         self._work: queue.SimpleQueue[tuple[Reduce, int, list[torch.Tensor]] | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._open = 0
+        self._records: list[SumRecord] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="reducer", daemon=True)
         self._thread.start()
@@ -64,6 +66,11 @@ class Reducer:
             if self._error is not None:
                 raise self._error
         self.endpoint.release()
+
+    def take_records(self) -> list[SumRecord]:
+        """What this device saw of the sums since this was last asked; to be asked after `wait`."""
+        found, self._records = self._records, []
+        return found
 
     def _moved(self) -> int:
         return sum(self.endpoint.mailbox.received_bytes.values())
@@ -96,19 +103,36 @@ class Reducer:
             [(hop, topic(reduce, number, hop.chunk)) for hop in hops]
             for number, hops in enumerate(gradient_rounds(reduce.devices))
         ]
-        box, own = self.endpoint.mailbox, self.endpoint.name
+        box, own, dtype = self.endpoint.mailbox, self.endpoint.name, staged[0].dtype
+        before = [projection_and_norm(_as_numbers(chunk, dtype)) for chunk in chunks]
+        received, sums, after = [], [], dict[int, float | None]()
         for hop, name in (pair for pairs in rounds for pair in pairs):
             if hop.target == own and not hop.adds:  # no sum comes before this device's part of it has arrived there
                 box.post(hop.source, step, name, chunks[hop.chunk])
         for pairs in rounds:
+            added: dict[int, None] = {}
             for hop, name in pairs:
                 if hop.source == own:
                     self.endpoint.send(hop.target, step, name, chunks[hop.chunk])
             for hop, name in pairs:  # added in the order of the hops, whoever is first: the same bits in every run
                 if hop.target == own and hop.adds:
-                    _add(chunks[hop.chunk], box.take(hop.source, step, name), staged[0].dtype)
+                    came = _split(box.take(hop.source, step, name), chunks[hop.chunk])
+                    received.append(projection(_as_numbers(came, dtype)))
+                    _add(chunks[hop.chunk], came, dtype)
+                    added[hop.chunk] = None
                 elif hop.target == own:
                     box.receive(hop.source, step, name, chunks[hop.chunk])
+                    after[hop.chunk] = projection(_as_numbers(chunks[hop.chunk], dtype))
+            for chunk in added:
+                after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
+                sums.append(after[chunk])
+        self._records.append(
+            SumRecord(
+                reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(one for one, _ in before),
+                tuple(norm for _, norm in before), tuple(received), tuple(sums),
+                tuple(after[chunk] for chunk in range(len(chunks))),
+            )
+        )  # fmt: skip
         for gradient, copy in zip(gradients, staged):
             if gradient is not copy:
                 gradient.copy_(copy)
@@ -124,9 +148,20 @@ def _numbers(memory: memoryview, dtype: torch.dtype) -> Any:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def _add(parts: list[memoryview], came: memoryview, dtype: torch.dtype) -> None:
-    place = 0
+def _as_numbers(parts: list[memoryview], dtype: torch.dtype) -> list[Numbers]:
+    return [numbers_in(part, dtype) for part in parts]
+
+
+def _split(came: memoryview, parts: list[memoryview]) -> list[memoryview]:
+    """What came for a chunk, cut where the chunk's own memory is."""
+    found, place = [], 0
     for part in parts:
-        target = _numbers(part, dtype)
-        target += _numbers(came[place : place + len(part)], dtype)
+        found.append(came[place : place + len(part)])
         place += len(part)
+    return found
+
+
+def _add(parts: list[memoryview], came: list[memoryview], dtype: torch.dtype) -> None:
+    for part, more in zip(parts, came):
+        target = _numbers(part, dtype)
+        target += _numbers(more, dtype)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from manyhands.runtime.checksums import combined
 from manyhands.runtime.control import Held, Hold, Holds, Retain, Send, State, TensorEntry
+from manyhands.runtime.stalls import Verdict
 from manyhands.schedule.backup import holders, is_due
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ class Backups:
         self.bytes_sent = 0
         self._kept: dict[int, set[str]] = defaultdict(set)
         self._held: dict[int, set[str]] = defaultdict(set)
+        self._offered: dict[tuple[str, int], Hold] = {}
+        """What each worker said of its copy, as its holder is told."""
 
     def is_backup(self, step: int) -> bool:
         """Whether everybody keeps a copy after so many steps."""
@@ -41,19 +47,34 @@ class Backups:
         self._kept[message.step].add(name)
         holder = self.holders.get(name)
         if holder is not None:
-            self.run.coordinator.say(holder, Hold(self.run.generation, name, message.step, listed, message.scalars))
+            hold = Hold(self.run.generation, name, message.step, listed, message.scalars, message.checksums)
+            self._offered[name, message.step] = hold
+            self.run.coordinator.say(holder, hold)
         self._look(message.step)
 
     def holds(self, name: str, message: Holds) -> None:
         """A worker has room for another's copy."""
         if self.holders.get(message.source) == name:
-            self.run.coordinator.say(message.source, Send(self.run.generation, message.step, name))
+            send = Send(self.run.generation, message.step, name, message.attempt)
+            self.run.coordinator.say(message.source, send)
 
     def held(self, name: str, message: Held) -> None:
-        """It has arrived."""
-        if self.holders.get(message.source) == name:
+        """It has arrived. One that differs from what was offered is asked for again, once."""
+        hold = self._offered.get((message.source, message.step))
+        if self.holders.get(message.source) != name or hold is None or message.attempt != hold.attempt:
+            return
+        if message.checksum == combined(hold.checksums):
+            del self._offered[message.source, message.step]
             self._held[message.step].add(message.source)
             self._look(message.step)
+            return
+        source, step = message.source, message.step
+        what = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
+        if hold.attempt:  # before it was sent again, the source has looked at its own: see `State.has_changed`
+            raise self.run.evicted(Verdict(name, f"for the second time {what}, which has not changed"))
+        self.run.tell("note", text=f"T{what[1:]}: it is sent again.")
+        self._offered[source, step] = hold = msgspec.structs.replace(hold, attempt=1)
+        self.run.coordinator.say(name, hold)
 
     def _look(self, step: int) -> None:
         is_safe = self._kept[step] >= set(self.run.names) and self._held[step] >= set(self.holders)

@@ -11,12 +11,13 @@ State            ──────▶      a copy of a worker's state is at han
                  ◀──────      Hold: another worker makes room for it
 Holds            ──────▶
                  ◀──────      Send: it may travel, to that worker or to the coordinator
-Held             ──────▶      it has arrived
+Held             ──────▶      it has arrived, with these checksums
                  ◀──────      Retain: which copies are still wanted
 Done             ──────▶
                  ◀──────      Stop: back to waiting, copies are kept
                  ◀──────      Survey: what is there?
 Holding          ──────▶
+Corrupt          ──────▶      what it was to start with has changed since it was kept
 Leaving          ──────▶      asked to go: it hands over first
                  ◀──────      Leave: end the process
                  ◀──────      Evict: the run goes on without this worker, which made no progress
@@ -24,12 +25,13 @@ Leaving          ──────▶      asked to go: it hands over first
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
+from manyhands.executor.projections import SumRecord
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
@@ -42,7 +44,10 @@ from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 10
+PROTOCOL = 11
+
+
+Checksum = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -95,6 +100,8 @@ class Job(msgspec.Struct, frozen=True):
     """What the device starts with."""
     sources: dict[str, tuple[str, ...]]
     """Who sends it which tensors; under its own name those it has."""
+    checksums: dict[str, dict[str, Checksum]]
+    """Who sends it -> tensor -> checksum, where it is known."""
     scalars: dict[str, Any]
     steps_done: int
     with_targets: bool
@@ -213,6 +220,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Bytes sent to each device in this generation so far, without copies of state."""
     seen: Seen | None = None
     """Of a round that was looked at."""
+    sums: tuple[SumRecord, ...] = ()
+    """What the device saw of the sums of gradients of this round, to be compared with what the others saw."""
+    not_finite_from: str = ""
+    """The device that the first numbers of this round came from that were not finite: another, or this one itself."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -242,12 +253,18 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     tensors: tuple[TensorEntry, ...] | None
     """None: the same as the last time. Empty: the device has no weights, so its state has no tensors."""
     scalars: dict[str, Any]
+    checksums: tuple[Checksum, ...] = ()
+    """Of each tensor when the copy was made."""
+    has_changed: bool = False
+    """The copy was offered before, and is another now."""
 
 
 class Send(msgspec.Struct, frozen=True, tag="send"):
     generation: int
     step: int
     to: str
+    attempt: int = 0
+    """How often it was sent before. It is then looked at first: see `State.has_changed`."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
@@ -258,18 +275,26 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     step: int
     tensors: tuple[TensorEntry, ...]
     scalars: dict[str, Any]
+    checksums: tuple[Checksum, ...] = ()
+    attempt: int = 0
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
     generation: int
     source: str
     step: int
+    attempt: int = 0
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
+    """A copy has come. It is kept only if its checksums are those that were announced."""
+
     generation: int
     source: str
     step: int
+    checksum: Checksum = 0
+    """Of the checksums of what has come, see `checksums.combined`."""
+    attempt: int = 0
 
 
 class Retain(msgspec.Struct, frozen=True, tag="retain"):
@@ -292,6 +317,16 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     generation: int
     steps: dict[int, tuple[TensorEntry, ...]]
     scalars: dict[int, dict[str, Any]]
+    checksums: dict[int, dict[str, Checksum]] = {}
+    """Of tensors that are copies, from when they were made."""
+
+
+class Corrupt(msgspec.Struct, frozen=True, tag="corrupt"):
+    """State that a worker was to start with is not what it was when it was kept; `source`: who has kept it."""
+
+    generation: int
+    source: str
+    tensor: str
 
 
 class AskIds(msgspec.Struct, frozen=True, tag="ask-ids"):
@@ -437,7 +472,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done
-    | Measured | Probed | Clock | Knocked | Diagnosis | Beat
+    | Measured | Probed | Clock | Knocked | Diagnosis | Beat | Corrupt
 )  # fmt: skip
 """What a worker says. A refusal: of one that listens and is asked by a second coordinator."""
 FromCoordinator = (

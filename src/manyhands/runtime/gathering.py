@@ -12,9 +12,11 @@ import torch
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
 from manyhands.runtime import state
+from manyhands.runtime.checksums import checksums
 from manyhands.runtime.control import Send, State, TensorEntry
 from manyhands.runtime.keeping import topic
 from manyhands.runtime.order import RunState
+from manyhands.runtime.stalls import Verdict
 
 if TYPE_CHECKING:
     from manyhands.runtime.run import Run
@@ -40,21 +42,25 @@ class Gathering:
         self._saved = 0
         self._is_closed = False
         self._error: BaseException | None = None
+        self._verdict: Verdict | None = None
+        """The worker that sends twice what it has not offered."""
 
     def take(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
-        self.run.coordinator.endpoint.mailbox.expect(name, topic(message.step), state.byte_count(listed))
         thread = threading.Thread(target=self._receive, args=(name, message, listed), name="gathering", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
     def _receive(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         try:
-            tensors = state.empty(listed)
-            box, step = self.run.coordinator.endpoint.mailbox, message.step
-            box.post(name, step, topic(step), list(tensors.values()))
-            self.run.coordinator.say(name, Send(self.run.generation, step, COORDINATOR))
-            box.receive(name, step, topic(step), list(tensors.values()))
+            tensors = self._fetched(name, message, listed, 0)
+            if tensors is None:
+                tensors = self._fetched(name, message, listed, 1)
+            if tensors is None:
+                self._verdict = Verdict(
+                    name, f"what it sends as its state after step {message.step} is not what it has"
+                )
+                return
             with self._change:
                 parts = self._parts[message.step]
                 parts[name] = (tensors, message.scalars)
@@ -75,6 +81,18 @@ class Gathering:
             self._error = error
         finally:
             self.run.coordinator.wake()
+
+    def _fetched(
+        self, name: str, message: State, listed: tuple[TensorEntry, ...], attempt: int
+    ) -> dict[str, torch.Tensor] | None:
+        """A worker's snapshot; None where what came is not what it offered."""
+        tensors = state.empty(listed)
+        box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
+        box.expect(name, called, state.byte_count(listed))
+        box.post(name, step, called, list(tensors.values()))
+        self.run.coordinator.say(name, Send(self.run.generation, step, COORDINATOR, attempt))
+        box.receive(name, step, called, list(tensors.values()))
+        return tensors if checksums(tensors.values()) == message.checksums else None
 
     def _is_next(self, step: int) -> bool:
         return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
@@ -115,6 +133,8 @@ class Gathering:
         return self._saved == len(self.run.order.snapshots)
 
     def check(self) -> None:
+        if self._verdict is not None:
+            raise self.run.evicted(self._verdict)
         if self._error is not None:
             raise self._error
 

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
+from manyhands.runtime.agreement import Suspicions
 from manyhands.runtime.control import Arrival, Failed, Holding, Retain, Survey
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.crew import Crew, Tell
@@ -134,6 +135,7 @@ class Journey:
         """The last step of which copies were where they belong: kept until there is a later one."""
         self._crew = Crew(coordinator, endurance, self.tell)
         self._failures = 0
+        self._suspicions = Suspicions()
         self._since = coordinator.new_generation()
         """Before all of this job's: what workers have of earlier jobs is none of its state."""
         self._voyage: Voyage | None = None
@@ -152,6 +154,7 @@ class Journey:
                 self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
                 should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
                 on_progress=self.living.told if self.living is not None else None, usual=self._usual(),
+                suspicions=self._suspicions, tell=self.tell,
             )  # fmt: skip
             try:
                 if self._voyage is not None:
@@ -265,10 +268,18 @@ class Journey:
         lost = [name for name in run.everybody if name not in alive]
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
+        if isinstance(error, NotFinite):
+            self._acquit(run)
         if not is_theirs or not order.plan.is_training or self._failures > self.endurance.attempts:
             raise error
         self.tell("lost", devices=lost, step=self._furthest, reason=error.message)
         return self._next(order, since, error, ", ".join(lost))
+
+    def _acquit(self, run: Run) -> None:
+        """The numbers stopped being finite without the device that was evicted for it too: it may join again."""
+        for step, name in self._suspicions.not_finite.items():
+            if step + 1 >= run.agreed_steps:
+                self.coordinator.quarantine.end(self.coordinator.members[name].identity.process)
 
     def _after_pause(self, run: Run, order: Order) -> Order:
         since = time.monotonic()
@@ -334,9 +345,10 @@ class Journey:
             if time.monotonic() > limit:
                 raise error
         weights = [spec.name for spec in self.order.graph.weights]
+        agreed = self._furthest if self._run is None else min(self._furthest, self._run.agreed_steps)
         found = state.located(
             {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
-            weights, self._furthest, self.saved,
+            weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
         )  # fmt: skip
         assert found is not None, "what was saved has everything"
         self._safe = min(self._safe, found.steps_done)

@@ -6,6 +6,7 @@ They outlive generations: what was kept in one is where the next begins. They do
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.runtime import state
+from manyhands.runtime.checksums import checksums, combined
 from manyhands.runtime.control import Held, Hold, TensorEntry
 
 STATE = "state"
@@ -25,10 +27,13 @@ class Kept:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Of tensors that are copies, from when they were made."""
 
 
-def topic(step: int) -> str:
-    return f"state {step}"
+def topic(step: int, attempt: int = 0) -> str:
+    """The message with a copy of a device's state; `attempt`: how often it was sent before."""
+    return f"state {step}" if not attempt else f"state {step} again {attempt}"
 
 
 class Keeping:
@@ -49,12 +54,16 @@ class Keeping:
                 self._since = since
                 self._kept.clear()
 
-    def keep(self, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
-        """Add to what there is of a step. The tensors must not change from now on."""
+    def keep(
+        self, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any], sums: Sequence[int] = ()
+    ) -> None:
+        """Add to what there is of a step. The tensors must not change from now on. `sums`: checksums, if known."""
         with self._lock:
             known = self._kept.setdefault(step, Kept())
             known.tensors = {**known.tensors, **tensors}
             known.scalars = {**known.scalars, **scalars}
+            others = {name: one for name, one in known.checksums.items() if name not in tensors}
+            known.checksums = others | dict(zip(tensors, sums))
 
     def at(self, step: int) -> dict[str, torch.Tensor]:
         """What there is of a step."""
@@ -62,17 +71,27 @@ class Keeping:
             known = self._kept.get(step)
             return dict(known.tensors) if known is not None else {}
 
+    def checksums_at(self, step: int) -> dict[str, int]:
+        """Of what there is of a step, where they are known."""
+        with self._lock:
+            known = self._kept.get(step)
+            return dict(known.checksums) if known is not None else {}
+
     def retain(self, first: int, last: int, *, is_between_kept: bool = True) -> None:
         """Forget all other steps."""
         with self._lock:
             wanted = range(first, last + 1) if is_between_kept else (first, last)
             self._kept = {step: kept for step, kept in self._kept.items() if step in wanted}
 
-    def listing(self) -> tuple[dict[int, tuple[TensorEntry, ...]], dict[int, dict[str, Any]]]:
+    def listing(
+        self,
+    ) -> tuple[dict[int, tuple[TensorEntry, ...]], dict[int, dict[str, Any]], dict[int, dict[str, int]]]:
+        """What there is by steps: tensors, scalars, checksums."""
         with self._lock:
             return (
                 {step: state.entries(kept.tensors) for step, kept in self._kept.items()},
                 {step: kept.scalars for step, kept in self._kept.items()},
+                {step: dict(kept.checksums) for step, kept in self._kept.items()},
             )
 
     # Copies of others
@@ -81,20 +100,23 @@ class Keeping:
         """Another worker's copy may come."""
         size = state.byte_count(message.tensors)
         tensors = state.empty(message.tensors)
-        self.endpoint.mailbox.expect(message.source, topic(message.step), size)
-        self.endpoint.mailbox.post(message.source, message.step, topic(message.step), list(tensors.values()))
+        name = topic(message.step, message.attempt)
+        self.endpoint.mailbox.expect(message.source, name, size)
+        self.endpoint.mailbox.post(message.source, message.step, name, list(tensors.values()))
         with self._lock:
             self._arriving[message.source, message.step] = (message, tensors)
 
     def collect(self) -> list[Held]:
-        """Copies that have come since the last time."""
+        """Copies that have come since the last time. One that differs from what was announced is not kept."""
         with self._lock:
             arriving = list(self._arriving.items())
         found = []
         for (source, step), (message, tensors) in arriving:
-            if self.endpoint.mailbox.collect(source, step, topic(step)):
-                self.keep(step, tensors, message.scalars)
-                found.append(Held(message.generation, source, step))
+            if self.endpoint.mailbox.collect(source, step, topic(step, message.attempt)):
+                sums = checksums(tensors.values())
+                if sums == message.checksums:
+                    self.keep(step, tensors, message.scalars, sums)
+                found.append(Held(message.generation, source, step, combined(sums), message.attempt))
                 with self._lock:
                     self._arriving.pop((source, step), None)
         return found

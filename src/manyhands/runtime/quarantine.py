@@ -38,6 +38,10 @@ class Quarantine:
         seconds = min(FIRST_SECONDS * 2 ** (count - 1), LONGEST_SECONDS)
         self._sentences[process] = _Sentence(reason, now + seconds, count)
 
+    def end(self, process: str) -> None:
+        """Let a process join again that was kept out for what it had not done."""
+        self._sentences.pop(process, None)
+
     def refusal(self, process: str, name: str, now: float) -> Refusal | None:
         """What a process is told that is still kept out; None where it may join."""
         sentence = self._sentences.get(process)

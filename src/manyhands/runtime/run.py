@@ -32,17 +32,20 @@ from manyhands.facts.errors import (
     error_named,
 )
 from manyhands.facts.plan import ByTiles, Plan
+from manyhands.facts.plan_check import layer_range
 from manyhands.graph.document import to_document
 from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.graph.tape import bind_inputs
-from manyhands.runtime import state
+from manyhands.runtime import stalls, state
+from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.backing import Backups
 from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
     Arrival,
     Beat,
+    Corrupt,
     Diagnosis,
     Done,
     EndAt,
@@ -61,6 +64,7 @@ from manyhands.runtime.control import (
     TensorEntry,
 )
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.crew import Tell
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.members import Joined, Lost, Member
@@ -118,10 +122,14 @@ class Run:
         on_progress: OnProgress | None = None,
         since: int | None = None,
         usual: Usual | None = None,
+        suspicions: Suspicions | None = None,
+        tell: Tell | None = None,
     ) -> None:
-        """`usual`: how long things took in the job's earlier generations."""
+        """`usual`: how long things took in the job's earlier generations; `suspicions`: devices whose numbers were
+        wrong in them."""
         self.coordinator = coordinator
         self.usual = usual or Usual()
+        self.tell: Tell = tell or (lambda event, /, **facts: None)
         self.on_safe = on_safe or (lambda step: None)
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
@@ -179,6 +187,10 @@ class Run:
         self._gathering = Gathering(self)
         self.backups = Backups(self)
         self._stalls = StallWatch(self)
+        work = stalls.work_of(order.plan, order.graph.network)
+        self.agreement = Agreement(self.schedule, work, suspicions or Suspicions())
+        self.agreed_steps = self.first
+        """Steps that everybody is done with, and whose numbers agree: no later state is trusted."""
 
     def _aligned(self, order: Order) -> Order:
         """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
@@ -292,7 +304,7 @@ class Run:
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
             state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
-            sources=self.sources[name],
+            sources=self.sources[name], checksums=self._checksums(name),
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
@@ -300,6 +312,15 @@ class Run:
             laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.shelf(name),
             is_laid=not self._is_to_be_laid(name),
         )  # fmt: skip
+
+    def _checksums(self, name: str) -> dict[str, dict[str, int]]:
+        """What a device starts with, as it was when it was kept."""
+        found = {}
+        for source, tensors in self.sources[name].items():
+            known = self.located.checksums.get(source, {})
+            if own := {one: known[one] for one in tensors if one in known}:
+                found[source] = own
+        return found
 
     def _is_to_be_laid(self, name: str) -> bool:
         """Whether a device is still to be given its part of all samples."""
@@ -446,6 +467,8 @@ class Run:
             self.backups.holds(name, message)
         elif isinstance(message, Held):
             self.backups.held(name, message)
+        elif isinstance(message, Corrupt):
+            self._corrupt(name, message)
         elif isinstance(message, Done):
             offset = self.coordinator.members[name].clock_offset_seconds
             message.log.spans = [_moved(span, offset) for span in message.log.spans]
@@ -461,12 +484,21 @@ class Run:
                 f"Worker {name} offers its state after step {message.step}, made of the same tensors as before; "
                 "it has not said yet what those are."
             )
+        if message.has_changed:
+            reason = f"its copy of its state after step {message.step} has changed while it was kept"
+            raise self.evicted(Verdict(name, reason))
         is_wanted = message.step in self.order.snapshots and name in self.keepers
         if not (is_wanted or self.backups.is_backup(message.step)):
             raise BadValue(f"Worker {name} offers its state after step {message.step}; nobody asked for it.")
         if is_wanted:
             self._gathering.take(name, message, listed)
         self.backups.kept(name, message, listed)
+
+    def _corrupt(self, name: str, message: Corrupt) -> None:
+        """Go on without a device whose copy has changed since it made it; the state is taken from elsewhere."""
+        source = message.source if message.tensor in self.sources.get(name, {}).get(message.source, ()) else name
+        whose = "its own copy" if source == name else f"what it gave {name}"
+        raise self.evicted(Verdict(source, f"{whose} of {message.tensor:.80} is not what it was when it was kept"))
 
     def _noted(self, name: str, message: Progress) -> bool:
         """A device has ended a round; False where that was known."""
@@ -492,6 +524,7 @@ class Run:
         if len(told) < len(self.names):
             return
         del self._told[message.step]
+        self._compare(message.step, told)
         now = time.monotonic()
         first, end = self.round_of(message.step), message.step + 1
         seconds, self._ended_at = (now - self._ended_at) / (end - first), now
@@ -507,6 +540,15 @@ class Run:
                 self.outcome.staleness.append(max(late, default=0))
             self.on_step(step, loss, seconds)
         self._gathering.ended(message.step)
+
+    def _compare(self, step: int, told: Mapping[str, Progress]) -> None:
+        """Go on without a device whose numbers of a round contradict those of the others. Asked before anything of the
+        round is reported, kept or safe: the next generation begins with a state from before it."""
+        sums = {name: one.sums for name, one in told.items()}
+        sources = {name: one.not_finite_from for name, one in told.items() if one.not_finite_from in told}
+        if (verdict := self.agreement.compare(step, sums, sources)) is not None:
+            raise self.evicted(verdict)
+        self.agreed_steps = step + 1
 
     def _follow(
         self,
@@ -614,10 +656,27 @@ class Run:
         found = error_named(message.kind, message.message, message.hint)
         if not isinstance(found, NotFinite):
             found = error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
+            self._verdict = found
+            return found
+        self._hear_rounds_before(message.step)
+        if (divergence := self.agreement.divergence) is not None:
+            found = type(found)(f"{_head(found)}; it began {divergence}.", hint=found.hint)
         elif len(self.order.plan.stages) > 1:
             found = self._in_data(found, message.step) or self._traced_back(found, message.step)
         self._verdict = found
         return found
+
+    def _hear_rounds_before(self, step: int) -> None:
+        """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
+        weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
+        end = time.monotonic() + _DIAGNOSIS_SECONDS
+        while min(self._done_step.values()) < step - 1 and (left := end - time.monotonic()) > 0:
+            event = self.coordinator.next_event(left)
+            if event is None or isinstance(event[1], Lost):
+                return
+            name, message = event
+            if isinstance(message, Progress) and message.generation == self.generation and name in self.names:
+                self._progress(name, message)
 
     def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
         """Stages behind the first do not see the data: this side does."""
@@ -643,7 +702,10 @@ class Run:
         named = sorted((layer for layer in found.values() if layer in layers), key=layers.index)
         if not named:
             return error
-        return NotFinite(f"{_head(error)}; it began in layer {named[0]}.", hint=error.hint)
+        first = layers.index(named[0])
+        stages = [stage for stage in self.order.plan.stages if first in range(*layer_range(stage))]
+        devices = " or ".join(name for stage in stages for name in stage.devices)
+        return NotFinite(f"{_head(error)}; it began in layer {named[0]}, on {devices}.", hint=error.hint)
 
     def _stop(self, error: BaseException | None = None) -> None:
         for name in self.everybody:

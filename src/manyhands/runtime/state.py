@@ -78,6 +78,8 @@ class Located:
     """Tensor -> the workers, or the coordinator, that have it."""
     here: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the coordinator has."""
+    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Worker -> tensor -> checksum, from when its copy was made."""
 
     @classmethod
     def at_coordinator(cls, found: RunState) -> Located:
@@ -90,7 +92,7 @@ class Located:
         listed = {entry.name: entry for entry in entries(more)}
         return Located(
             self.steps_done, self.scalars, self.entries | listed, self.holders | dict.fromkeys(more, (COORDINATOR,)),
-            self.here | dict(more),
+            self.here | dict(more), self.checksums,
         )  # fmt: skip
 
     def wanted_by(self, weights: Collection[str]) -> list[str]:
@@ -121,6 +123,7 @@ def located(
     weights: Collection[str],
     most_steps: int,
     saved: RunState | None = None,
+    checksums: Mapping[str, Mapping[int, dict[str, int]]] | None = None,
 ) -> Located | None:
     """The latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
 
@@ -138,6 +141,7 @@ def located(
         for worker, holding in holdings.items():
             if step not in holding:
                 continue
+            found.checksums[worker] = (checksums or {}).get(worker, {}).get(step, {})
             found.scalars = {**scalars[worker].get(step, {}), **found.scalars}
             for entry in holding[step]:
                 found.entries.setdefault(entry.name, entry)

@@ -43,6 +43,7 @@ from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
 from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
+from manyhands.runtime.checksums import checksum, checksums
 from manyhands.runtime.control import (
     LARGEST_HELLO_BYTES,
     PROTOCOL,
@@ -51,6 +52,7 @@ from manyhands.runtime.control import (
     AskIds,
     Beat,
     Clock,
+    Corrupt,
     Diagnosis,
     Done,
     EndAt,
@@ -561,6 +563,7 @@ class Worker:
                 Progress(
                     command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
                     self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes), _seen(executor),
+                    tuple(result.sums), result.not_finite_from,
                 )
             )  # fmt: skip
             if done in command.snapshots or is_due(step, done, command.backup_every):
@@ -598,6 +601,7 @@ class Worker:
             own = state.empty(_listed(job, names))
             self.endpoint.mailbox.receive(source, step, STATE, list(own.values()))
             tensors |= own
+        self._check_sums(prepared.generation, job, tensors)
         with torch.no_grad():
             for name, tensor in state.of(state.WEIGHT, tensors).items():
                 executor.weights.tensors[name].copy_(tensor)
@@ -615,12 +619,21 @@ class Worker:
             own = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
             self._keep(prepared, step, own, job.scalars)
 
+    def _check_sums(self, generation: int, job: Job, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse to start with state that is not what it was when it was kept, here or at another worker."""
+        for source, sums in job.checksums.items():
+            for name, wanted in sums.items():
+                if name in tensors and checksum(tensors[name]) != wanted:
+                    self._say(Corrupt(generation, source, name))
+                    raise _Stopped("the coordinator looks for another copy")
+
     def _keep(self, prepared: _Prepared, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Keep a copy and say that it is at hand; it travels when asked for, while training goes on."""
-        self.keeping.keep(step, tensors, scalars)
+        sums = checksums(tensors.values())
+        self.keeping.keep(step, tensors, scalars, sums)
         listed = state.entries(tensors)
         prepared.offered[step] = tuple(tensors)
-        self._say(State(prepared.generation, step, None if listed == prepared.said else listed, scalars))
+        self._say(State(prepared.generation, step, None if listed == prepared.said else listed, scalars, sums))
         prepared.said = listed
 
     def _send_state(self, message: Send) -> None:
@@ -628,8 +641,15 @@ class Worker:
         if prepared is None or prepared.generation != message.generation:
             return
         kept, names = self.keeping.at(message.step), prepared.offered.get(message.step)
-        if names is not None and all(name in kept for name in names):  # of a device without weights: an empty message
-            self._send_tensors(prepared, message.to, message.step, topic(message.step), [kept[n] for n in names])
+        if names is None or not all(name in kept for name in names):  # of a device without weights: an empty message
+            return
+        if message.attempt:  # what came was not what was sent: is it still what was offered?
+            known, sums = self.keeping.checksums_at(message.step), checksums(kept[name] for name in names)
+            if sums != tuple(known.get(name, 0) for name in names):
+                self._say(State(prepared.generation, message.step, None, {}, sums, has_changed=True))
+                return
+        name = topic(message.step, message.attempt)
+        self._send_tensors(prepared, message.to, message.step, name, [kept[one] for one in names])
 
     def _tell_of_copies(self) -> None:
         """Say which copies of others have come."""
@@ -646,7 +666,7 @@ class Worker:
     def _make_room(self, message: Hold) -> None:
         if self.prepared is not None and self.prepared.generation == message.generation:
             self.keeping.make_room(message)
-            self._say(Holds(message.generation, message.source, message.step))
+            self._say(Holds(message.generation, message.source, message.step, message.attempt))
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to those who take part; it begins when everybody is ready."""

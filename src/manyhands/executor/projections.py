@@ -1,0 +1,173 @@
+"""One number in place of many: the projection of a row of numbers onto a fixed pseudo-random vector.
+
+Devices that hold the same numbers have the same projection, and the projection of a sum is the sum of the projections.
+So gradients and weights of many megabytes are compared by a few numbers, and a wrong sum is found without adding up
+again. A single changed number changes the projection by as much, at least by half of it.
+
+    the row, cut into rows of COLUMNS  ──·v──▶  one number per row  ──·u──▶  the projection
+                                       in its own precision          in float64
+
+`v` and `u` hold numbers of either sign between 0.5 and 1.5, from a generator written out here: they are the same on
+every device, whatever its versions of numpy and torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from manyhands.engine.mailbox import KNOWN_TO_NUMPY
+
+COLUMNS = 512
+_BLOCK = 128
+"""Rows that are read at once: with their norm they stay in a processor's cache."""
+_LEAST_SQUARE, _MOST_SQUARE = 1e-20, 1e36
+"""Sums of squares beyond these are formed again in float64: single precision may have lost or overflown some."""
+LONGEST = 1e300
+"""A longer norm is said to be so long: JSON knows no infinity."""
+
+Numbers = NDArray[Any]
+
+
+class SumRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one device saw of one gradient sum: projections, of which None says that some numbers were not finite."""
+
+    stage: int
+    first: int
+    last: int
+    micro_batch: int
+    own: tuple[float | None, ...]
+    """Of each chunk of its own gradients, before the sum."""
+    norms: tuple[float, ...]
+    """The Euclidean norms of the same; 0 where not finite."""
+    received: tuple[float | None, ...]
+    """Of the chunks of others that it added to its own, in the order of the hops."""
+    sums: tuple[float | None, ...]
+    """Of the sums that it formed, in the order in which it formed them."""
+    after: tuple[float | None, ...]
+    """Of each chunk after the sum."""
+    weights: float | None = 0.0
+    """Of the weights that these gradients belong to, after the optimiser's step."""
+    weights_norm: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        return (self.stage, self.first, self.last, self.micro_batch)
+
+
+def numbers_in(memory: memoryview, dtype: torch.dtype) -> Numbers:
+    """Memory as numbers that numpy computes well with; a copy where it does not, or does not know their type."""
+    if dtype in KNOWN_TO_NUMPY and dtype != torch.float16:
+        return numpy.frombuffer(memory, str(dtype).removeprefix("torch."))
+    return torch.frombuffer(memory, dtype=dtype).float().numpy() if len(memory) else numpy.zeros(0, "float32")
+
+
+def projection(parts: Sequence[Numbers]) -> float | None:
+    """The projection of some rows laid end to end; None where not all of their numbers are finite."""
+    with numpy.errstate(all="ignore"):
+        total = sum(_salt(place) * _of_row(part) for place, part in enumerate(parts))
+        return total if math.isfinite(total) else _again(parts)
+
+
+def projection_and_norm(parts: Sequence[Numbers]) -> tuple[float | None, float]:
+    """The same, and the Euclidean norm; (None, 0) where not all numbers are finite."""
+    with numpy.errstate(all="ignore"):
+        total = squares = 0.0
+        for place, part in enumerate(parts):
+            of_row, of_squares = _of_both(part)
+            total += _salt(place) * of_row
+            squares += of_squares
+        if math.isfinite(total) and math.isfinite(squares):
+            return total, math.sqrt(squares)
+        found = _again(parts)
+        squares = 0.0 if found is None else sum(_squares_exactly(part) for part in parts)
+        return found, min(math.sqrt(squares), LONGEST)
+
+
+def _again(parts: Sequence[Numbers]) -> float | None:
+    """In float64: the numbers may be finite, and only their products too large for single precision."""
+    if not all(bool(numpy.isfinite(part).all()) for part in parts):
+        return None
+    total = sum(_salt(place) * _of_row(part.astype(numpy.float64)) for place, part in enumerate(parts))
+    return total if math.isfinite(total) else None
+
+
+def _of_row(part: Numbers) -> float:
+    count = part.size // COLUMNS
+    total = 0.0
+    if count:
+        rows = part[: count * COLUMNS].reshape(count, COLUMNS)
+        each = numpy.einsum("ij,j->i", rows, _columns(rows.dtype.char))
+        total = float(numpy.einsum("i,i->", each.astype(numpy.float64), _rows(count)))
+    return total + _rest(part, count)
+
+
+def _of_both(part: Numbers) -> tuple[float, float]:
+    """Projection and sum of squares of a row, block by block."""
+    count = part.size // COLUMNS
+    weights, columns = _rows(count), _columns(part.dtype.char)
+    total = squares = 0.0
+    for first in range(0, count, _BLOCK):
+        last = min(first + _BLOCK, count)
+        flat = part[first * COLUMNS : last * COLUMNS]
+        each = numpy.einsum("ij,j->i", flat.reshape(last - first, COLUMNS), columns)
+        total += float(numpy.einsum("i,i->", each.astype(numpy.float64), weights[first:last]))
+        squares += _squares(flat)
+    rest = part[count * COLUMNS :]
+    return total + _rest(part, count), squares + (_squares(rest) if rest.size else 0.0)
+
+
+def _rest(part: Numbers, count: int) -> float:
+    """Of what does not fill a row."""
+    rest = part[count * COLUMNS :]
+    if not rest.size:
+        return 0.0
+    return float(numpy.einsum("i,i->", rest, _columns(part.dtype.char)[: rest.size])) * float(_rows(count + 1)[count])
+
+
+def _squares(flat: Numbers) -> float:
+    found = float(numpy.einsum("i,i->", flat, flat))
+    return found if _LEAST_SQUARE < found < _MOST_SQUARE else _squares_exactly(flat)
+
+
+def _squares_exactly(flat: Numbers) -> float:
+    exact = flat.astype(numpy.float64)
+    return float(numpy.einsum("i,i->", exact, exact))
+
+
+@lru_cache(maxsize=8)
+def _columns(kind: str) -> Numbers:
+    return _drawn(COLUMNS, 1).astype(kind)
+
+
+def _rows(count: int) -> Numbers:
+    return _rows_up_to(max(10, (count - 1).bit_length()))[:count]
+
+
+@lru_cache(maxsize=4)
+def _rows_up_to(bits: int) -> Numbers:
+    return _drawn(2**bits, 2)
+
+
+@lru_cache(maxsize=4096)
+def _salt(place: int) -> float:
+    """So that two tensors that changed places are noticed."""
+    return float(_drawn(1, 3 + place)[0])
+
+
+def _drawn(count: int, stream: int) -> Numbers:
+    """Numbers of either sign between 0.5 and 1.5 that are exact in half precision too (SplitMix64)."""
+    mixed = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    mixed += numpy.uint64(stream * 0xD1342543DE82EF95 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(factor)
+    mixed ^= mixed >> numpy.uint64(31)
+    size = 0.5 + (mixed & numpy.uint64(255)).astype(numpy.float64) / 256
+    return numpy.where(mixed >> numpy.uint64(63), size, -size)
