@@ -61,8 +61,8 @@ def two() -> Iterator[tuple[Coordinator, Coordinator]]:
     patch = pytest.MonkeyPatch()
     patch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
     with (
-        Coordinator(token="ours", title="resnet50") as ours,
-        Coordinator(token="theirs", title="bad \x1b[31m \u202etitle") as theirs,
+        Coordinator(token="our household", title="resnet50") as ours,
+        Coordinator(token="their household", title="bad \x1b[31m \u202etitle") as theirs,
     ):
         for one in (ours, theirs):
             assert one._announcer is not None
@@ -103,10 +103,10 @@ class TestOnLoopback:
         assert time.monotonic() - start < 60
 
     def test_one_that_was_refused_is_passed_by(self, two: tuple[Coordinator, Coordinator]) -> None:
-        first = seek(wanted("ours"), TcpTransport())
+        first = seek(wanted("our household"), TcpTransport())
         first.reached.channel.close()
         with pytest.raises((TimedOut, Refused), match=r"No coordinator was found|fits none of"):
-            seek(wanted("ours"), TcpTransport(), avoid=[first.announcement.instance], grace_seconds=0.5)
+            seek(wanted("our household"), TcpTransport(), avoid=[first.announcement.instance], grace_seconds=0.5)
 
     def test_a_token_is_not_given_away(self, two: tuple[Coordinator, Coordinator]) -> None:
         ports = {own.address[1] for own in two}
@@ -120,21 +120,21 @@ class TestOnLoopback:
 
     def test_one_of_another_version_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(discovery, "__version__", "9.0")
-        with Coordinator(token="later") as coordinator:
+        with Coordinator(token="a later household") as coordinator:
             assert coordinator._announcer is not None
             assert coordinator._announcer.is_announced.wait(20)
             monkeypatch.undo()
             monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
             with pytest.raises(Refused, match=rf"\(manyhands 9\.0\) fits the token; this is manyhands {__version__}"):
-                seek(wanted("later"), TcpTransport(), grace_seconds=0.5)
+                seek(wanted("a later household"), TcpTransport(), grace_seconds=0.5)
 
     def test_whoever_ends_is_no_longer_announced_and_leaves_no_thread(self) -> None:
         before = set(threading.enumerate())
         with Lookout() as lookout:
-            with contextlib.suppress(ZeroDivisionError), Coordinator(token="short"):
-                until(lambda: any(one.fits("short") for one in lookout.seen()))
+            with contextlib.suppress(ZeroDivisionError), Coordinator(token="a short household"):
+                until(lambda: any(one.fits("a short household") for one in lookout.seen()))
                 raise ZeroDivisionError  # a run that fails
-            until(lambda: not any(one.fits("short") for one in lookout.seen()))
+            until(lambda: not any(one.fits("a short household") for one in lookout.seen()))
         until(lambda: set(threading.enumerate()) <= before)
 
 
@@ -180,7 +180,7 @@ def test_nobody_is_found_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "192.0.2.77")
     start = time.monotonic()
     with pytest.raises(TimedOut, match=r"No coordinator was found within 0\.5 s") as found:
-        seek(wanted("ours", 0.5), TcpTransport())
+        seek(wanted("our household", 0.5), TcpTransport())
     assert time.monotonic() - start < 10
     assert "--join HOST:PORT" in found.value.hint
     assert "multicast" in found.value.hint
@@ -188,7 +188,7 @@ def test_nobody_is_found_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "off")
-    with Coordinator("0.0.0.0", 0, "token") as coordinator:
+    with Coordinator("0.0.0.0", 0, "the token") as coordinator:
         assert not coordinator.is_announced
     with pytest.raises(BadValue, match="is off") as found:
         seek(wanted("token"), TcpTransport())
@@ -274,11 +274,11 @@ def test_what_fits_and_cannot_be_reached_is_said_at_the_end(monkeypatch: pytest.
             "tiny",
             "laptop",
             "salt",
-            discovery.mark_of("ours", "salt"),
+            discovery.mark_of("our household", "salt"),
         )
-        assert gone.fits("ours")
-        assert not gone.fits("theirs")
-        search = seeking._Search(wanted("ours", 1.0), TcpTransport(), ())
+        assert gone.fits("our household")
+        assert not gone.fits("their household")
+        search = seeking._Search(wanted("our household", 1.0), TcpTransport(), ())
 
         class Seen:
             def seen(self) -> list[Announcement]:

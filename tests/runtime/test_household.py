@@ -110,5 +110,5 @@ def test_coordinators_that_others_can_join_share_it(home: Path) -> None:
             assert coordinator.token not in coordinator.join_command(), "hints are kept in logs"
     assert tokens == [household.known_token()] * 2
     assert here.token not in tokens
-    with Coordinator("0.0.0.0", 0, "mine") as coordinator:
+    with Coordinator("0.0.0.0", 0, "a token of mine") as coordinator:
         assert coordinator.token == "mine"

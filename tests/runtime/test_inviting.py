@@ -27,7 +27,7 @@ from manyhands.runtime.inviting import Invitation, meeting_address
 from manyhands.runtime.measuring import probe_links
 from manyhands.runtime.members import Joined, Lost
 
-GUEST = Security("a token", encrypted=True)
+GUEST = Security("the guest's token", encrypted=True)
 
 
 @pytest.fixture

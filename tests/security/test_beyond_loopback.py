@@ -60,7 +60,7 @@ def test_plain_connections_are_refused(coordinator: Coordinator, purpose: Purpos
 @pytest.mark.parametrize("purpose", list(Purpose))
 @pytest.mark.parametrize(
     "change",
-    [lambda own: new_token(), lambda own: own + "x", lambda own: own[:-1], str.upper, lambda own: "\0",
+    [lambda own: new_token(), lambda own: own + "x", lambda own: own[:-1], str.upper, lambda own: "\0" + own[1:],
      lambda own: own * 100],
     ids=["another", "longer", "shorter", "capitals", "nothing", "a hundred times"],
 )  # fmt: skip

@@ -18,6 +18,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from manyhands.engine.limiter import ProofLimiter
+from manyhands.engine.proofs import TakesNoProofs
 from manyhands.engine.security import Purpose, Security, admit, enter, prepare
 from manyhands.engine.wire import Broken, Wire
 from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
@@ -50,7 +52,10 @@ class Door:
     ) -> None:
         prepare(security)
         self._security = security
-        self._receivers = {purpose: on_guest}
+        self._receivers = {purpose: (security, on_guest)}
+        self._limiter = ProofLimiter()
+        self.on_turned_away: Callable[[str, ManyhandsError], None] = lambda origin, error: None
+        """Told the address and the reason, in the guest's thread, when a handshake has failed."""
         self._socket = listen(host, port)
         found = self._socket.getsockname()
         self.address: tuple[str, int] = (str(found[0]), int(found[1]))
@@ -105,23 +110,30 @@ class Door:
                 return True
         return False
 
-    def receive(self, purpose: Purpose, on_guest: Callable[[Wire], None] | None) -> None:
-        """From now on guests of this purpose are let in at this address too; None: no longer."""
-        receivers = {known: one for known, one in self._receivers.items() if known != purpose}
-        self._receivers = receivers if on_guest is None else {**receivers, purpose: on_guest}
+    def receive(self, purpose: Purpose, security: Security, on_guest: Callable[[Wire], None]) -> None:
+        """From now on guests of this purpose are let in at this address too, by a security of their own."""
+        prepare(security)
+        self._receivers = {**self._receivers, purpose: (security, on_guest)}
+
+    def receive_no_more(self, purpose: Purpose) -> None:
+        self._receivers = {known: one for known, one in self._receivers.items() if known != purpose}
 
     def _ask(self, guest: _Guest) -> None:
         receivers = self._receivers
         try:
             deadline = time.monotonic() + self._security.handshake_seconds
-            wire, purpose = admit(guest.connected, self._security, receivers, deadline)
+            securities = {purpose: security for purpose, (security, _) in receivers.items()}
+            wire, purpose = admit(guest.connected, securities, deadline, self._limiter)
             with self._lock:
                 guest.has_token = True  # from here on he is another's: `close` does not send him away
-            receivers[purpose](wire)
+            receivers[purpose][1](wire)
         except TimeoutError:
             self._drop(guest, f"no handshake within {self._security.handshake_seconds:g} s")
+        except ManyhandsError as error:
+            self._drop(guest, error.message)
+            self.on_turned_away(guest.origin, error)
         except Exception as error:  # whatever he did: it is the end of him, and of nobody else
-            self._drop(guest, error.message if isinstance(error, ManyhandsError) else str(error))
+            self._drop(guest, str(error))
         finally:
             with self._lock:
                 self._guests.pop(threading.current_thread(), None)
@@ -204,6 +216,7 @@ def knock(
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None
+        pause = _RETRY_SECONDS
         try:
             limit = time.monotonic() + min(left, security.handshake_seconds)
             connected = _connected(host, port, limit, is_cancelled)
@@ -213,6 +226,8 @@ def knock(
             return enter(connected, security, purpose, where, limit)
         except TimeoutError:
             reason = "no answer"
+        except TakesNoProofs as error:
+            reason, pause = str(error), error.seconds
         except (Broken, OSError) as error:
             reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
         except BaseException:
@@ -221,7 +236,13 @@ def knock(
             raise
         if connected is not None:
             connected.close()
-        time.sleep(max(0.0, min(_RETRY_SECONDS, deadline - time.monotonic())))
+        _sleep(min(pause, deadline - time.monotonic()), is_cancelled)
+
+
+def _sleep(seconds: float, is_cancelled: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not is_cancelled():
+        time.sleep(min(left, _RETRY_SECONDS))
 
 
 def _connected(host: str, port: int, deadline: float, is_cancelled: Callable[[], bool]) -> socket.socket:

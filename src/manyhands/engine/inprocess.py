@@ -28,7 +28,7 @@ from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, differen
 from manyhands.engine.tcp import SILENCE_SECONDS
 from manyhands.engine.transport import ControlListener
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
+from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 
 _FIRST_PORT = 40001
 _LOOK_SECONDS = 0.1
@@ -251,6 +251,7 @@ class InProcessChannel:
     def __init__(self, transport: InProcessTransport, name: str, host: str) -> None:
         self.transport, self.name = transport, name
         self.local_host = self.peer_host = host
+        self.peer_key = b""
         self._messages: deque[bytes] = deque()
         self._ended = ""
         """Why nothing more will come than what has come already."""
@@ -316,6 +317,9 @@ class InProcessListener:
         self.dropped = 0
         """Whoever does not fit is told before he comes."""
         self.reasons: list[str] = []
+
+    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
+        """Nobody fails here."""
 
     def accept(self, limit_seconds: float) -> InProcessChannel | None:
         with self.transport.change:
@@ -387,6 +391,11 @@ class MeetingEndpoint:
         self._peers[peer] = link, other
         self._lost.discard(peer)
         self.mailbox.join(peer)
+
+    def secure(self, security: Security) -> None:
+        with self.transport.change:
+            self.security = security
+            self.transport.change.notify_all()
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._peers

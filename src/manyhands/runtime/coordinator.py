@@ -22,7 +22,7 @@ from types import TracebackType
 from manyhands.data.silo import Kept
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
-from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_token
+from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_secret
 from manyhands.engine.transport import (
     ConnectedEndpoint,
     ControlChannel,
@@ -117,7 +117,7 @@ class Coordinator:
         self.transport = transport or TcpTransport()
         self.on_event = on_event or (lambda text: None)
         self.encrypted = not is_loopback(host)
-        self.token = token or (household_token(self.on_event) if self.encrypted else new_token())
+        self.token = token or (household_token(self.on_event) if self.encrypted else new_secret())
         self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
         self.members: dict[str, Member] = {}
         self.events = EventQueue()

@@ -264,7 +264,7 @@ class _Guest:
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
-        self.local_host, self.peer_host = channel.local_host, channel.peer_host
+        self.local_host, self.peer_host, self.peer_key = channel.local_host, channel.peer_host, channel.peer_key
         self.heard_at = time.monotonic()
         self._unfinished = 0
 
