@@ -16,7 +16,7 @@ from listening import HERE, LIMIT_SECONDS, Listening, Relay
 from manyhands.engine.door import knock
 from manyhands.engine.endpoint import Address
 from manyhands.engine.inprocess import InProcessTransport
-from manyhands.engine.security import Purpose, Security, new_token
+from manyhands.engine.security import Purpose, Security, new_secret, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import inviting, probing, serving
@@ -146,7 +146,7 @@ def test_it_goes_on_where_nobody_reads_what_it_says(coordinator: Coordinator) ->
 
     with Listening(say=say) as server:
         with pytest.raises(Refused, match="token"):
-            coordinator.invite(*server.address, "another")
+            coordinator.invite(*server.address, "another token")
         assert coordinator.invite(*server.address, server.token) == "server"
 
 
@@ -208,7 +208,7 @@ def test_a_stranger_is_refused_and_noted(coordinator: Coordinator) -> None:
     with Listening() as server:
         with pytest.raises(Refused, match="the token is not the one it asks for"):
             coordinator.invite(*server.address, new_token())
-        until(lambda: any(line.startswith("Turned away: 127.0.0.1: A guest has another token") for line in server.said))
+        until(lambda: any(line.startswith("Warning: a wrong token came from 127.0.0.1") for line in server.said))
         security = Security(server.token, encrypted=True)
         with pytest.raises(Refused, match="is for control, not for data"):  # nobody is at work
             knock(*server.address, security, Purpose.DATA, time.monotonic() + 5)
@@ -237,7 +237,7 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
     with Listening() as server:
         channel, said = dial(server)
         assert isinstance(said, Hello)
-        channel.send(encode(Welcome("server", 60.0)))  # type: ignore[attr-defined]
+        channel.send(encode(Welcome("server", 60.0, secret=new_secret())))  # type: ignore[attr-defined]
         until(lambda: any("Working for" in line for line in server.said))
         with pytest.raises(Refused, match="is working for another coordinator"):
             coordinator.invite(*server.address, server.token)
@@ -253,7 +253,7 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
 
 def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
     class Slow:
-        local_host = peer_host = HERE
+        local_host, peer_host, peer_key = HERE, HERE, b""
         unfinished_bytes = 0
 
         def receive(self, limit_seconds: float) -> bytes | None:

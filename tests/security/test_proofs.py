@@ -32,6 +32,15 @@ class Book:
     def find(self, public: bytes) -> Pinned | None:
         return self.known.get(public)
 
+    def join(self, public: bytes, name: str, role: Role) -> bool:
+        raise AssertionError("a handshake remembers nobody")
+
+    def public_keys(self, role: Role) -> list[bytes]:
+        raise AssertionError("nobody is looked for")
+
+    def is_taken(self, name: str, public: bytes) -> bool:
+        raise AssertionError("names come after the handshake")
+
 
 class Someone:
     """A device: a key, a role, and whom it knows."""
@@ -217,7 +226,7 @@ def test_wrong_tokens_are_limited_and_told_of() -> None:
             with pytest.raises(Refused, match="not the one it asks for"):
                 connect(*listener.address, Security(f"kettle-{number}", False), 5, once=True)
             proofs.DIALLED.reset()
-        with pytest.raises(TimedOut, match="takes no token for 1 s: too many wrong ones came"):
+        with pytest.raises(TimedOut, match="answered, but it takes no token for 1 s: too many wrong ones came"):
             connect(*listener.address, Security(TOKEN, False), 0.5, once=True)
         connect(*listener.address, Security(TOKEN, False), 5).close()  # it waits, and is let in
     finally:

@@ -23,6 +23,7 @@ from manyhands.cli.options import (
     epochs_option,
     optimizer_option,
 )
+from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 
 if TYPE_CHECKING:
     from manyhands.api.job import Planned
@@ -43,10 +44,9 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free. Default: 7078.")] = 7078,
     token: Annotated[
         str,
-        typer.Option(
-            "--token", envvar="MANYHANDS_TOKEN", help="What edges must know. Default: this household's, printed."
-        ),
+        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What new edges must know. Default: this household's."),
     ] = "",
+    token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
@@ -59,14 +59,13 @@ def serve(
     ] = "",
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
-    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable
+    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable, token_text
     from manyhands.facts.cluster import NAME_HINT
     from manyhands.facts.errors import BadValue
 
     compute = parse_compute(compute)
     if not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
-    from manyhands.engine.security import is_loopback
     from manyhands.runtime.household import household_token
     from manyhands.runtime.joining import Joining
     from manyhands.runtime.serving import listen, load_everything
@@ -80,11 +79,11 @@ def serve(
     def listening(address: tuple[str, int], secret: str) -> None:
         shown = reachable(address[0])
         shown = f"[{shown}]" if ":" in shown else shown
-        typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} --token {secret} ...")
+        typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} ...")
+        typer.echo(token_text(secret))
         sys.stdout.flush()
 
-    if not token and not is_loopback(host):
-        token = household_token(lambda text: typer.echo(text, err=True))
+    token = token_given(token, token_file) or household_token(lambda text: typer.echo(text, err=True))
     joining = Joining(host, port, token, name, compute, threads, slowdown=slowdown, silo=silo)
     listen(joining, say=lambda text: typer.echo(text, err=True), once=once, on_listening=listening)
 
@@ -98,8 +97,14 @@ def train(
         typer.Option("--cloud", help="HOST:PORT of `manyhands split serve`. Default: a process of this machine."),
     ] = None,
     token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="The cloud's token, as it printed it.")
+        str,
+        typer.Option(
+            "--token",
+            envvar="MANYHANDS_TOKEN",
+            help="The cloud's token, as it printed it; for the first time only. Default: asked for.",
+        ),
     ] = "",
+    token_file: TokenFile = "",
     cut: Annotated[
         str | None,
         typer.Option(
@@ -190,7 +195,13 @@ def train(
     from manyhands.api import split_typed
     from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
+    from manyhands.engine.keys import Role
+    from manyhands.runtime.device_book import knows_any
 
+    is_typed = is_typed_token(token)
+    token = token_given(token, token_file)
+    if cloud and not token and not knows_any(Role.WORKER):
+        token = ask_for_token("the cloud")
     given = {
         "model": model, "data": data, "cloud": cloud, "cut": cut, "bits": bits, "k": k, "mode": mode, "trace": trace,
         "delay": delay, "rival": rival, "edge_slowdown": edge_slowdown, "server_slowdown": server_slowdown,
@@ -198,7 +209,7 @@ def train(
         "weights": weights, "freeze": freeze, "input": input, "epochs": epochs, "steps": steps,
         "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
         "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
-        "has_typed_token": is_typed_token(token),
+        "has_typed_token": is_typed,
     }  # fmt: skip
     wish = split_typed.split_wish(given, resume=resume, out=out)
     with _Show(quiet=json) as show, dashboard_for(dashboard, show.say, quiet=json) as page:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.show import plain
+from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 from manyhands.facts.errors import BadValue
 
 
@@ -20,9 +21,10 @@ def worker(
         str,
         typer.Option(
             "--token", envvar="MANYHANDS_TOKEN", show_envvar=True,
-            help="The coordinator's token, as it printed it. Default: the one this device joined with before.",
+            help="The coordinator's token, as it printed it; for the first time only. Default: asked for.",
         ),
     ] = "",
+    token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What this device is called. Default: its host name.")] = "",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
@@ -75,12 +77,15 @@ def worker(
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
         typer.echo(service_unit(options, (sys.executable, "-P", "-m", "manyhands")), nl=False)
         return
-    from manyhands.engine.security import is_loopback
+    from manyhands.engine.keys import Role
     from manyhands.runtime import household
+    from manyhands.runtime.device_book import knows_any
 
-    is_news = is_typed and bool(token) and not (host and is_loopback(host))  # a trial on one machine is no household
-    token = token or household.known_token()
-    check_joining(token, name)
+    token = token_given(token, token_file) or household.known_token()
+    is_known = not token and knows_any(Role.COORDINATOR)
+    if not token and not is_known:
+        token = ask_for_token("the coordinator")
+    check_joining(token, name, is_known=is_known)
     from manyhands.runtime.joining import Joining
     from manyhands.runtime.service import serve
     from manyhands.runtime.serving import load_everything
@@ -95,12 +100,8 @@ def worker(
 
         name, parent = divide_into(name or socket.gethostname(), slots)
 
-    def remember() -> None:
-        if is_news and (path := household.remember(token)) is not None:
-            typer.echo(f"The token is kept in {path}: next time `manyhands worker` will do.")
-
     joining = Joining(
         host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named
     )
     say = (lambda text: typer.echo(plain(text))) if is_typed else None
-    serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another
+    serve(joining, say, stay=stay, rejoin=is_typed)  # who started it starts another

@@ -22,7 +22,7 @@ from manyhands.engine.limiter import ProofLimiter
 from manyhands.engine.proofs import TakesNoProofs
 from manyhands.engine.security import Purpose, Security, admit, enter, prepare
 from manyhands.engine.wire import Broken, Wire
-from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
+from manyhands.facts.errors import AddressTaken, ManyhandsError, Refused, TimedOut
 
 _MOST_HANDSHAKES = 128
 _RETRY_SECONDS = 0.05
@@ -95,7 +95,7 @@ class Door:
                     del self._guests[thread]
                 has_room = False
             if not has_room:
-                self._drop(guest, "too many at once")
+                self._drop(guest, Refused("too many at once"))
 
     def _make_room(self) -> bool:
         """Send one away who has not shown that he knows the token, if there is one. With the lock held."""
@@ -128,22 +128,21 @@ class Door:
                 guest.has_token = True  # from here on he is another's: `close` does not send him away
             receivers[purpose][1](wire)
         except TimeoutError:
-            self._drop(guest, f"no handshake within {self._security.handshake_seconds:g} s")
-        except ManyhandsError as error:
-            self._drop(guest, error.message)
-            self.on_turned_away(guest.origin, error)
+            self._drop(guest, TimedOut(f"no handshake within {self._security.handshake_seconds:g} s"))
         except Exception as error:  # whatever he did: it is the end of him, and of nobody else
-            self._drop(guest, str(error))
+            self._drop(guest, error if isinstance(error, ManyhandsError) else Refused(str(error)))
         finally:
             with self._lock:
                 self._guests.pop(threading.current_thread(), None)
 
-    def _drop(self, guest: _Guest, reason: str) -> None:
+    def _drop(self, guest: _Guest, error: ManyhandsError) -> None:
         guest.connected.close()
+        reason = error.message
         with self._lock:
             self.dropped += 1
             why = "others came, and he had shown nothing yet" if guest.is_sent_away else f"{reason:.300}"
             self.reasons.append(f"{guest.origin}: {why}")
+        self.on_turned_away(guest.origin, error)
 
     def close(self) -> None:
         """No thread and no descriptor is left, but for those who were let in."""
@@ -206,17 +205,22 @@ def knock(
     """
     where = f"{host}:{port}"
     start = time.monotonic()
-    reason = ""
+    reason, is_limited = "", False
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or is_cancelled() or (once and reason):
             spent = min(time.monotonic(), deadline) - start
+            if is_limited:
+                raise TimedOut(
+                    f"{where} answered, but {reason}.",
+                    hint="Somebody guesses tokens there, or a wrong one was tried too often. Wait, then try again.",
+                )
             raise TimedOut(
                 f"Nobody answered at {where} within {round(spent, 1):g} s ({reason or 'no time to try'}).",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None
-        pause = _RETRY_SECONDS
+        pause, is_limited = _RETRY_SECONDS, False
         try:
             limit = time.monotonic() + min(left, security.handshake_seconds)
             connected = _connected(host, port, limit, is_cancelled)
@@ -227,7 +231,7 @@ def knock(
         except TimeoutError:
             reason = "no answer"
         except TakesNoProofs as error:
-            reason, pause = str(error), error.seconds
+            reason, pause, is_limited = str(error), error.seconds, True
         except (Broken, OSError) as error:
             reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
         except BaseException:

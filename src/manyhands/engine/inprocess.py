@@ -378,6 +378,8 @@ class MeetingEndpoint:
         where = f"{address.host}:{address.port}"
         if other.name != peer:
             raise Refused(f"{where} is {other.name}, not {peer}.", hint="Its address has changed: let it join again.")
+        if not other.security.is_known or not self.security.is_known:
+            return False
         compare(where, other.security, address.security or self.security, Purpose.DATA)
         if self.name not in other._named or other.is_connected(self.name):
             return False
@@ -391,11 +393,6 @@ class MeetingEndpoint:
         self._peers[peer] = link, other
         self._lost.discard(peer)
         self.mailbox.join(peer)
-
-    def secure(self, security: Security) -> None:
-        with self.transport.change:
-            self.security = security
-            self.transport.change.notify_all()
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._peers

@@ -55,6 +55,16 @@ class KeyBook(Protocol):
     def find(self, public: bytes) -> Pinned | None:
         """What is known of a key now; None: nothing."""
 
+    def join(self, public: bytes, name: str, role: Role) -> bool:
+        """The owner of a key has joined under this name: remember it. Returns whether it is new; Refused where the
+        name is another key's."""
+
+    def public_keys(self, role: Role) -> list[bytes]:
+        """Of those who may act in this role."""
+
+    def is_taken(self, name: str, public: bytes) -> bool:
+        """Whether a name belongs to another key than this."""
+
 
 class DeviceKey:
     """This device's pair."""

@@ -58,11 +58,6 @@ class Meeting:
         if door is not None:
             door.receive(Purpose.DATA, security, self._hear)
 
-    def secure(self, security: Security) -> None:
-        """From now on peers prove this, and so does this device to them."""
-        self._security = security
-        self._door.receive(Purpose.DATA, security, self._hear)
-
     # Those who come
 
     def _hear(self, wire: Wire) -> None:

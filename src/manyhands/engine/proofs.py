@@ -69,6 +69,10 @@ class Verdict(enum.IntEnum):
     WRONG_ROLE = 4
 
 
+class WrongToken(Refused):
+    """The server asks for another token than this device's."""
+
+
 class WrongProof(Refused):
     """Somebody at this device's door has shown another token."""
 
@@ -239,8 +243,8 @@ def _obey(verdict: bytes, where: str) -> None:
     raise _wrong_token(where)
 
 
-def _wrong_token(where: str) -> Refused:
-    return Refused(
+def _wrong_token(where: str) -> WrongToken:
+    return WrongToken(
         f"{where} refused: the token is not the one it asks for.",
         hint="Copy the token that it printed when it started.",
     )

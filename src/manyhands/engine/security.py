@@ -23,6 +23,7 @@ import secrets
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -77,11 +78,48 @@ class Security:
         return is_secret(self.token)
 
     @property
+    def is_known(self) -> bool:
+        """False only for a `LaterSecurity`, before its secret has come."""
+        return True
+
+    @property
     def knowledge(self) -> Knowledge:
+        """For the proofs; TimeoutError where it has not come in time."""
         return Knowledge(self.token, self.is_secret, self.credentials)
 
     def __post_init__(self) -> None:
         check_token(self.token)
+
+
+@dataclass(frozen=True)
+class LaterSecurity(Security):
+    """A run's secret that this device has not been told yet; handshakes that need it wait for it.
+
+    A worker listens for its peers before it joins, and learns the run's secret when it is welcomed; a peer may be
+    quicker to connect.
+    """
+
+    _told: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert not self.token, "it comes later"
+
+    def settle(self, secret: str) -> None:
+        """The secret has come."""
+        if not is_secret(secret):
+            raise Refused("The coordinator gave no secret for connections to other workers.")
+        object.__setattr__(self, "token", secret)
+        self._told.set()
+
+    @property
+    def is_known(self) -> bool:
+        return self._told.is_set()
+
+    @property
+    def knowledge(self) -> Knowledge:
+        if not self._told.wait(self.handshake_seconds):
+            raise TimeoutError
+        return super().knowledge
 
 
 @dataclass(frozen=True)

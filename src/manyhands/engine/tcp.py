@@ -176,10 +176,6 @@ class TcpEndpoint:
         self._beaten_at = time.monotonic()
         self.address = self._meeting.address
 
-    def secure(self, security: Security) -> None:
-        """From now on connections to and from peers are made by this security."""
-        self._meeting.secure(security)
-
     # What executors call
 
     def connect(self, peers: Peers, limit_seconds: float) -> None:

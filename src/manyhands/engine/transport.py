@@ -75,9 +75,6 @@ class ConnectedEndpoint(Endpoint, Protocol):
     silence_seconds: float
     """A peer of which no byte has come for so long is lost."""
 
-    def secure(self, security: Security) -> None:
-        """From now on connections to and from peers are made by this security."""
-
     def connect(self, peers: Peers, limit_seconds: float) -> None:
         """Have a connection to every one of these; to be called on all of them, in any order."""
 

@@ -38,7 +38,7 @@ from manyhands.runtime.identity import Identity
 from manyhands.runtime.knocking import Answer
 from manyhands.schedule.glimpse import Glimpse
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -135,6 +135,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     up_bytes_per_second: float | None = None
     beat_seconds: float = 0.5
     """How often a worker says that it is alive."""
+    secret: str = ""
+    """By which workers and coordinator make data connections."""
+    coordinator: str = ""
+    """What the coordinator's device is called."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
