@@ -44,7 +44,7 @@ class Listening:
     def __init__(
         self, name: str = "server", *, token: str = "", port: int = 0, encrypted: bool = True, once: bool = False,
         transport: Transport | None = None, patience: float = 1.0, limit_seconds: float = 60.0,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None, home: Path | None = None,
     ) -> None:  # fmt: skip
         self.said: list[str] = []
         self._home = tempfile.TemporaryDirectory()  # a device of its own: its key is not that of the coordinator
@@ -53,7 +53,7 @@ class Listening:
         told: queue.SimpleQueue[tuple[tuple[str, int], str] | None] = queue.SimpleQueue()
         joining = Joining(
             HERE, port, token, name, encrypted=encrypted, patience=patience, limit_seconds=limit_seconds,
-            credentials=partial(own_credentials, Role.WORKER, folder=Path(self._home.name)),
+            credentials=partial(own_credentials, Role.WORKER, folder=home or Path(self._home.name)),
         )  # fmt: skip
 
         def run() -> None:

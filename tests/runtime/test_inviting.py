@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,11 +314,11 @@ def test_the_coordinator_dials_data_too(coordinator: Coordinator) -> None:
 # Coming back
 
 
-def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inviting, "PAUSES_SECONDS", (0.02, 0.05))
     heard: list[str] = []
     with Coordinator(transport=transport, on_event=heard.append) as coordinator:
-        first = Listening("server", transport=transport)
+        first = Listening("server", transport=transport, home=tmp_path)
         keeper = coordinator.keep_inviting(*first.address, first.token)
         until(lambda: coordinator.alive())
         one = coordinator.members["server"]
@@ -325,7 +326,7 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
         until(lambda: one.is_lost and keeper.attempts > 3)
         assert "Nobody answered" in keeper.failure
         assert len([line for line in heard if "in vain" in line]) < 3, "the same failure is told once"
-        with Listening("server", transport=transport, port=first.address[1], token=first.token):
+        with Listening("server", transport=transport, port=first.address[1], token=first.token, home=tmp_path):
             until(lambda: coordinator.alive())
             assert coordinator.members["server"] is not one
             until(lambda: keeper.attempts == 0)
@@ -387,7 +388,7 @@ def test_nobody_waits_for_a_network_that_swallows_everything() -> None:
         threads = threading.active_count()
         start = time.monotonic()
         with Coordinator() as coordinator:
-            keeper = coordinator.keep_inviting(*address, "a token")
+            keeper = coordinator.keep_inviting(*address, "the token")
             until(lambda: keeper.attempts)
             time.sleep(0.2)
             assert keeper.failure == "", "it still waits"

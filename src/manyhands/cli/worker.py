@@ -71,7 +71,7 @@ def worker(
     if print_service:
         from manyhands.api.joining import service_unit
 
-        check_joining("later", name)
+        check_joining("", name, is_known=True)
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}

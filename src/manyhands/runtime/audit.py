@@ -16,6 +16,7 @@ import json
 import os
 from pathlib import Path
 
+from manyhands.facts.errors import BadFile
 from manyhands.files.plain import open_descriptor
 from manyhands.runtime.private_files import read_private
 
@@ -38,7 +39,7 @@ class AuditLog:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = {name: fact if isinstance(fact, int) else fact[:_LONGEST_FACT] for name, fact in facts.items()}
         line = json.dumps({"time": now, "event": event, **kept}).encode() + b"\n"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BadFile):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = open_descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, follows_links=False)
             with open(descriptor, "ab", buffering=0) as file:
