@@ -148,9 +148,11 @@ def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[
 def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
     from manyhands.api.joining import join_text, parse_address
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.household import household_token
 
     host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
-    with Coordinator(host, port, asked.token, on_event=events.append) as coordinator:
+    token = asked.token or household_token(events.append)
+    with Coordinator(host, port, token, on_event=events.append) as coordinator:
         wanted = list(cluster.names) if cluster is not None else asked.devices
         named = " --name NAME" if cluster is not None else ""
         who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"

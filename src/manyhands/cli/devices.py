@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 class _OrACluster(TyperGroup):
     """What is no command of the group is a cluster to show."""
 
+    default_command = "show"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
-            args = ["show", *args]
+            args = [self.default_command, *args]
         return super().parse_args(ctx, args)
 
 
