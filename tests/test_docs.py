@@ -138,6 +138,12 @@ def app() -> Any:
     return get_command(typer_app)
 
 
+def behind(command: Any, words: list[str]) -> list[str]:
+    """What follows a group; one that has a default command may be used without a command's name."""
+    default = getattr(command, "default_command", "")
+    return words if not default or (words and words[0] in command.commands) else [default, *words]
+
+
 def check_command(words: list[str], where: str) -> None:
     """Parses a command line as the program would, and runs nothing."""
     command, name, rest = app(), "manyhands", [word for word in words if word != "--debug"]
@@ -145,6 +151,7 @@ def check_command(words: list[str], where: str) -> None:
         return
     while True:
         if hasattr(command, "commands"):
+            rest = behind(command, rest)
             assert rest, f"{where}: '{name}' needs a command behind it"
             assert rest[0] in command.commands, f"{where}: there is no '{name} {rest[0]}'"
             command, name, rest = command.commands[rest[0]], f"{name} {rest[0]}", rest[1:]
@@ -188,7 +195,7 @@ def test_commands_in_sentences_exist() -> None:
         for text in re.findall(r"`((?:sudo )?manyhands [^`\n]+)`", page.read_text()):
             words = [word.strip("[],") for word in text.removeprefix("sudo ").split()[1:]]
             command = app()
-            while words and hasattr(command, "commands") and words[0] in command.commands:
+            while words and hasattr(command, "commands") and (words := behind(command, words))[0] in command.commands:
                 command = command.commands[words.pop(0)]
             known = {option for one in command.params for option in [*one.opts, *one.secondary_opts]} | {"--help", "-h"}
             used = [word.partition("=")[0] for word in words if re.match(r"-{1,2}[a-z]", word)]

@@ -30,7 +30,7 @@ STARTS = (
 CONTEXT = {
     "infer": "--input digits", "models": "tiny", "plan": "-m tiny -c edge-cloud --no-what-if --json",
     "simulate": "-m tiny -c edge-cloud --json", "decouple": "-m mobilenetv2 --json", "profile": "-m tiny",
-    "bench all": "--page-only", "export": "weights.safetensors --onnx out.onnx -m tiny", "worker": "--token abc",
+    "bench all": "--page-only", "export": "weights.safetensors --onnx out.onnx -m tiny", "worker": "--token abcdefgh",
 }  # fmt: skip
 """What a command needs besides."""
 BESIDE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import uuid
@@ -56,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (["train", "--trace", "nowhere.txt"], 4, "nowhere.txt"),
             (["train", "--trace", "bad.txt"], 4, "Mbit/s"),
             (["train", "--trace", "link.txt", "--cloud", "localhost:1"], 10, "--trace and --cloud"),
-            (["train", "--cloud", "localhost:1"], 10, "--token TOKEN"),
+            (["train", "--cloud", "localhost:1"], 10, "--token-file FILE"),
             (["train", "--memory", "lots"], 10, "lots"),
             (["train", "--labels", "moon"], 3, "cloud"),
             (["train", "--lr", "-1"], 10, "> 0"),
@@ -124,12 +125,14 @@ def test_a_split_on_a_trace_for_people(place: Path) -> None:
 def test_a_cloud_that_is_dialled(tmp_path: Path) -> None:
     cloud = Command(tmp_path, ("split", "serve", "--host", "127.0.0.1", "--port", "0", "--once"))
     line = cloud.wait_for("manyhands split train --cloud")
-    found = re.search(r"--cloud (127\.0\.0\.1:[1-9]\d*) --token (\S+)", line)
+    found = re.search(r"--cloud (127\.0\.0\.1:[1-9]\d*)", line)
     assert found is not None, line
-    wrong = run("train", *QUICK, "--cloud", found.group(1), "--token", "wrong", cwd=tmp_path)
+    wrong = run("train", *QUICK, "--cloud", found.group(1), "--token", "a wrong one", cwd=tmp_path)
     assert wrong.returncode != 0
     assert "token" in wrong.stderr.lower(), wrong.stderr
-    words = ("--cloud", found.group(1), "--token", found.group(2), "--cut", "1", "--k", "2", "--json")
+    token = ("--token-file", str(Path(os.environ["MANYHANDS_HOME"]) / "token"))  # a pipe is not told it
+    assert token[1] in cloud.wait_for("The token")
+    words = ("--cloud", found.group(1), *token, "--cut", "1", "--k", "2", "--json")
     done = read(run("train", *QUICK, *words, cwd=tmp_path))
     assert done["bytes_up"] > 0
     assert [stage["devices"] for stage in done["plan"]["stages"]] == [["edge"], ["server"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import uuid
@@ -67,7 +68,7 @@ def test_devices_join_with_files_of_their_own(tmp_path: Path) -> None:
     job = Command(
         tmp_path, ("split", "train", "--model", "din", "--silos", WHO, "--listen", "127.0.0.1:0", *LEAST, "--json"),
     )  # fmt: skip
-    found = re.search(r"--join (127\.0\.0\.1:\d+) --token (\S+)", job.wait_for("manyhands worker --join"))
+    found = re.search(r"--join (127\.0\.0\.1:\d+)", job.wait_for("manyhands worker --join"))
     assert found is not None, job.text
     workers = []
     for number, part in enumerate(WHO.split(",")):
@@ -75,7 +76,7 @@ def test_devices_join_with_files_of_their_own(tmp_path: Path) -> None:
         rows = numpy.arange(number, count)  # the first has all, the second one less, the third two
         file = tmp_path / f"{name}.npz"
         write_silo(file, [f"click {row}" for row in rows], {one: arrays[one][rows] for one in names.split("+")})
-        words = ("worker", "--join", found.group(1), "--token", found.group(2), "--name", name, "--threads", "1")
+        words = ("worker", "--join", found.group(1), "--name", name, "--threads", "1")
         workers.append(Command(tmp_path, (*words, "--silo", str(file))))
     assert job.ended() == 0, job.text
     told = json.loads(job.text[job.text.index("\n{") :] if "\n{" in job.text else job.text)
@@ -94,9 +95,9 @@ def test_a_cloud_that_has_the_labels(tmp_path: Path) -> None:
     write_silo(tmp_path / "labels.npz", range(100), {"target": numpy.array(labels)})
     serve = ("split", "serve", "--host", "127.0.0.1", "--port", "0", "--once", "--silo", "labels.npz")
     cloud = Command(tmp_path, serve)
-    found = re.search(r"--cloud (\S+) --token (\S+)", cloud.wait_for("manyhands split train --cloud"))
+    found = re.search(r"--cloud (\S+)", cloud.wait_for("manyhands split train --cloud"))
     assert found is not None, cloud.text
-    where = ("--cloud", found.group(1), "--token", found.group(2))
+    where = ("--cloud", found.group(1), "--token-file", str(Path(os.environ["MANYHANDS_HOME"]) / "token"))
     done = run("train", *where, "--labels", "cloud", "--epochs", "2", "--batch-size", "20", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

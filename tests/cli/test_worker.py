@@ -15,26 +15,31 @@ from command_processes import Command, leftovers
 from forking import run_command
 
 from manyhands.api.joining import reachable
+from manyhands.engine.keys import Role
 from manyhands.facts.version import __version__
 from manyhands.runtime import members
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.device_book import own_credentials
 
 
 @pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--join", "127.0.0.1:1", "--wait", "1", "--token", "t"], 15, "127.0.0.1:1 within 1 s"),
-        (["--join", "127.0.0.1:1"], 10, "--token TOKEN"),
+        (["--join", "127.0.0.1:1", "--wait", "1", "--token", "a token 7"], 15, "127.0.0.1:1 within 1 s"),
+        (["--join", "127.0.0.1:1"], 10, "--token-file FILE"),
+        (["--join", "127.0.0.1:1", "--token", "t"], 10, "it must have at least 8"),
+        (["--join", "127.0.0.1:1", "--token-file", "none"], 4, "none: there is no such file"),
+        (["--join", "127.0.0.1:1", "--token", "a token 7", "--token-file", "x"], 10, "Leave out one"),
         (["--join", "nonsense", "--token", "t"], 10, "HOST:PORT"),
         (["--join", "127.0.0.1:99999", "--token", "t"], 10, "at most 65535"),
-        (["--join", "127.0.0.1:1", "--token", "t", "--name", "a b"], 10, "cannot name a device"),
+        (["--join", "127.0.0.1:1", "--token", "a token 7", "--name", "a b"], 10, "cannot name a device"),
         (["--join", "127.0.0.1:1", "--token", "t", "--compute", "tpu"], 10, "cuda:1"),
         (["--join", "127.0.0.1:1", "--token", "t", "--slowdown", "0.5"], 10, "it must be 1 to 1000"),
         (["--join", "127.0.0.1:1", "--token", "t", "--wait", "0"], 10, "--wait is 0"),
         (["--join", "127.0.0.1:1", "--token", "t", "--wait", "inf"], 10, "--stay"),
         ([], 10, "knows no token"),
-        (["--token", "t"], 10, "Give --join HOST:PORT"),
+        (["--token", "a token 7"], 10, "Give --join HOST:PORT"),
     ],
 )
 def test_mistakes(words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +60,7 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.returncode == 12, done.stdout + done.stderr
     assert f"runs manyhands {__version__}; the coordinator runs 9.0" in done.stderr
     assert "pip install manyhands==9.0" in done.stderr
-    assert not (tmp_path / "home" / "worker-token").exists(), "it did not join"
+    assert not (tmp_path / "home" / "devices.json").exists(), "it did not join"
 
 
 def test_a_service_for_systemd(tmp_path: Path) -> None:
@@ -107,22 +112,23 @@ def test_a_service_that_is_not_confined(tmp_path: Path) -> None:
 def test_a_worker_that_stays_finds_one_coordinator_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told the token once, and neither time where; asked to go, it goes."""
+    """It is told the token once, and neither time where; after that the keys do. Asked to go, it goes."""
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     token = uuid.uuid4().hex
+    desk = own_credentials(Role.COORDINATOR, folder=tmp_path / "desk")
     once = Command(tmp_path, ("worker", "--token", token, "--name", "pi", "--threads", "1"))
-    with Coordinator(token=token) as coordinator:
+    with Coordinator("0.0.0.0", token=token, credentials=desk) as coordinator:
         coordinator.wait_for(["pi"], 60)
     assert once.ended() == 0, once.text
-    assert "worker-token: next time `manyhands worker` will do" in once.text
+    assert "next time no token is needed" in once.text
     assert token not in once.text
     stays = Command(tmp_path, ("worker", "--stay", "--threads", "1"))
-    for _ in range(2):
-        with Coordinator(token=token) as coordinator:
+    for number in range(2):
+        with Coordinator("0.0.0.0", token=f"another token {number}", credentials=desk) as coordinator:
             stays.wait_for("Joined 127.0.0.1:")
         stays.wait_for("Waiting for the next one")
-    with Coordinator(token=token) as coordinator:
+    with Coordinator("0.0.0.0", token=token, credentials=desk) as coordinator:
         coordinator.wait_for(1, 60)
         stays.process.send_signal(signal.SIGTERM)
         assert stays.ended() == 0, stays.text
@@ -150,7 +156,7 @@ def test_every_address_becomes_one_that_others_can_type() -> None:
 def join_words(train: Command) -> list[str]:
     """The command that a coordinator printed, to be typed as it stands."""
     line = train.wait_for("manyhands worker --join")
-    found = re.search(r"manyhands (worker --join 127\.0\.0\.1:[1-9]\d* --token \S+)", line)
+    found = re.search(r"manyhands (worker --join 127\.0\.0\.1:[1-9]\d*)", line)
     assert found is not None, line
     return found.group(1).split()
 
@@ -159,7 +165,7 @@ def join_words(train: Command) -> list[str]:
 def test_two_workers_join_train_and_are_sent_home(tmp_path: Path) -> None:
     train = Command(tmp_path, ("train", "--listen", "127.0.0.1:0", "--devices", "2", "--steps", "3", "--out", "run"))
     words = join_words(train)
-    wrong = Command(tmp_path, (*words[:3], "--token", "wrong", "--wait", "5"))
+    wrong = Command(tmp_path, (*words, "--token", "a wrong one", "--wait", "5"))
     workers = [Command(tmp_path, (*words, "--name", name, "--threads", "1")) for name in ("left", "right")]
     assert wrong.ended() == 12, wrong.text
     assert "token" in wrong.text

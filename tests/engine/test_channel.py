@@ -174,7 +174,7 @@ def test_one_who_was_let_in_stays_when_the_listener_closes(security: Security) -
         admit(wire)
         assert is_done.wait(5)
 
-    listener.door.receive(Purpose.CONTROL, slowly)
+    listener.door.receive(Purpose.CONTROL, security, slowly)
     client = connect(*listener.address, security, 5)
     server = listener.accept(5)
     assert server is not None

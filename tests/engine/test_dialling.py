@@ -111,7 +111,7 @@ def test_either_kind_and_which_refusal(transport: Transport, closing: ExitStack)
         closing.callback(reached.channel.close)
         assert reached.security.encrypted == security.encrypted
         with pytest.raises(Refused, match="the token is not the one it asks for"):
-            reach_either(transport, "b", listener.address, "another", 5.0)
+            reach_either(transport, "b", listener.address, "another token", 5.0)
         with pytest.raises(Refused, match="Both must be encrypted"):
             reach_either(transport, "b", listener.address, security.token, 5.0, encrypted=not security.encrypted)
 

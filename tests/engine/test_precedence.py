@@ -23,7 +23,7 @@ def zeros(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_urgent_messages_have_the_port_to_themselves(encrypted: bool) -> None:
     """Meanwhile only the frame that had begun arrives elsewhere, and one beside the last of the urgent message."""
-    with joined(Security("token", encrypted), {"bulk": BULK, "urgent": URGENT}, "a", "b", "c") as (a, b, c):
+    with joined(Security("the token", encrypted), {"bulk": BULK, "urgent": URGENT}, "a", "b", "c") as (a, b, c):
         a.shape({"b": Link(math.inf, 0.0), "c": Link(math.inf, 0.0)}, RATE)
         a.send("b", 0, "bulk", [zeros(BULK)])
         wait_until(lambda: b.mailbox.received_bytes["a"] > 0)
@@ -36,7 +36,7 @@ def test_urgent_messages_have_the_port_to_themselves(encrypted: bool) -> None:
 
 
 def test_bulk_goes_on_when_the_urgent_peer_is_lost() -> None:
-    with joined(Security("token", False), {"bulk": BULK, "urgent": 10**8}, "a", "b", "c") as (a, b, c):
+    with joined(Security("the token", False), {"bulk": BULK, "urgent": 10**8}, "a", "b", "c") as (a, b, c):
         a.shape({"b": Link(math.inf, 0.0), "c": Link(math.inf, 0.0)}, RATE)
         a.send("c", 0, "urgent", [zeros(10**8)], urgent=True)  # would take 12 s
         a.send("b", 0, "bulk", [zeros(BULK)])
@@ -49,7 +49,7 @@ def test_bulk_goes_on_when_the_urgent_peer_is_lost() -> None:
 def test_without_shaping_everything_arrives() -> None:
     """Over plain loopback, with many of both kinds in a row: nothing is forgotten."""
     sizes = {f"bulk{n}": 400_000 for n in range(8)} | {f"urgent{n}": 300_000 for n in range(8)}
-    with joined(Security("token", False), sizes, "a", "b", "c") as (a, b, c):
+    with joined(Security("the token", False), sizes, "a", "b", "c") as (a, b, c):
         for n in range(8):
             for peer in ("b", "c"):
                 a.send(peer, 0, f"bulk{n}", [zeros(400_000)])

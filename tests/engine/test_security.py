@@ -12,10 +12,21 @@ from collections.abc import Iterator
 import pytest
 from endpoint_pairs import wait_until
 
+from manyhands.engine import proofs
 from manyhands.engine import security as rules
 from manyhands.engine.channel import Listener, connect
 from manyhands.engine.door import knock
-from manyhands.engine.security import PREAMBLE, PROTOCOL, Purpose, Security, is_loopback, new_token
+from manyhands.engine.security import (
+    PREAMBLE,
+    PROTOCOL,
+    Purpose,
+    Security,
+    is_loopback,
+    is_made,
+    is_secret,
+    new_secret,
+    new_token,
+)
 from manyhands.engine.wire import EncryptedWire
 from manyhands.facts.errors import BadValue, Refused
 
@@ -46,6 +57,21 @@ def test_tokens() -> None:
     assert token not in repr(Security(token, True))
     with pytest.raises(BadValue, match="empty"):
         Security("", True)
+    for weak in ("a", "1234567", "aaaaaaaaaaaa", "abababababab"):
+        with pytest.raises(BadValue, match=r"characters, . of them different; it must have at least 8") as caught:
+            Security(weak, True)
+        assert weak not in str(caught.value) or len(weak) == 1, "errors are logged"
+    Security("korb-7719", True)
+
+
+def test_which_are_drawn_by_programs() -> None:
+    """An HMAC is made with these alone: what people type goes through the PAKE, whatever it looks like."""
+    assert is_secret(new_secret())
+    assert Security(new_secret(), False).is_secret
+    for other in (new_token(), "run-7719korb", "run-" + "a" * 51, new_secret() + "a", new_secret().upper()):
+        assert not Security(other, False).is_secret if len(set(other)) >= 5 else not is_secret(other)
+    assert is_made(new_token())
+    assert not is_made("many-hands-make-light-work-and-so-on")
 
 
 @pytest.mark.parametrize(
@@ -197,10 +223,10 @@ def test_nobody_in_the_middle() -> None:
 def test_a_server_that_does_not_know_the_token_is_refused(monkeypatch: pytest.MonkeyPatch, security: Security) -> None:
     """It says welcome to everybody, but cannot prove anything."""
     listener = Listener("127.0.0.1", 0, Security(new_token(), security.encrypted))
-    original = rules.hmac.compare_digest
+    original = proofs.hmac.compare_digest
     main = threading.current_thread()
     monkeypatch.setattr(
-        rules.hmac, "compare_digest", lambda *both: original(*both) if threading.current_thread() is main else True
+        proofs.hmac, "compare_digest", lambda *both: original(*both) if threading.current_thread() is main else True
     )
     with pytest.raises(Refused, match="does not know the token itself"):
         connect(*listener.address, security, 5)

@@ -143,7 +143,7 @@ def test_who_may_join(transport: Transport, closing: ExitStack) -> None:
     with pytest.raises(AddressTaken, match="already in use"):
         transport.listen("coordinator", *listener.address, PLAIN)
     with pytest.raises(Refused, match="the token is not the one it asks for"):
-        transport.reach("a", *listener.address, Security("other", encrypted=False), 5.0)
+        transport.reach("a", *listener.address, Security("the other token", encrypted=False), 5.0)
     with pytest.raises(Refused, match="is plain, this side encrypted"):
         transport.reach("a", *listener.address, Security(PLAIN.token, encrypted=True), 5.0)
     assert listener.accept(0.0) is None

@@ -15,12 +15,13 @@ import msgspec
 import torch
 
 from fuzz.judging import Build, Target
-from manyhands.engine import frames, meeting, sharing
+from manyhands.engine import frames, meeting, pake, proofs, sharing
 from manyhands.engine.channel import Channel
 from manyhands.engine.frames import BadFrame, Header
 from manyhands.engine.inbox import Inbox
+from manyhands.engine.limiter import ProofLimiter
 from manyhands.engine.mailbox import Mailbox
-from manyhands.engine.security import Purpose, Security, admit, enter, preamble
+from manyhands.engine.security import Purpose, Security, admit, enter, new_secret, preamble
 from manyhands.engine.wire import Broken
 from manyhands.executor import codec
 from manyhands.executor.log import DeviceLog
@@ -32,6 +33,7 @@ from manyhands.runtime.members import judged
 
 PLAIN = Security("a token of the fuzzer", encrypted=False)
 ENCRYPTED = Security("a token of the fuzzer", encrypted=True)
+SECRET = Security(new_secret(), encrypted=False)
 _TOPICS = {("pi", "value x [0:2]"): 48, ("pi", "grad y"): 100_000, ("pi", "nothing"): 0, ("pi", "any time"): 16}
 
 
@@ -50,6 +52,7 @@ class Fed:
 
     encrypted = False
     has_unread = has_unsent = False
+    peer_key = b""
 
     def __init__(self, data: bytes) -> None:
         self.socket: Any = Ends()
@@ -176,8 +179,14 @@ def _over_socket(run: Any) -> Any:
 
 
 def admit_target(folder: Path) -> Target:
-    seeds = [preamble(PLAIN, Purpose.CONTROL) + bytes(64), preamble(PLAIN, Purpose.DATA) + bytes(range(64))]
-    run = _over_socket(lambda near: admit(near, PLAIN, (Purpose.CONTROL, Purpose.DATA), time.monotonic() + 5))
+    """By the token at the one purpose, by a secret at the other."""
+    both = {Purpose.CONTROL: PLAIN, Purpose.DATA: SECRET}
+    hello = proofs.CLIENT_HELLO.pack(bytes(range(32)), 2, 0, bytes(32))
+    point = pake.Exchange(PLAIN.token, is_client=True).message
+    seeds = [
+        preamble(PLAIN, Purpose.CONTROL) + hello + point + bytes(96), preamble(SECRET, Purpose.DATA) + hello + bytes(32)
+    ]  # fmt: skip
+    run = _over_socket(lambda near: admit(near, both, time.monotonic() + 5, ProofLimiter()))
     return Target("handshakes, plain", run, seeds, allowed=(ManyhandsError, Broken), takes_seeds=False)
 
 
@@ -191,16 +200,26 @@ def admit_encrypted_target(folder: Path) -> Target:
     except ssl.SSLWantReadError:
         hello = outgoing.read()
     start = preamble(ENCRYPTED, Purpose.CONTROL)
-    run = _over_socket(lambda near: admit(near, ENCRYPTED, (Purpose.CONTROL,), time.monotonic() + 5))
+    run = _over_socket(lambda near: admit(near, {Purpose.CONTROL: ENCRYPTED}, time.monotonic() + 5, ProofLimiter()))
     return Target(
         "handshakes, encrypted", run, [start + hello], allowed=(ManyhandsError, Broken), share=0.4, takes_seeds=False
     )
 
 
 def enter_target(folder: Path) -> Target:
-    run = _over_socket(lambda near: enter(near, PLAIN, Purpose.CONTROL, "there", time.monotonic() + 5))
-    seeds = [preamble(PLAIN, Purpose.CONTROL) + bytes(32) + b"+" + bytes(32), b"HTTP/1.1 400 Bad Request\r\n\r\n"]
-    return Target("handshakes, the client's side", run, seeds, allowed=(ManyhandsError, Broken), takes_seeds=False)
+    def run_once(near: socket.socket) -> object:
+        proofs.DIALLED.reset()
+        return enter(near, PLAIN, Purpose.CONTROL, "there", time.monotonic() + 5)
+
+    run = _over_socket(run_once)
+    hellos = [proofs.SERVER_HELLO.pack(bytes(range(32)), wanted, 7) for wanted in (1, 2, 3, 4)]
+    point = pake.Exchange(PLAIN.token, is_client=False).message
+    start = preamble(PLAIN, Purpose.CONTROL)
+    seeds = [start + one + point + b"\1" + bytes(32) for one in hellos] + [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+    return Target(
+        "handshakes, the client's side", run, seeds, allowed=(ManyhandsError, Broken, proofs.TakesNoProofs),
+        takes_seeds=False,
+    )  # fmt: skip
 
 
 def channel_target(folder: Path) -> Target:

@@ -8,14 +8,18 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
 
+from manyhands.engine.keys import Role
 from manyhands.engine.security import new_token
 from manyhands.engine.transport import Transport
 from manyhands.facts.errors import ManyhandsError
+from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.serving import listen
 
@@ -40,14 +44,16 @@ class Listening:
     def __init__(
         self, name: str = "server", *, token: str = "", port: int = 0, encrypted: bool = True, once: bool = False,
         transport: Transport | None = None, patience: float = 1.0, limit_seconds: float = 60.0,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None, home: Path | None = None,
     ) -> None:  # fmt: skip
         self.said: list[str] = []
+        self._home = tempfile.TemporaryDirectory()  # a device of its own: its key is not that of the coordinator
         self.error: ManyhandsError | None = None
         self.stopping = threading.Event()
         told: queue.SimpleQueue[tuple[tuple[str, int], str] | None] = queue.SimpleQueue()
         joining = Joining(
-            HERE, port, token, name, encrypted=encrypted, patience=patience, limit_seconds=limit_seconds
+            HERE, port, token, name, encrypted=encrypted, patience=patience, limit_seconds=limit_seconds,
+            credentials=partial(own_credentials, Role.WORKER, folder=home or Path(self._home.name)),
         )  # fmt: skip
 
         def run() -> None:
@@ -80,6 +86,7 @@ class Listening:
     def stop(self) -> None:
         self.stopping.set()
         self.thread.join(LIMIT_SECONDS)
+        self._home.cleanup()
         assert not self.thread.is_alive(), "it hangs"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import socket
 import threading
 import time
@@ -51,6 +53,12 @@ def until(is_so: Callable[[], bool], limit_seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def made(word: str) -> str:
+    """A token that looks as manyhands makes them: of others there is no mark."""
+    text = base64.b32encode(hashlib.sha256(word.encode()).digest()[:20]).decode().lower()
+    return "-".join(text[place : place + 4] for place in range(0, 32, 4))
+
+
 def wanted(token: str, limit_seconds: float = 20.0) -> Joining:
     return Joining("", 0, token, limit_seconds=limit_seconds)
 
@@ -61,8 +69,8 @@ def two() -> Iterator[tuple[Coordinator, Coordinator]]:
     patch = pytest.MonkeyPatch()
     patch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
     with (
-        Coordinator(token="ours", title="resnet50") as ours,
-        Coordinator(token="theirs", title="bad \x1b[31m \u202etitle") as theirs,
+        Coordinator(token=made("our household"), title="resnet50") as ours,
+        Coordinator(token=made("their household"), title="bad \x1b[31m \u202etitle") as theirs,
     ):
         for one in (ours, theirs):
             assert one._announcer is not None
@@ -94,7 +102,7 @@ class TestOnLoopback:
             assert f"127.0.0.1:{own.address[1]} (manyhands {__version__})" in failure.message
         assert f"resnet50 on {socket.gethostname()}" in failure.message
         assert "bad ?[31m ?title" in failure.message, "it goes to a terminal"
-        assert "--token TOKEN" in failure.hint
+        assert "--token-file FILE" in failure.hint
 
     def test_one_that_finds_only_others_gives_up_early(self, two: tuple[Coordinator, Coordinator]) -> None:
         start = time.monotonic()
@@ -103,10 +111,10 @@ class TestOnLoopback:
         assert time.monotonic() - start < 60
 
     def test_one_that_was_refused_is_passed_by(self, two: tuple[Coordinator, Coordinator]) -> None:
-        first = seek(wanted("ours"), TcpTransport())
+        first = seek(wanted(made("our household")), TcpTransport())
         first.reached.channel.close()
         with pytest.raises((TimedOut, Refused), match=r"No coordinator was found|fits none of"):
-            seek(wanted("ours"), TcpTransport(), avoid=[first.announcement.instance], grace_seconds=0.5)
+            seek(wanted(made("our household")), TcpTransport(), avoid=[first.announcement.instance], grace_seconds=0.5)
 
     def test_a_token_is_not_given_away(self, two: tuple[Coordinator, Coordinator]) -> None:
         ports = {own.address[1] for own in two}
@@ -120,21 +128,21 @@ class TestOnLoopback:
 
     def test_one_of_another_version_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(discovery, "__version__", "9.0")
-        with Coordinator(token="later") as coordinator:
+        with Coordinator(token=made("a later household")) as coordinator:
             assert coordinator._announcer is not None
             assert coordinator._announcer.is_announced.wait(20)
             monkeypatch.undo()
             monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
             with pytest.raises(Refused, match=rf"\(manyhands 9\.0\) fits the token; this is manyhands {__version__}"):
-                seek(wanted("later"), TcpTransport(), grace_seconds=0.5)
+                seek(wanted(made("a later household")), TcpTransport(), grace_seconds=0.5)
 
     def test_whoever_ends_is_no_longer_announced_and_leaves_no_thread(self) -> None:
         before = set(threading.enumerate())
         with Lookout() as lookout:
-            with contextlib.suppress(ZeroDivisionError), Coordinator(token="short"):
-                until(lambda: any(one.fits("short") for one in lookout.seen()))
+            with contextlib.suppress(ZeroDivisionError), Coordinator(token=made("a short household")):
+                until(lambda: any(one.fits(made("a short household")) for one in lookout.seen()))
                 raise ZeroDivisionError  # a run that fails
-            until(lambda: not any(one.fits("short") for one in lookout.seen()))
+            until(lambda: not any(one.fits(made("a short household")) for one in lookout.seen()))
         until(lambda: set(threading.enumerate()) <= before)
 
 
@@ -148,7 +156,7 @@ def test_a_worker_that_one_coordinator_refuses_goes_to_the_next() -> None:
 
     def run(name: str) -> None:
         try:
-            serve(Joining("", 0, "one household", name), said.append, transport=TcpTransport())
+            serve(Joining("", 0, made("one household"), name), said.append, transport=TcpTransport())
         except Refused as error:
             errors.append(error)
 
@@ -157,10 +165,10 @@ def test_a_worker_that_one_coordinator_refuses_goes_to_the_next() -> None:
         thread.start()
         return thread
 
-    with Coordinator(token="one household", max_devices=1) as full:
+    with Coordinator(token=made("one household"), max_devices=1) as full:
         first = start("first")
         full.wait_for(["first"], 30)
-        with Coordinator(token="one household") as other:
+        with Coordinator(token=made("one household")) as other:
             second = start("second")
             other.wait_for(["second"], 30)
         second.join(30)
@@ -180,7 +188,7 @@ def test_nobody_is_found_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "192.0.2.77")
     start = time.monotonic()
     with pytest.raises(TimedOut, match=r"No coordinator was found within 0\.5 s") as found:
-        seek(wanted("ours", 0.5), TcpTransport())
+        seek(wanted(made("our household"), 0.5), TcpTransport())
     assert time.monotonic() - start < 10
     assert "--join HOST:PORT" in found.value.hint
     assert "multicast" in found.value.hint
@@ -188,13 +196,13 @@ def test_nobody_is_found_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "off")
-    with Coordinator("0.0.0.0", 0, "token") as coordinator:
+    with Coordinator("0.0.0.0", 0, made("the token")) as coordinator:
         assert not coordinator.is_announced
     with pytest.raises(BadValue, match="is off") as found:
-        seek(wanted("token"), TcpTransport())
+        seek(wanted(made("the token")), TcpTransport())
     assert "--join HOST:PORT" in found.value.hint
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "")
-    with Coordinator("0.0.0.0", 0, "token", announce=False) as coordinator:
+    with Coordinator("0.0.0.0", 0, made("the token"), announce=False) as coordinator:
         assert not coordinator.is_announced
     with Coordinator() as coordinator:
         assert not coordinator.is_announced, "only this machine could use it"
@@ -251,7 +259,7 @@ def test_garbage_is_no_announcement() -> None:
     found = announced(ServiceInfo(discovery.SERVICE, name, port=1, properties=wild, parsed_addresses=["10.0.0.1"]))
     assert found is not None
     assert (found.protocol, found.mark, found.version) == (-1, "", "?" * 20)
-    assert not found.fits("token")
+    assert not found.fits(made("the token"))
     assert not found.is_same_version
     assert announced(ServiceInfo(discovery.SERVICE, name, port=1)) is None, "nowhere"
     typed = {"version": "1;curl x.y|sh"}  # it stands in a command that people are told to type
@@ -274,11 +282,11 @@ def test_what_fits_and_cannot_be_reached_is_said_at_the_end(monkeypatch: pytest.
             "tiny",
             "laptop",
             "salt",
-            discovery.mark_of("ours", "salt"),
+            discovery.mark_of(made("our household"), "salt"),
         )
-        assert gone.fits("ours")
-        assert not gone.fits("theirs")
-        search = seeking._Search(wanted("ours", 1.0), TcpTransport(), ())
+        assert gone.fits(made("our household"))
+        assert not gone.fits(made("their household"))
+        search = seeking._Search(wanted(made("our household"), 1.0), TcpTransport(), ())
 
         class Seen:
             def seen(self) -> list[Announcement]:

@@ -61,14 +61,24 @@ def test_all_who_start_at_one_moment_have_the_same(home: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_a_worker_remembers_what_fitted_and_leaves_the_coordinators_own(home: Path) -> None:
+def test_a_new_one(home: Path) -> None:
     own = household.household_token()
-    assert household.remember(own) is None, "it is known already"
-    assert household.remember("another") == home / "worker-token"
-    assert household.remember("another") is None
-    assert mode(home / "worker-token") == 0o600
-    assert household.known_token() == "another"
-    assert household.household_token() == own
+    assert household.renew_token() == home / "token" == household.token_path()
+    assert household.household_token() == household.known_token() != own
+    assert mode(home / "token") == 0o600
+
+
+def test_one_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    path.write_text("many-hands\n")
+    path.chmod(0o644)
+    assert household.read_token_file(str(path)) == "many-hands"
+    assert mode(path) == 0o600, "from now on it is its owner's alone"
+    with pytest.raises(BadFile, match="no such file"):
+        household.read_token_file(str(tmp_path / "none"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadFile, match="not a plain file"):
+        household.read_token_file(str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("content", [b"", b"two\nlines", b"\xff\x00", b"x" * 500])
@@ -88,7 +98,6 @@ def test_one_that_cannot_be_kept_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(household.household_token(said.append)) > 20
     assert len(said) == 1
     assert "the next run will ask for another" in said[0]
-    assert household.remember("one") is None
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,5 +119,5 @@ def test_coordinators_that_others_can_join_share_it(home: Path) -> None:
             assert coordinator.token not in coordinator.join_command(), "hints are kept in logs"
     assert tokens == [household.known_token()] * 2
     assert here.token not in tokens
-    with Coordinator("0.0.0.0", 0, "mine") as coordinator:
-        assert coordinator.token == "mine"
+    with Coordinator("0.0.0.0", 0, "a token of mine") as coordinator:
+        assert coordinator.token == "a token of mine"

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from listening import HERE, LIMIT_SECONDS, Listening, Relay
 from manyhands.engine.door import knock
 from manyhands.engine.endpoint import Address
 from manyhands.engine.inprocess import InProcessTransport
-from manyhands.engine.security import Purpose, Security, new_token
+from manyhands.engine.security import Purpose, Security, new_secret, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import inviting, probing, serving
@@ -27,7 +28,7 @@ from manyhands.runtime.inviting import Invitation, meeting_address
 from manyhands.runtime.measuring import probe_links
 from manyhands.runtime.members import Joined, Lost
 
-GUEST = Security("a token", encrypted=True)
+GUEST = Security("the guest's token", encrypted=True)
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_it_goes_on_where_nobody_reads_what_it_says(coordinator: Coordinator) ->
 
     with Listening(say=say) as server:
         with pytest.raises(Refused, match="token"):
-            coordinator.invite(*server.address, "another")
+            coordinator.invite(*server.address, "another token")
         assert coordinator.invite(*server.address, server.token) == "server"
 
 
@@ -208,7 +209,7 @@ def test_a_stranger_is_refused_and_noted(coordinator: Coordinator) -> None:
     with Listening() as server:
         with pytest.raises(Refused, match="the token is not the one it asks for"):
             coordinator.invite(*server.address, new_token())
-        until(lambda: any(line.startswith("Turned away: 127.0.0.1: A guest has another token") for line in server.said))
+        until(lambda: any(line.startswith("Warning: a wrong token came from 127.0.0.1") for line in server.said))
         security = Security(server.token, encrypted=True)
         with pytest.raises(Refused, match="is for control, not for data"):  # nobody is at work
             knock(*server.address, security, Purpose.DATA, time.monotonic() + 5)
@@ -237,7 +238,7 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
     with Listening() as server:
         channel, said = dial(server)
         assert isinstance(said, Hello)
-        channel.send(encode(Welcome("server", 60.0)))  # type: ignore[attr-defined]
+        channel.send(encode(Welcome("server", 60.0, secret=new_secret())))  # type: ignore[attr-defined]
         until(lambda: any("Working for" in line for line in server.said))
         with pytest.raises(Refused, match="is working for another coordinator"):
             coordinator.invite(*server.address, server.token)
@@ -253,7 +254,7 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
 
 def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
     class Slow:
-        local_host = peer_host = HERE
+        local_host, peer_host, peer_key = HERE, HERE, b""
         unfinished_bytes = 0
 
         def receive(self, limit_seconds: float) -> bytes | None:
@@ -313,11 +314,11 @@ def test_the_coordinator_dials_data_too(coordinator: Coordinator) -> None:
 # Coming back
 
 
-def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inviting, "PAUSES_SECONDS", (0.02, 0.05))
     heard: list[str] = []
     with Coordinator(transport=transport, on_event=heard.append) as coordinator:
-        first = Listening("server", transport=transport)
+        first = Listening("server", transport=transport, home=tmp_path)
         keeper = coordinator.keep_inviting(*first.address, first.token)
         until(lambda: coordinator.alive())
         one = coordinator.members["server"]
@@ -325,7 +326,7 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
         until(lambda: one.is_lost and keeper.attempts > 3)
         assert "Nobody answered" in keeper.failure
         assert len([line for line in heard if "in vain" in line]) < 3, "the same failure is told once"
-        with Listening("server", transport=transport, port=first.address[1], token=first.token):
+        with Listening("server", transport=transport, port=first.address[1], token=first.token, home=tmp_path):
             until(lambda: coordinator.alive())
             assert coordinator.members["server"] is not one
             until(lambda: keeper.attempts == 0)
@@ -387,7 +388,7 @@ def test_nobody_waits_for_a_network_that_swallows_everything() -> None:
         threads = threading.active_count()
         start = time.monotonic()
         with Coordinator() as coordinator:
-            keeper = coordinator.keep_inviting(*address, "a token")
+            keeper = coordinator.keep_inviting(*address, "the token")
             until(lambda: keeper.attempts)
             time.sleep(0.2)
             assert keeper.failure == "", "it still waits"

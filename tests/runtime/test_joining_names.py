@@ -215,10 +215,10 @@ def test_a_worker_is_told_by_a_coordinator_of_another_version(
 
 
 def test_an_answer_that_cannot_be_read_is_no_mystery() -> None:
-    security = Security("secret", encrypted=False)
+    security = Security("the secret", encrypted=False)
     listener = Listener("127.0.0.1", 0, security)
     try:
-        worker = Worker(Joining(*listener.address, "secret", "pi", limit_seconds=5.0), TcpTransport())
+        worker = Worker(Joining(*listener.address, "the secret", "pi", limit_seconds=5.0), TcpTransport())
         channel = listener.accept(5.0)
         assert channel is not None
         channel.send(b'{"type":"willkommen"}')

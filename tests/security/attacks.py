@@ -14,7 +14,8 @@ import msgspec
 
 from manyhands.engine.channel import Channel, connect
 from manyhands.engine.door import knock
-from manyhands.engine.security import PREAMBLE, Purpose, Security, new_token, preamble
+from manyhands.engine.proofs import DIALLED
+from manyhands.engine.security import PREAMBLE, Purpose, Security, new_secret, new_token, preamble
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Arrival, Beat, Facts, Hello, Progress, Ready, encode
@@ -117,7 +118,14 @@ def guessing(address: Address, encrypted: bool) -> Attack:
 
     def guess(attack: Attack) -> None:
         attack.done += 1
-        knock(*address, Security(new_token(), encrypted), Purpose.CONTROL, time.monotonic() + 2, once=True).close()
+        DIALLED.reset()  # its own program would not hold it back
+        knock(
+            *address,
+            Security(new_token() if attack.done % 2 else new_secret(), encrypted),
+            Purpose.CONTROL,
+            time.monotonic() + 2,
+            once=True,
+        ).close()
 
     return Attack(guess)
 

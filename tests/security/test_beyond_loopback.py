@@ -28,7 +28,7 @@ TOKEN = new_token()
 HERE = "127.0.0.1"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     with Coordinator("0.0.0.0", 0, TOKEN, announce=False) as found:
         yield found
@@ -47,8 +47,12 @@ def enter(coordinator: Coordinator, purpose: Purpose, security: Security) -> Non
 
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_who_knows_the_token_gets_in_encrypted(coordinator: Coordinator, purpose: Purpose) -> None:
+    """Of tensors it is the run's own secret, which the coordinator tells those who have joined."""
     assert coordinator.encrypted
-    enter(coordinator, purpose, Security(TOKEN, encrypted=True))
+    known = {Purpose.CONTROL: TOKEN, Purpose.DATA: coordinator.secret}
+    enter(coordinator, purpose, Security(known.pop(purpose), encrypted=True))
+    with pytest.raises(Refused, match="the token is not the one"):
+        enter(coordinator, purpose, Security(known.popitem()[1], encrypted=True))
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -60,7 +64,7 @@ def test_plain_connections_are_refused(coordinator: Coordinator, purpose: Purpos
 @pytest.mark.parametrize("purpose", list(Purpose))
 @pytest.mark.parametrize(
     "change",
-    [lambda own: new_token(), lambda own: own + "x", lambda own: own[:-1], str.upper, lambda own: "\0",
+    [lambda own: new_token(), lambda own: own + "x", lambda own: own[:-1], str.upper, lambda own: "\0" + own[1:],
      lambda own: own * 100],
     ids=["another", "longer", "shorter", "capitals", "nothing", "a hundred times"],
 )  # fmt: skip

@@ -146,15 +146,17 @@ def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[
 
 @contextlib.contextmanager
 def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
-    from manyhands.api.joining import command_with_token, parse_address
+    from manyhands.api.joining import join_text, parse_address
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.household import household_token
 
     host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
-    with Coordinator(host, port, asked.token, on_event=events.append) as coordinator:
+    token = asked.token or household_token(events.append)
+    with Coordinator(host, port, token, on_event=events.append) as coordinator:
         wanted = list(cluster.names) if cluster is not None else asked.devices
         named = " --name NAME" if cluster is not None else ""
         who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"
-        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n  {command_with_token(coordinator)}{named}")
+        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n{join_text(coordinator, named)}")
         if isinstance(wanted, list):
             coordinator.wanted = set(wanted)
         with contextlib.suppress(TimedOut):  # which is a finding
@@ -285,5 +287,5 @@ def _is_heard(interface: str) -> str:
 def discovery_verdict(why: str) -> Check:
     if not why:
         return Check("mDNS", OK, "what is announced here is heard here", MULTICAST)
-    fix = "Let UDP port 5353 through (sudo ufw allow 5353/udp), or give workers --join HOST:PORT --token TOKEN"
+    fix = "Let UDP port 5353 through (sudo ufw allow 5353/udp), or give workers --join HOST:PORT"
     return Check("mDNS", WARNING, why, MULTICAST, fix)

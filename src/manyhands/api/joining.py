@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from manyhands.engine.security import check_token
 from manyhands.facts.cluster import NAME_HINT, Cluster
-from manyhands.facts.errors import BadValue
+from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.presets import PRESETS, preset
 
 if TYPE_CHECKING:
@@ -69,12 +71,15 @@ def parse_compute(text: str) -> str:
     return text
 
 
-def check_joining(token: str, name: str) -> None:
-    """What a worker needs before it knocks."""
-    if not token:
+def check_joining(token: str, name: str, *, is_known: bool = False) -> None:
+    """What a worker needs before it knocks. `is_known`: it has joined a coordinator before, whose key it knows."""
+    if token:
+        check_token(token)
+    elif not is_known:
         raise BadValue(
             "This device knows no token; the coordinator printed one with the command to join.",
-            hint="Add --token TOKEN (it is remembered once it fits), or set MANYHANDS_TOKEN.",
+            hint="Give it once: --token-file FILE, MANYHANDS_TOKEN, or --token TOKEN (which others can see in `ps`). "
+            "After that the devices know each other's keys.",
         )
     if name and not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
@@ -124,18 +129,34 @@ def reachable(host: str) -> str:
 
 
 def join_text(coordinator: Coordinator, more: str = "") -> str:
-    """What to type on each device, for a terminal, and nowhere else: the token is in it."""
-    text = f"  {command_with_token(coordinator)}{more}"
+    """What to type on each device. The token is in it only where both outputs are a terminal."""
+    host, port = coordinator.address[:2]
+    host = reachable(host)
+    where = f"{f'[{host}]' if ':' in host else host}:{port}"
+    text = f"  manyhands worker --join {where}{more}\n{token_text(coordinator.token)}"
     if coordinator.is_announced:
-        text += f"\nOne that has joined with this token before finds the way by itself: manyhands worker{more}"
+        text += f"\nOne that has joined before needs neither token nor address: manyhands worker{more}"
     return text
 
 
-def command_with_token(coordinator: Coordinator) -> str:
-    """What to type on each device, ready to be copied; hints and logs have `Coordinator.join_command`."""
-    host, port = coordinator.address[:2]
-    host = reachable(host)
-    return f"manyhands worker --join {f'[{host}]' if ':' in host else host}:{port} --token {coordinator.token}"
+def token_text(token: str) -> str:
+    """Where the token is that new devices need: itself on a terminal; never in a file or a pipe, which others read."""
+    from manyhands.runtime.household import known_token, token_path
+
+    if is_at_terminal():
+        return f"The token, which a new device asks for: {token}"
+    try:
+        is_kept = known_token() == token
+    except BadFile:
+        is_kept = False
+    if is_kept:
+        return f"The token, which a new device asks for, is in {token_path()} (it is shown only on a terminal)."
+    return "The token, which a new device asks for, is the one that was given here (it is shown only on a terminal)."
+
+
+def is_at_terminal() -> bool:
+    """Whether what is said is seen by people, and kept nowhere."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
 SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo", "wait", "slowdown")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.api.session import Say, Session
-from manyhands.engine.security import new_token
+from manyhands.engine.security import new_secret
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
 from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
@@ -109,7 +109,7 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
         Coordinator(
             lab.address(DESK),
             0,
-            new_token(),
+            new_secret(),
             logs=logs,
             patience=_patience(played),
             silence_seconds=SILENCE_SECONDS,

@@ -180,7 +180,7 @@ def open_session(
     said = say or (lambda text: None)
     with Coordinator(
         host, port, os.environ.get("MANYHANDS_TOKEN", "") or household_token(said), silence_seconds=silence_seconds,
-        beat_seconds=beat_for(silence_seconds), title=cluster.name,
+        beat_seconds=beat_for(silence_seconds), title=cluster.name, on_event=said,
     ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
         said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")

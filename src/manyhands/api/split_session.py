@@ -12,6 +12,7 @@ import msgspec
 
 from manyhands.api.joining import parse_address
 from manyhands.api.session import Say, Session
+from manyhands.engine.keys import Role
 from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadValue
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
@@ -39,12 +40,14 @@ class Cloud:
 
     @classmethod
     def parse(cls, address: str, token: str) -> Cloud:
-        if not token:
-            raise BadValue(
-                f"The cloud at {address:.80} wants a token; `manyhands split serve` printed it there.",
-                hint="Add --token TOKEN, or set MANYHANDS_TOKEN.",
-            )
+        from manyhands.runtime.device_book import knows_any
         from manyhands.runtime.serving import LISTEN_PORT
+
+        if not token and not knows_any(Role.WORKER):
+            raise BadValue(
+                f"The cloud at {address:.80} wants a token; `manyhands split serve` tells it there.",
+                hint="Give it once: --token-file FILE, MANYHANDS_TOKEN, or --token TOKEN.",
+            )
 
         return cls(*parse_address(address, LISTEN_PORT), token)
 

@@ -1,17 +1,43 @@
-"""`manyhands devices`: the catalogue and the preset clusters, or one cluster."""
+"""`manyhands devices`: the devices that have joined, the catalogue and the preset clusters, or one cluster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from manyhands.cli import known_devices
 from manyhands.cli.options import Json
 
 if TYPE_CHECKING:
     from manyhands.facts.cluster import Cluster
 
 
+class _OrACluster(TyperGroup):
+    """What is no command of the group is a cluster to show."""
+
+    default_command = "show"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_OrACluster, rich_markup_mode=None,
+    help="Devices: those that have joined (and revoke, forget, allow, log), those that can be planned for, and one "
+    "cluster: manyhands devices PRESET|local:N|cluster.yaml.",
+)  # fmt: skip
+app.command("revoke")(known_devices.revoke)
+app.command("forget")(known_devices.forget)
+app.command("allow")(known_devices.allow)
+app.command("new-token")(known_devices.new_token)
+app.command("log")(known_devices.log)
+
+
+@app.command("show")
 def devices(
     cluster: Annotated[str, typer.Argument(help="Show this preset, local:N or cluster.yaml.")] = "",
     measure: Annotated[
@@ -20,7 +46,7 @@ def devices(
     out: Annotated[str, typer.Option("--out", "-o", help="Write the cluster to this .yaml or .json file.")] = "",
     json: Json = False,
 ) -> None:
-    """List known devices and preset clusters, or show the devices and links of one cluster."""
+    """List the devices that have joined, the catalogue and the presets, or show one cluster. The default command."""
     if not cluster and not measure:
         _show_catalogue(json)
         return
@@ -52,9 +78,11 @@ def _show_catalogue(json: bool) -> None:
             {
                 "devices": {key: msgspec.to_builtins(entry) for key, entry in CATALOGUE.items()},
                 "presets": {name: {"description": p.description, "source": p.source} for name, p in PRESETS.items()},
+                **known_devices.known(),
             }
         )
         return
+    known_devices.show_known()
     rows = [
         [key, f"{e.gflops:.3g}", format_bytes(e.memory_bytes), f"{e.watts_active:g} / {e.watts_idle:g}", e.source]
         for key, e in CATALOGUE.items()

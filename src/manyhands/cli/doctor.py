@@ -9,6 +9,7 @@ import typer
 
 from manyhands.cli.options import Json
 from manyhands.cli.show import plain
+from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
     from manyhands.api.doctor_check import Check, Diagnosis
@@ -32,8 +33,11 @@ def doctor(
     join: Annotated[str, typer.Option("--join", help="On a device: can it reach the coordinator at HOST:PORT?")] = "",
     token: Annotated[
         str,
-        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What workers must know. Default: this household's."),
+        typer.Option(
+            "--token", envvar="MANYHANDS_TOKEN", help="What new workers must know. Default: this household's."
+        ),
     ] = "",
+    token_file: TokenFile = "",
     wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for workers to join.")] = 120.0,
     json: Json = False,
 ) -> None:
@@ -42,7 +46,7 @@ def doctor(
     from manyhands.api.joining import parse_devices
     from manyhands.cli.show import print_json, working
 
-    asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token, lab, join, wait)
+    asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait)
     with working("manyhands doctor") as spin:
 
         def say(text: str) -> None:

@@ -25,6 +25,7 @@ from manyhands.cli.options import (
     Trace,
     devices_option,
 )
+from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
@@ -108,6 +109,7 @@ def infer(
     trace: Trace = None,
     listen: Listen = "",
     token: Token = "",
+    token_file: TokenFile = "",
     gpus: Gpus = None,
     json: Json = False,
 ) -> None:
@@ -124,6 +126,7 @@ def infer(
         )
     if time_limit is not None and not time_limit > 0:
         raise BadValue(f"--time-limit is {time_limit:g}; it must be more than 0 seconds.")
+    token = token_given(token, token_file)
     chosen, objective = job.plan_named(share, plan), objective_named(objective)
     given = {
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,

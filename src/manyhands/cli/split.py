@@ -24,6 +24,7 @@ from manyhands.cli.options import (
     epochs_option,
     optimizer_option,
 )
+from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 
 if TYPE_CHECKING:
     from manyhands.api.job import Planned
@@ -44,10 +45,9 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free. Default: 7078.")] = 7078,
     token: Annotated[
         str,
-        typer.Option(
-            "--token", envvar="MANYHANDS_TOKEN", help="What edges must know. Default: this household's, printed."
-        ),
+        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What new edges must know. Default: this household's."),
     ] = "",
+    token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
@@ -61,7 +61,7 @@ def serve(
     confine: Confine = True,
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
-    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable
+    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable, token_text
     from manyhands.facts.cluster import NAME_HINT
     from manyhands.facts.errors import BadValue
 
@@ -70,7 +70,7 @@ def serve(
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
     from manyhands.engine.security import is_loopback
     from manyhands.runtime.confinement import confined
-    from manyhands.runtime.household import household_token
+    from manyhands.runtime.household import household_token, made_config_folder
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -78,12 +78,13 @@ def serve(
     def listening(address: tuple[str, int], secret: str) -> None:
         shown = reachable(address[0])
         shown = f"[{shown}]" if ":" in shown else shown
-        typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} --token {secret} ...")
+        typer.echo(f"On the edge: manyhands split train --cloud {shown}:{address[1]} ...")
+        typer.echo(token_text(secret))
         sys.stdout.flush()
 
-    if not token and not is_loopback(host):
-        token = household_token(say)
-    with confined(is_wanted=confine, reads=[silo] if silo else [], compute=compute) as confinement:
+    token = token_given(token, token_file) or household_token(say)
+    writes = [made_config_folder()] if not is_loopback(host) else []
+    with confined(is_wanted=confine, reads=[silo] if silo else [], writes=writes, compute=compute) as confinement:
         from manyhands.runtime.joining import Joining
         from manyhands.runtime.serving import listen, load_everything
 
@@ -108,8 +109,14 @@ def train(
         typer.Option("--cloud", help="HOST:PORT of `manyhands split serve`. Default: a process of this machine."),
     ] = None,
     token: Annotated[
-        str, typer.Option("--token", envvar="MANYHANDS_TOKEN", help="The cloud's token, as it printed it.")
+        str,
+        typer.Option(
+            "--token",
+            envvar="MANYHANDS_TOKEN",
+            help="The cloud's token, as it printed it; for the first time only. Default: asked for.",
+        ),
     ] = "",
+    token_file: TokenFile = "",
     cut: Annotated[
         str | None,
         typer.Option(
@@ -200,7 +207,13 @@ def train(
     from manyhands.api import split_typed
     from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
+    from manyhands.engine.keys import Role
+    from manyhands.runtime.device_book import knows_any
 
+    is_typed = is_typed_token(token)
+    token = token_given(token, token_file)
+    if cloud and not token and not knows_any(Role.WORKER):
+        token = ask_for_token("the cloud")
     given = {
         "model": model, "data": data, "cloud": cloud, "cut": cut, "bits": bits, "k": k, "mode": mode, "trace": trace,
         "delay": delay, "rival": rival, "edge_slowdown": edge_slowdown, "server_slowdown": server_slowdown,
@@ -208,7 +221,7 @@ def train(
         "weights": weights, "freeze": freeze, "input": input, "epochs": epochs, "steps": steps,
         "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
         "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
-        "has_typed_token": is_typed_token(token),
+        "has_typed_token": is_typed,
     }  # fmt: skip
     wish = split_typed.split_wish(given, resume=resume, out=out)
     with _Show(quiet=json) as show, dashboard_for(dashboard, show.say, quiet=json) as page:

@@ -32,6 +32,7 @@ from manyhands.cli.options import (
     epochs_option,
     optimizer_option,
 )
+from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
     from manyhands.api.honesty import Honesty
@@ -122,6 +123,7 @@ def train(
     trace: Trace = None,
     listen: Listen = "",
     token: Token = "",
+    token_file: TokenFile = "",
     gpus: Gpus = None,
     resume: Resume = "",
     out: Out = "",
@@ -136,13 +138,15 @@ def train(
     from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
 
+    is_typed = is_typed_token(token)
+    token = token_given(token, token_file)
     given = {
         "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
         "optimizer": optimizer, "micro_batches": micro_batches, "tune": tune, "batch_norm": batch_norm, "seed": seed,
         "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
         "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
         "feed": feed, "replan": replan, "backup_every": backup_every, "silence": silence,
-        "listen": listen or None, "min_devices": min_devices, "has_typed_token": is_typed_token(token),
+        "listen": listen or None, "min_devices": min_devices, "has_typed_token": is_typed,
     }  # fmt: skip
     wish = jobs.wish_for(given, share=share, plan=plan, resume=resume, out=out)
     is_demo = wish == jobs.Wish() and not (resume or share)

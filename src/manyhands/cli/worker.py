@@ -10,6 +10,7 @@ import typer
 
 from manyhands.cli.options import Confine
 from manyhands.cli.show import plain
+from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 from manyhands.facts.errors import BadValue
 
 
@@ -21,9 +22,10 @@ def worker(
         str,
         typer.Option(
             "--token", envvar="MANYHANDS_TOKEN", show_envvar=True,
-            help="The coordinator's token, as it printed it. Default: the one this device joined with before.",
+            help="The coordinator's token, as it printed it; for the first time only. Default: asked for.",
         ),
     ] = "",
+    token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What this device is called. Default: its host name.")] = "",
     compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
@@ -71,22 +73,27 @@ def worker(
     if print_service:
         from manyhands.api.joining import service_unit
 
-        check_joining("later", name)
+        check_joining("", name, is_known=True)
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
         program = (sys.executable, "-P", "-m", "manyhands")
         typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
-    from manyhands.engine.security import is_loopback
+    from manyhands.engine.keys import Role
     from manyhands.runtime import household
+    from manyhands.runtime.device_book import knows_any
 
-    is_news = is_typed and bool(token) and not (host and is_loopback(host))  # a trial on one machine is no household
-    token = token or household.known_token()
-    check_joining(token, name)
+    token = token_given(token, token_file) or household.known_token()
+    is_known = not token and knows_any(Role.COORDINATOR)
+    if not token and not is_known:
+        token = ask_for_token("the coordinator")
+    check_joining(token, name, is_known=is_known)
+    from manyhands.engine.security import is_loopback
     from manyhands.runtime.confinement import confined
 
-    writes = [household.made_config_folder()] if is_news else []
+    is_here = bool(host) and is_loopback(host)  # else it remembers the coordinator's key
+    writes = [] if is_here else [household.made_config_folder()]
     with confined(is_wanted=confine, reads=[silo] if silo else [], writes=writes, compute=compute) as confinement:
         from manyhands.runtime.joining import Joining
         from manyhands.runtime.service import serve
@@ -101,11 +108,6 @@ def worker(
             from manyhands.runtime.processes import divide_into
 
             name, parent = divide_into(name or socket.gethostname(), slots)
-
-        def remember() -> None:
-            if is_news and (path := household.remember(token)) is not None:
-                typer.echo(f"The token is kept in {path}: next time `manyhands worker` will do.")
-
         joining = Joining(
             host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named,
             confinement=confinement,
@@ -113,4 +115,4 @@ def worker(
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:
             say(confinement.sentence)
-        serve(joining, say, stay=stay, rejoin=is_typed, on_joined=remember)  # who started it starts another
+        serve(joining, say, stay=stay, rejoin=is_typed)  # who started it starts another

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from manyhands.engine.door import Door, knock
 from manyhands.engine.security import Purpose, Security
 from manyhands.engine.wire import Broken, Wire, wait, write_all
-from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
+from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
 
 LARGEST_CONTROL_BYTES = 64 * 2**20
 SEND_LIMIT_SECONDS = 30.0
@@ -36,6 +36,7 @@ class Channel:
         self._largest_received_bytes = largest_bytes
         self.local_host = str(wire.socket.getsockname()[0])
         self.peer_host = str(wire.socket.getpeername()[0])
+        self.peer_key = wire.peer_key
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._buffer = bytearray(_LENGTH.size)
         """The length of a message, then what has come of it, and room for the next piece."""
@@ -150,6 +151,10 @@ class Listener:
 
     def _admit(self, wire: Wire) -> None:
         self._ready.put(Channel(wire, largest_bytes=self._largest_bytes))
+
+    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
+        """From now on `told` hears of every handshake that failed: the address, and why."""
+        self.door.on_turned_away = told
 
     @property
     def dropped(self) -> int:

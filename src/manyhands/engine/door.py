@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable
 
 from manyhands.engine.admission import Admission, Pending
+from manyhands.engine.limiter import ProofLimiter
+from manyhands.engine.proofs import TakesNoProofs
 from manyhands.engine.security import Purpose, Security, admit, enter, prepare
 from manyhands.engine.wire import Broken, Wire
-from manyhands.facts.errors import AddressTaken, ManyhandsError, TimedOut
+from manyhands.facts.errors import AddressTaken, ManyhandsError, Refused, TimedOut
 
 _MOST_HANDSHAKES = 128
 _MOST_HANDSHAKES_PER_ADDRESS = 96
@@ -41,7 +43,10 @@ class Door:
     ) -> None:
         prepare(security)
         self._security = security
-        self._receivers = {purpose: on_guest}
+        self._receivers = {purpose: (security, on_guest)}
+        self._limiter = ProofLimiter()
+        self.on_turned_away: Callable[[str, ManyhandsError], None] = lambda origin, error: None
+        """Told the address and the reason, in the guest's thread, when a handshake has failed."""
         self._socket = listen(host, port)
         found = self._socket.getsockname()
         self.address: tuple[str, int] = (str(found[0]), int(found[1]))
@@ -69,7 +74,7 @@ class Door:
                 continue
             guest = self._admission.enter(connected, str(origin[0]))
             if guest is None:
-                self._drop(connected, str(origin[0]), "too many at once")
+                self._drop(connected, str(origin[0]), Refused("too many at once"))
                 continue
             thread = threading.Thread(target=self._ask, args=(guest,), name="guest", daemon=True)
             with self._lock:
@@ -78,24 +83,28 @@ class Door:
                 thread.start()
             except RuntimeError:  # the system has no more threads to give
                 self._forget(thread, guest)
-                self._drop(connected, guest.host, "too many at once")
+                self._drop(connected, guest.host, Refused("too many at once"))
 
-    def receive(self, purpose: Purpose, on_guest: Callable[[Wire], None] | None) -> None:
-        """From now on guests of this purpose are let in at this address too; None: no longer."""
-        receivers = {known: one for known, one in self._receivers.items() if known != purpose}
-        self._receivers = receivers if on_guest is None else {**receivers, purpose: on_guest}
+    def receive(self, purpose: Purpose, security: Security, on_guest: Callable[[Wire], None]) -> None:
+        """From now on guests of this purpose are let in at this address too, by a security of their own."""
+        prepare(security)
+        self._receivers = {**self._receivers, purpose: (security, on_guest)}
+
+    def receive_no_more(self, purpose: Purpose) -> None:
+        self._receivers = {known: one for known, one in self._receivers.items() if known != purpose}
 
     def _ask(self, guest: Pending) -> None:
         receivers = self._receivers
         try:
             deadline = time.monotonic() + self._security.handshake_seconds
-            wire, purpose = admit(guest.connected, self._security, receivers, deadline)
+            securities = {purpose: security for purpose, (security, _) in receivers.items()}
+            wire, purpose = admit(guest.connected, securities, deadline, self._limiter)
             self._admission.authorize(guest)  # from here on he is another's: `close` does not send him away
-            receivers[purpose](wire)
+            receivers[purpose][1](wire)
         except TimeoutError:
-            self._turn_away(guest, f"no handshake within {self._security.handshake_seconds:g} s")
+            self._turn_away(guest, TimedOut(f"no handshake within {self._security.handshake_seconds:g} s"))
         except Exception as error:  # whatever he did: it is the end of him, and of nobody else
-            self._turn_away(guest, error.message if isinstance(error, ManyhandsError) else str(error))
+            self._turn_away(guest, error if isinstance(error, ManyhandsError) else Refused(str(error)))
         finally:
             self._forget(threading.current_thread(), guest)
 
@@ -104,15 +113,17 @@ class Door:
         with self._lock:
             self._guests.discard(thread)
 
-    def _turn_away(self, guest: Pending, reason: str) -> None:
-        why = "others came, and it had shown nothing yet" if guest.evicted.is_set() else f"{reason:.300}"
-        self._drop(guest.connected, guest.host, why)
+    def _turn_away(self, guest: Pending, error: ManyhandsError) -> None:
+        if guest.evicted.is_set():
+            error = Refused("others came, and it had shown nothing yet")
+        self._drop(guest.connected, guest.host, error)
 
-    def _drop(self, connected: socket.socket, host: str, reason: str) -> None:
+    def _drop(self, connected: socket.socket, host: str, error: ManyhandsError) -> None:
         connected.close()
         with self._lock:
             self.dropped += 1
-            self.reasons.append(f"{host}: {reason}")
+            self.reasons.append(f"{host}: {error.message:.300}")
+        self.on_turned_away(host, error)
 
     def close(self) -> None:
         """No thread and no descriptor is left, but for those who were let in."""
@@ -189,16 +200,22 @@ def _knock(
 ) -> Wire:
     where = f"{host}:{port}"
     start = time.monotonic()
-    reason = ""
+    reason, is_limited = "", False
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or is_cancelled() or (once and reason):
             spent = min(time.monotonic(), deadline) - start
+            if is_limited:
+                raise TimedOut(
+                    f"{where} answered, but {reason}.",
+                    hint="Somebody guesses tokens there, or a wrong one was tried too often. Wait, then try again.",
+                )
             raise TimedOut(
                 f"Nobody answered at {where} within {round(spent, 1):g} s ({reason or 'no time to try'}).",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None
+        pause, is_limited = _RETRY_SECONDS, False
         try:
             limit = time.monotonic() + min(left, security.handshake_seconds)
             connected = _connected(host, port, limit, is_cancelled)
@@ -208,6 +225,8 @@ def _knock(
             return enter(connected, security, purpose, where, limit)
         except TimeoutError:
             reason = "no answer"
+        except TakesNoProofs as error:
+            reason, pause, is_limited = str(error), error.seconds, True
         except (Broken, OSError) as error:
             reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
         except BaseException:
@@ -216,7 +235,13 @@ def _knock(
             raise
         if connected is not None:
             connected.close()
-        time.sleep(max(0.0, min(_RETRY_SECONDS, deadline - time.monotonic())))
+        _sleep(min(pause, deadline - time.monotonic()), is_cancelled)
+
+
+def _sleep(seconds: float, is_cancelled: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not is_cancelled():
+        time.sleep(min(left, _RETRY_SECONDS))
 
 
 def _connected(host: str, port: int, deadline: float, is_cancelled: Callable[[], bool]) -> socket.socket:

@@ -28,7 +28,7 @@ from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, differen
 from manyhands.engine.tcp import SILENCE_SECONDS
 from manyhands.engine.transport import ControlListener
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
+from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 
 _FIRST_PORT = 40001
 _LOOK_SECONDS = 0.1
@@ -263,6 +263,7 @@ class InProcessChannel:
     def __init__(self, transport: InProcessTransport, name: str, host: str) -> None:
         self.transport, self.name = transport, name
         self.local_host = self.peer_host = host
+        self.peer_key = b""
         self._messages: deque[bytes] = deque()
         self._largest_received_bytes = LARGEST_CONTROL_BYTES
         self._ended = ""
@@ -337,6 +338,9 @@ class InProcessListener:
         """Whoever does not fit is told before he comes."""
         self.reasons: list[str] = []
 
+    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
+        """Nobody fails here."""
+
     def accept(self, limit_seconds: float) -> InProcessChannel | None:
         with self.transport.change:
             self.transport.change.wait_for(lambda: self.ready, max(0.0, limit_seconds))
@@ -397,6 +401,8 @@ class MeetingEndpoint:
         where = f"{address.host}:{address.port}"
         if other.name != peer:
             raise Refused(f"{where} is {other.name}, not {peer}.", hint="Its address has changed: let it join again.")
+        if not other.security.is_known or not self.security.is_known:
+            return False
         compare(where, other.security, address.security or self.security, Purpose.DATA)
         if self.name not in other._named or other.is_connected(self.name):
             return False

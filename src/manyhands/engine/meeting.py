@@ -56,7 +56,7 @@ class Meeting:
         self._door = door or Door(host, port, security, Purpose.DATA, self._hear)
         self.address = self._door.address
         if door is not None:
-            door.receive(Purpose.DATA, self._hear)
+            door.receive(Purpose.DATA, security, self._hear)
 
     # Those who come
 
@@ -216,7 +216,7 @@ class Meeting:
         if self._owns_door:
             self._door.close()
         else:
-            self._door.receive(Purpose.DATA, None)
+            self._door.receive_no_more(Purpose.DATA)
 
 
 def _write_hello(wire: Wire, fields: Mapping[str, str], deadline: float) -> None:

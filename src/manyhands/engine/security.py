@@ -1,47 +1,53 @@
-"""Who may connect: both sides prove that they know the token, over TLS wherever others might listen.
+"""Who may connect: both sides prove who they are, over TLS wherever others might listen.
 
     client                                    server
     preamble: magic, protocol, plain or encrypted, purpose
                                               preamble
-    TLS 1.3, if encrypted: the server's certificate is made for this process and vouched for by nobody
-    nonce
-                                              nonce
-    proof = HMAC(token, "client", everything above, the certificate as the client sees it)
-                                              verdict, proof = HMAC(token, "server", ...)
+    TLS 1.3, if encrypted: the server's certificate is its device's own, or made for this process
+    proofs: see `proofs`
 
-Somebody in the middle has another certificate, so the proofs he could pass on do not fit. The token never travels.
+There are three proofs: by a secret that a program drew for one run, by the token that people type (a PAKE, so that
+nobody can try tokens on what was recorded), and by the devices' keys, once they have joined by the token.
+Nothing that is worth anything to others travels.
 """
 
 from __future__ import annotations
 
 import base64
-import datetime
 import enum
 import functools
-import hashlib
-import hmac
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import ssl
 import struct
-import tempfile
-from collections.abc import Collection
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from manyhands.engine.keys import Credentials, certified_context, key_of
+from manyhands.engine.limiter import ProofLimiter
+from manyhands.engine.proofs import Knowledge, Meeting, demand, prove
 from manyhands.engine.wire import Broken, EncryptedWire, Wire, read_exactly, write_all
 from manyhands.facts.errors import BadValue, Refused
 
 MAGIC = b"manyhand"
-PROTOCOL = 1
+PROTOCOL = 2
 PREAMBLE = struct.Struct("<8sHBB")
 HANDSHAKE_LIMIT_SECONDS = 5.0
 OTHER_KIND = "Both must be encrypted, or both plain (only on one machine)."
 """The hint that says that the other kind of connection may do."""
-_NONCE_BYTES = 32
+SHORTEST_TOKEN = 8
+"""With a PAKE and a rate limiter, 8 characters drawn at random are out of reach: see `limiter`."""
+_FEWEST_SIGNS = 5
+"""Different ones, in a token that somebody chose."""
 _TOKEN_BYTES = 20
-_WELCOME, _WRONG_TOKEN = b"+", b"-"
+_SECRET_BYTES = 32
+_MADE = re.compile(r"[a-z2-7]{4}(-[a-z2-7]{4}){7}")
+_SECRET = re.compile(r"run-[a-z2-7]{52}")
 
 
 class Purpose(enum.IntEnum):
@@ -59,20 +65,105 @@ class Security:
     encrypted: bool
     patience: float = 1.0
     """How many times longer than usual everybody is waited for: where time itself goes slower, in a lab."""
+    credentials: ClassVar[Credentials | None] = None
+    """This device's key and those it knows: see `DeviceSecurity`. Never sent."""
 
     @property
     def handshake_seconds(self) -> float:
         return HANDSHAKE_LIMIT_SECONDS * self.patience
 
+    @property
+    def is_secret(self) -> bool:
+        """The token was drawn by a program for one run: an HMAC with it gives nothing away."""
+        return is_secret(self.token)
+
+    @property
+    def is_known(self) -> bool:
+        """False only for a `LaterSecurity`, before its secret has come."""
+        return True
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """For the proofs; TimeoutError where it has not come in time."""
+        return Knowledge(self.token, self.is_secret, self.credentials)
+
     def __post_init__(self) -> None:
-        if not self.token:
-            raise BadValue("The token is empty; it must be a text nobody can guess.", hint="Leave it out to get one.")
+        check_token(self.token)
+
+
+@dataclass(frozen=True)
+class LaterSecurity(Security):
+    """A run's secret that this device has not been told yet; handshakes that need it wait for it.
+
+    A worker listens for its peers before it joins, and learns the run's secret when it is welcomed; a peer may be
+    quicker to connect.
+    """
+
+    _told: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert not self.token, "it comes later"
+
+    def settle(self, secret: str) -> None:
+        """The secret has come."""
+        if not is_secret(secret):
+            raise Refused("The coordinator gave no secret for connections to other workers.")
+        object.__setattr__(self, "token", secret)
+        self._told.set()
+
+    @property
+    def is_known(self) -> bool:
+        return self._told.is_set()
+
+    @property
+    def knowledge(self) -> Knowledge:
+        if not self._told.wait(self.handshake_seconds):
+            raise TimeoutError
+        return super().knowledge
+
+
+@dataclass(frozen=True)
+class DeviceSecurity(Security):
+    """The same for a device with a key of its own, which others may know: then it needs no token to connect."""
+
+    credentials: Credentials | None = field(default=None, repr=False, compare=False)  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        if self.token or self.credentials is None:
+            check_token(self.token)
+
+
+def check_token(token: str) -> None:
+    """Refuse a token that somebody could guess."""
+    if not token:
+        raise BadValue("The token is empty; it must be a text nobody can guess.", hint="Leave it out to get one.")
+    if len(token) < SHORTEST_TOKEN or len(set(token)) < _FEWEST_SIGNS:
+        raise BadValue(
+            f"The token has {len(token)} characters, {len(set(token))} of them different; it must have at least "
+            f"{SHORTEST_TOKEN}, and {_FEWEST_SIGNS} different ones.",
+            hint="Leave it out to have one made, or choose a longer one: MANYHANDS_TOKEN=$(openssl rand -hex 16)",
+        )
 
 
 def new_token() -> str:
     """160 random bits in groups that can be read out: 'abcd-efgh-...'."""
     text = base64.b32encode(secrets.token_bytes(_TOKEN_BYTES)).decode().lower()
     return "-".join(text[place : place + 4] for place in range(0, len(text), 4))
+
+
+def new_secret() -> str:
+    """256 random bits for one run of programs that pass it on to each other: nobody types it."""
+    return "run-" + base64.b32encode(secrets.token_bytes(_SECRET_BYTES)).decode().lower().rstrip("=")
+
+
+def is_made(token: str) -> bool:
+    """Whether a token looks as `new_token` makes them, with more bits than anybody can try."""
+    return _MADE.fullmatch(token) is not None
+
+
+def is_secret(token: str) -> bool:
+    """Whether it looks as `new_secret` makes them."""
+    return _SECRET.fullmatch(token) is not None
 
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -100,34 +191,9 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 @functools.cache
 def _server_side(process: int) -> tuple[ssl.SSLContext, bytes]:
     """A context with a certificate of this process alone, and the certificate."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "manyhands")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=3650))
-        .sign(key, hashes.SHA256())
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nothing but data is written after the handshake
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    with tempfile.NamedTemporaryFile(prefix="manyhands-", suffix=".pem") as file:  # 0600; ssl reads paths only
-        file.write(secret + certificate.public_bytes(serialization.Encoding.PEM))
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context, certificate.public_bytes(serialization.Encoding.DER)
+    return certified_context(ec.generate_private_key(ec.SECP256R1()))
 
 
 @functools.cache
@@ -135,14 +201,21 @@ def _client_side() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the token vouches for the certificate, see the proofs
+    context.verify_mode = ssl.CERT_NONE  # the proofs vouch for the certificate
     return context
+
+
+def _own_side(security: Security) -> tuple[ssl.SSLContext, bytes]:
+    """The device's own certificate where it has one; else one of this process, which browsers can read too."""
+    if security.credentials is not None and not security.is_secret:
+        return security.credentials.key.server_side
+    return server_context()
 
 
 def prepare(security: Security) -> None:
     """Make the certificate now rather than when somebody waits for it."""
     if security.encrypted:
-        server_context()
+        _own_side(security)
 
 
 # Handshakes
@@ -150,11 +223,6 @@ def prepare(security: Security) -> None:
 
 def preamble(security: Security, purpose: Purpose) -> bytes:
     return PREAMBLE.pack(MAGIC, PROTOCOL, security.encrypted, purpose)
-
-
-def _proof(security: Security, role: bytes, transcript: bytes, certificate: bytes) -> bytes:
-    content = b"\0".join((b"manyhands", role, transcript, hashlib.sha256(certificate).digest() if certificate else b""))
-    return hmac.new(security.token.encode(), content, hashlib.sha256).digest()
 
 
 def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str, str]:
@@ -176,7 +244,8 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
 
 
 def enter(connected: socket.socket, security: Security, purpose: Purpose, where: str, deadline: float) -> Wire:
-    """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again."""
+    """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again, and
+    TakesNoProofs later."""
     wire: Wire = Wire(connected, security.patience)
     own = preamble(security, purpose)
     write_all(wire, own, deadline)
@@ -190,34 +259,27 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
             wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False, patience=security.patience)
             encrypted.shake_hands(deadline)
             certificate = encrypted.peer_certificate
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        write_all(wire, nonce, deadline)
-        transcript = own + theirs + nonce + read_exactly(wire, _NONCE_BYTES, deadline)
-        write_all(wire, _proof(security, b"client", transcript, certificate), deadline)
-        verdict = read_exactly(wire, 1, deadline)
-        proof = read_exactly(wire, hashlib.sha256().digest_size, deadline) if verdict == _WELCOME else b""
+        meeting = Meeting(wire, own + theirs, certificate, deadline)
+        wire.peer_key = prove(meeting, security.knowledge, where, key_of(certificate) if certificate else b"")
     except Broken as error:
         raise Refused(f"{where} ended the handshake: {error}.", hint="Its log says why.") from error
-    if not hmac.compare_digest(proof, _proof(security, b"server", transcript, certificate)):
-        if verdict == _WRONG_TOKEN:
-            problem = f"{where} refused: the token is not the one it asks for"
-        else:
-            problem = f"{where} is not to be trusted: it does not know the token itself"
-        raise Refused(
-            f"{problem}.",
-            hint="Copy the token that it printed when it started.",
-        )
     return wire
 
 
 def admit(
-    connected: socket.socket, security: Security, purposes: Collection[Purpose], deadline: float
+    connected: socket.socket,
+    securities: Mapping[Purpose, Security],
+    deadline: float,
+    limiter: ProofLimiter,
 ) -> tuple[Wire, Purpose]:
     """The server's side, and which of these purposes the guest has; Refused, Broken or TimeoutError are his matter."""
+    purpose, security = next(iter(securities.items()))
     wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
     asked = PREAMBLE.unpack(theirs)[-1]
-    purpose = Purpose(asked) if asked in purposes else next(iter(purposes))
+    if asked in securities:
+        purpose = Purpose(asked)
+        security = securities[purpose]
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):
         raise Refused(f"A guest {problem}.", hint=hint)
@@ -227,16 +289,15 @@ def admit(
         raise Refused(f"A guest {problem}.", hint=hint)
     certificate = b""
     if security.encrypted:
-        context, certificate = server_context()
+        context, certificate = _own_side(security)
         wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
         encrypted.shake_hands(deadline)
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    their_nonce = read_exactly(wire, _NONCE_BYTES, deadline)
-    write_all(wire, nonce, deadline)
-    transcript = theirs + own + their_nonce + nonce
-    proof = read_exactly(wire, hashlib.sha256().digest_size, deadline)
-    if not hmac.compare_digest(proof, _proof(security, b"client", transcript, certificate)):
-        write_all(wire, _WRONG_TOKEN, deadline)
-        raise Refused("A guest has another token.", hint="Copy the token that was printed here at the start.")
-    write_all(wire, _WELCOME + _proof(security, b"server", transcript, certificate), deadline)
+    meeting = Meeting(wire, theirs + own, certificate, deadline)
+    wire.peer_key = demand(meeting, security.knowledge, origin_of(connected), limiter)
     return wire, purpose
+
+
+def origin_of(connected: socket.socket) -> str:
+    """The address of whoever is at the other end; empty where it has none."""
+    name = connected.getpeername()
+    return str(name[0]) if isinstance(name, tuple) else ""

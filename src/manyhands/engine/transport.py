@@ -18,10 +18,11 @@ from typing import Protocol
 
 from manyhands.engine.channel import SEND_LIMIT_SECONDS, Channel, Listener, connect
 from manyhands.engine.endpoint import Endpoint, Peers
-from manyhands.engine.security import OTHER_KIND, Security, is_loopback
+from manyhands.engine.keys import Credentials
+from manyhands.engine.security import OTHER_KIND, DeviceSecurity, Security, is_loopback, is_secret
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import Refused
+from manyhands.facts.errors import ManyhandsError, Refused
 
 
 class ControlChannel(Protocol):
@@ -29,6 +30,8 @@ class ControlChannel(Protocol):
 
     local_host: str
     peer_host: str
+    peer_key: bytes
+    """The public key that the other device has proven; empty where it has none."""
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         """The message has left. WorkerLost where the connection broke."""
@@ -51,6 +54,9 @@ class ControlListener(Protocol):
     """Where workers join, or where a worker waits to be invited."""
 
     address: tuple[str, int]
+
+    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
+        """From now on `told` hears of every handshake that failed: the address, and why."""
 
     @property
     def dropped(self) -> int:
@@ -162,12 +168,17 @@ def reach_either(
     patience: float = 1.0,
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
+    credentials: Callable[[], Credentials | None] = lambda: None,
 ) -> Reached:
-    """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has."""
+    """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has.
+
+    `credentials`: asked for where a connection is encrypted, and the token no secret of one run.
+    """
     host, port = address
-    kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) else [True]
+    kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) and token else [True]
     for kind in kinds:
-        security = Security(token, encrypted=kind, patience=patience)
+        own = credentials() if kind and not is_secret(token) else None
+        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=own)
         try:
             channel = transport.reach(name, host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
             return Reached(channel, security)

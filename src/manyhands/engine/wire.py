@@ -52,6 +52,8 @@ class Wire:
     """Bytes as they are. One thread reads at a time, and one writes."""
 
     encrypted = False
+    peer_key = b""
+    """The other device's public key, which it has proven; empty where it has none."""
 
     def __init__(self, connected: socket.socket, patience: float = 1.0) -> None:
         tune(connected, patience)

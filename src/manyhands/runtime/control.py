@@ -148,6 +148,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     up_bytes_per_second: float | None = None
     beat_seconds: float = 0.5
     """How often a worker says that it is alive."""
+    secret: str = ""
+    """By which workers and coordinator make data connections."""
+    coordinator: str = ""
+    """What the coordinator's device is called."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

@@ -22,7 +22,9 @@ from types import TracebackType
 from manyhands.data.silo import Kept
 from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
-from manyhands.engine.security import EVERY_ADDRESS, Security, is_loopback, new_token
+from manyhands.engine.keys import Credentials, Role, fingerprint
+from manyhands.engine.proofs import KeyRefused, WrongProof
+from manyhands.engine.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
 from manyhands.engine.transport import (
     ConnectedEndpoint,
     ControlChannel,
@@ -36,6 +38,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.files.json_memory import decoded_bytes
+from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import (
     LARGEST_HELLO_BYTES,
     PROTOCOL,
@@ -52,11 +55,24 @@ from manyhands.runtime.control import (
     encode,
     spoken,
 )
+from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.discovery import Announcer, can_announce, interface_asked
 from manyhands.runtime.event_queue import EventQueue
-from manyhands.runtime.household import household_token
+from manyhands.runtime.failed_proofs import FailedProofs
+from manyhands.runtime.household import config_folder, household_token
 from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
-from manyhands.runtime.members import Event, Joined, Lost, Member, is_back, judged, other_version, welcomed
+from manyhands.runtime.members import (
+    Event,
+    Joined,
+    Lost,
+    Member,
+    is_back,
+    judged,
+    other_version,
+    pinned,
+    pinned_name,
+    welcomed,
+)
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.quarantine import Quarantine
 from manyhands.runtime.watch import SILENCE_SECONDS, Watch
@@ -99,11 +115,13 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         announce: bool = True,
         title: str = "",
+        credentials: Credentials | None = None,
     ) -> None:
         """`token`: empty: the household's where other machines can join, else a new one. `announce`: where they can,
         tell the network, so that they find it without --join; `title` is what the run is called there. `max_devices`:
         so many may be here at a time, others are refused. How many a job waits for is `wait_for`'s; how few it goes on
-        with, `mh.train`'s.
+        with, `mh.train`'s. `credentials`: this device's key and whom it knows; None: as they are kept
+        (`device_book`), where other machines can join.
         """
         silence_seconds *= patience
         if not 0 < beat_seconds < math.inf:
@@ -122,8 +140,17 @@ class Coordinator:
         self.transport = transport or TcpTransport()
         self.on_event = on_event or (lambda text: None)
         self.encrypted = not is_loopback(host)
-        self.token = token or (household_token(self.on_event) if self.encrypted else new_token())
-        self.security = Security(self.token, encrypted=self.encrypted, patience=patience)
+        self.token = token or (household_token(self.on_event) if self.encrypted else new_secret())
+        self._credentials = credentials
+        if self._credentials is None and self.encrypted and not is_secret(self.token):
+            self._credentials = own_credentials(Role.COORDINATOR, self.on_event)
+        self.security = DeviceSecurity(
+            self.token, encrypted=self.encrypted, patience=patience, credentials=self._credentials
+        )
+        self.secret = new_secret()
+        """By which those who have joined make data connections among each other."""
+        self.audit = AuditLog(config_folder() if self._credentials is not None else None)
+        self._failed_proofs = FailedProofs(self.on_event, self.audit)
         self.members: dict[str, Member] = {}
         self.events = EventQueue()
         self.local = LocalWorkers(logs=logs)
@@ -151,8 +178,10 @@ class Coordinator:
         """Everybody who is connected, joined or not yet, and the thread that listens to him."""
         self._inviting: list[Inviting] = []
         self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
+        self.listener.tell_of_failures(self._turned_away)
         try:
-            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, self.security, host=host)
+            own = Security(self.secret, encrypted=self.encrypted, patience=patience)
+            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, own, host=host)
         except BaseException:
             self.listener.close()
             raise
@@ -166,7 +195,8 @@ class Coordinator:
             thread.start()
         self._announcer: Announcer | None = None
         if announce and can_announce(host, interface):
-            self._announcer = Announcer(self.address, self.token, title, self.on_event, interface)
+            public = self._credentials.key.public if self._credentials is not None else b""
+            self._announcer = Announcer(self.address, self.token, title, self.on_event, interface, public=public)
 
     @classmethod
     def local_cluster(
@@ -245,6 +275,7 @@ class Coordinator:
     def _disconnect(self) -> None:
         """No thread and no descriptor is left."""
         self.listener.close()
+        self._failed_proofs.report(is_last=True)
         self.endpoint.close()
         self._threads[0].join(2)  # nobody is let in from now on
         with self._change:
@@ -331,7 +362,7 @@ class Coordinator:
         """For hints, which are kept in logs: the token is not in it."""
         host, port = self.address
         shown = "HOST" if host in EVERY_ADDRESS else f"[{host}]" if ":" in host else host
-        return f"manyhands worker --join {shown}:{port} --token TOKEN"
+        return f"manyhands worker --join {shown}:{port}"
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -356,15 +387,20 @@ class Coordinator:
         """
         reached = reach_either(
             self.transport, COORDINATOR, (host, port), token, limit_seconds, patience=self.security.patience, once=once,
-            is_cancelled=lambda: is_cancelled() or self._closing.is_set(),
+            is_cancelled=lambda: is_cancelled() or self._closing.is_set(), credentials=self._dialling_credentials,
         )  # fmt: skip
         found: Future[Member] = Future()
-        self._receive(reached.channel, Invitation(host, port, reached.security), found)
+        data = Security(self.secret, encrypted=reached.security.encrypted, patience=reached.security.patience)
+        self._receive(reached.channel, Invitation(host, port, data, reached.security.credentials), found)
         try:
             return found.result(_HELLO_SECONDS + 2 * _WELCOME_SECONDS).name
         except TimeoutError as error:  # its thread waits for something else than the worker
             reached.channel.close()
             raise TimedOut(f"{host}:{port} was let in, and did not join.") from error
+
+    def _dialling_credentials(self) -> Credentials | None:
+        """A coordinator that only this machine can reach may dial a worker of another."""
+        return self._credentials or own_credentials(Role.COORDINATOR, self.on_event)
 
     def keep_inviting(self, host: str, port: int, token: str) -> Inviting:
         """From now on have this worker here, again and again whenever it is lost; until this coordinator ends."""
@@ -433,12 +469,16 @@ class Coordinator:
         if known is not None and is_back(hello, known):
             self._lose(known, "it has come back over another connection")
             known.channel.close()
+        credentials = self._credentials if invitation is None else invitation.credentials
+        book = credentials.book if credentials is not None else None
         with self._change:  # of two with one name the second is refused
             kept_out = self.quarantine.refusal(hello.identity.process, hello.name, self.clock())
-            found = kept_out or judged(hello, channel, invitation, self.members, self.wanted, self.max_devices)
+            found = kept_out or judged(hello, channel, invitation, self.members, self.wanted, self.max_devices, book)
             if isinstance(found, Member):
+                label = pinned_name(hello.name, invitation)
+                is_new = book is not None and bool(channel.peer_key) and pinned(book, channel.peer_key, label)
                 patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
-                welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping)
+                welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping, self.secret)
                 channel.send(encode(welcome), _WELCOME_SECONDS)
                 channel.limit_received(LARGEST_CONTROL_BYTES)
                 self.members[hello.name] = found
@@ -451,11 +491,15 @@ class Coordinator:
             return self._refuse(channel, hello.name, found)
         how = "joined from" if invitation is None else "was invited at"
         self.on_event(f"{hello.name} {how} {channel.peer_host}")
+        key = fingerprint(channel.peer_key) if channel.peer_key else "none"
+        self.audit.record("joined", name=hello.name, origin=channel.peer_host, key=key, is_new=int(is_new))
         return found
 
     def _refuse(self, channel: ControlChannel, name: str, refusal: Refusal) -> Refusal:
         verdict = f"{name:.64} from {channel.peer_host} is called {refusal.name} here" if refusal.name else ""
         self.on_event(f"{verdict or f'refused {name:.64} from {channel.peer_host}'}: {refusal.reason}")
+        if not verdict:
+            self.audit.record("refused", name=name[:64], origin=channel.peer_host, reason=refusal.reason)
         channel.send(encode(refusal), _WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
             channel.receive(2.0)  # let it read before the connection goes
@@ -508,6 +552,9 @@ class Coordinator:
             if not self._closing.is_set():
                 self.events.put((member.name, Lost(member)))
             self._change.notify_all()
+        if not self._closing.is_set():
+            event = "left" if has_left else "evicted" if member.is_evicted else "lost"
+            self.audit.record(event, name=member.name, reason=reason)
         if not self._closing.is_set() and not member.is_dismissed:  # whoever let it go has said so
             what = "left" if has_left else f"evicted: {reason}" if member.is_evicted else f"lost: {reason}"
             self.on_event(f"{member.name} {what}")
@@ -529,12 +576,35 @@ class Coordinator:
         member.channel.close()
         self.local.end(name)
 
+    # Those who were not let in
+
+    def _turned_away(self, origin: str, error: ManyhandsError) -> None:
+        """Somebody has failed at the door, in his thread."""
+        if isinstance(error, WrongProof):
+            self._failed_proofs.note(origin)
+        elif isinstance(error, KeyRefused):
+            self.on_event(f"Warning: {error.message} It came from {origin}. {error.hint}".rstrip())
+            self.audit.record("refused", origin=origin, key=fingerprint(error.public), reason=error.message)
+
+    def _part_with_revoked(self) -> None:
+        """Those whose key was revoked while they are here."""
+        book = self._credentials.book if self._credentials is not None else None
+        for member in self.alive() if book is not None else ():
+            known = book.find(member.channel.peer_key) if book is not None and member.channel.peer_key else None
+            if known is not None and known.is_revoked:
+                member.is_evicted = True
+                self._lose(member, "its key was revoked")
+                member.channel.close()
+
     # Watching
 
     def _look_around(self) -> None:
         while not self._closing.wait(self.silence_seconds / _LOOKS_IN_SILENCE):
             with contextlib.suppress(Exception):  # whatever those raise who are told of losses: the watch goes on
                 self.look_around()
+            with contextlib.suppress(Exception):
+                self._failed_proofs.report()
+                self._part_with_revoked()
 
     def look_around(self) -> None:
         """Ask those who are silent whether they are there, and give up those who do not answer."""

@@ -5,9 +5,11 @@
         lookout.wait(1.0)
         lookout.seen()
 
-What is announced can be read by everybody on the network: the address, versions, what the run is called, and a mark by
-which who knows the token sees that it fits. The mark is salted, costs a guesser a scrypt for every try, and has only 24
-bits: it can rule tokens out, and vouches for nothing. Proofs are exchanged when the worker connects (engine.security).
+What is announced can be read by everybody on the network: the address, versions, what the run is called, and two marks,
+both salted. By one a worker recognises a coordinator whose key it knows. By the other one who knows the token sees that
+it fits: it costs a guesser a scrypt for every try, has only 24 bits, and is made only of tokens that manyhands made
+(160 bits). Of a token that somebody chose there is none, for it could be guessed. Marks can rule a coordinator out, and
+vouch for nothing. Proofs are exchanged when the worker connects (engine.proofs).
 
 MANYHANDS_DISCOVERY: `off`, or the address of the one interface to use (192.168.1.5; 127.0.0.1 in tests). A coordinator
 that only this machine can reach is announced only there.
@@ -25,12 +27,12 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from manyhands.engine.security import EVERY_ADDRESS, is_loopback
+from manyhands.engine.security import EVERY_ADDRESS, is_loopback, is_made
 from manyhands.facts.errors import BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL
@@ -78,6 +80,11 @@ def mark_of(token: str, salt: str) -> str:
     return hashlib.scrypt(token.encode(), salt=f"manyhands {salt}".encode(), n=2**14, r=8, p=1, dklen=3).hex()
 
 
+def key_mark_of(public: bytes, salt: str) -> str:
+    """By which a worker recognises a coordinator whose key it knows; to others it is a new number every time."""
+    return hashlib.sha256(b"manyhands key mark\0" + salt.encode() + b"\0" + public).hexdigest()[:32]
+
+
 @dataclass(frozen=True)
 class Announcement:
     """A coordinator as it has announced itself; everything is somebody's word."""
@@ -92,8 +99,18 @@ class Announcement:
     machine: str
     salt: str
     mark: str
+    """Of its token; empty for one that somebody chose, which the mark would help to guess."""
+    key_mark: str = ""
+    """Of its key."""
 
-    def fits(self, token: str) -> bool:
+    def fits(self, token: str, known_keys: Collection[bytes] = ()) -> bool:
+        """Whether it may be one of ours: one whose key is known, or that this token is for."""
+        if any(hmac.compare_digest(self.key_mark.encode(), key_mark_of(key, self.salt).encode()) for key in known_keys):
+            return True
+        if not token:
+            return False
+        if not self.mark or not is_made(token):
+            return not self.mark and not is_made(token)
         return hmac.compare_digest(self.mark.encode(), mark_of(token, self.salt).encode())
 
     @property
@@ -121,7 +138,7 @@ def announced(info: ServiceInfo) -> Announcement | None:
         instance=info.name, hosts=hosts, port=info.port, version=_NO_VERSION.sub("?", texts.get("version", ""))[:20],
         protocol=int(protocol) if protocol.isascii() and protocol.isdigit() and len(protocol) < 9 else -1,
         title=texts.get("run", ""), machine=texts.get("machine", ""), salt=texts.get("salt", ""),
-        mark=texts.get("mark", ""),
+        mark=texts.get("mark", ""), key_mark=texts.get("key", ""),
     )  # fmt: skip
 
 
@@ -164,8 +181,11 @@ class Announcer:
         say: Callable[[str], None] = lambda text: None,
         interface: str | None = "",
         service: str = SERVICE,
+        *,
+        public: bytes = b"",
     ) -> None:
-        """`interface`: see `interface_asked`."""
+        """`interface`: see `interface_asked`. `public`: this device's key."""
+        self._public = public
         self._service = service
         self._address, self._token, self._title, self._say = address, token, title, say
         self.salt = secrets.token_hex(4)
@@ -217,7 +237,8 @@ class Announcer:
             other_ttl=_LIFE_SECONDS,
             properties={
                 "version": __version__, "protocol": str(PROTOCOL), "run": _printable(self._title), "machine": machine,
-                "salt": self.salt, "mark": mark_of(self._token, self.salt),
+                "salt": self.salt, "mark": mark_of(self._token, self.salt) if is_made(self._token) else "",
+                "key": key_mark_of(self._public, self.salt) if self._public else "",
             },
         )  # fmt: skip
         opened = _open(interface or ("" if self._address[0] in EVERY_ADDRESS else self._address[0]))

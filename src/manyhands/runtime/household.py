@@ -1,27 +1,25 @@
-"""The token that a household's devices share, kept so that nobody types it twice.
+"""The token by which new devices join this household's coordinators.
 
     FOLDER/token           what this machine's coordinators ask for; made by the first one that others can join
-    FOLDER/worker-token    what this machine's worker last joined with
 
-FOLDER is $MANYHANDS_HOME, else $XDG_CONFIG_HOME/manyhands, else ~/.config/manyhands. Both files are one line that only
-their owner can read (mode 0600). --token and MANYHANDS_TOKEN go before them. To have a new token, delete the file.
+FOLDER is $MANYHANDS_HOME, else $XDG_CONFIG_HOME/manyhands, else ~/.config/manyhands. The file is one line that only its
+owner can read (mode 0600). --token, --token-file and MANYHANDS_TOKEN go before it. A device that joins keeps no token:
+its key is remembered (`device_book`). To have a new token: manyhands devices new-token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.engine.security import new_token
 from manyhands.facts.errors import BadFile
+from manyhands.runtime.private_files import read_private, write_private
 
 COORDINATOR_FILE = "token"
-WORKER_FILE = "worker-token"
 LONGEST_TOKEN = 400
-_OTHERS = 0o077
 
 
 def config_folder() -> Path:
@@ -48,7 +46,7 @@ def household_token(say: Callable[[str], None] = lambda text: None) -> str:
         return known
     made = new_token()
     try:
-        _write(path, made, replace=False)
+        write_private(path, f"{made}\n".encode(), replace=False)
     except FileExistsError:  # by another that started at the same moment
         return _read(path) or made
     except OSError as error:
@@ -58,55 +56,42 @@ def household_token(say: Callable[[str], None] = lambda text: None) -> str:
 
 
 def known_token() -> str:
-    """What a worker of this machine tries where it was told none; empty: it knows none."""
-    folder = config_folder()
-    return _read(folder / WORKER_FILE) or _read(folder / COORDINATOR_FILE)
+    """What a worker of this machine tries where it was told none; empty: it knows none, and needs none once it has
+    joined (see `device_book`)."""
+    return _read(config_folder() / COORDINATOR_FILE)
 
 
-def remember(token: str) -> Path | None:
-    """A worker has joined with this token; returns the file where that is news and could be kept."""
-    path = config_folder() / WORKER_FILE
-    with contextlib.suppress(BadFile, OSError):
-        if known_token() == token:
-            return None
-    with contextlib.suppress(OSError):
-        _write(path, token, replace=True)
-        return path
-    return None
+def token_path() -> Path:
+    """Where the coordinators' token is kept."""
+    return config_folder() / COORDINATOR_FILE
+
+
+def read_token_file(path: str) -> str:
+    """What --token-file names: one line."""
+    found = _read(Path(path))
+    if not found:
+        raise BadFile(f"{path}: there is no such file.", hint="Write the token into it: (umask 077; cat > FILE)")
+    return found
+
+
+def renew_token() -> Path:
+    """Make another token: later coordinators ask for it. Devices that have joined do not need it."""
+    path = token_path()
+    write_private(path, f"{new_token()}\n".encode(), replace=True)
+    return path
 
 
 def _read(path: Path) -> str:
     """A token; empty where there is none. Others lose the right to read it, if they had it."""
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_mode & _OTHERS:
-                with contextlib.suppress(OSError):
-                    os.fchmod(file.fileno(), 0o600)
-            content = file.read(LONGEST_TOKEN + 2)
-    except FileNotFoundError:
-        return ""
+        content = read_private(path, LONGEST_TOKEN + 2)
     except OSError as error:
         raise BadFile(
-            f"{path}: the token cannot be read: {error.strerror or error}.", hint="Give it: --token TOKEN."
+            f"{path}: the token cannot be read: {error.strerror or error}.", hint="Give it: --token-file FILE."
         ) from error
+    if content is None:
+        return ""
     text = content.decode(errors="replace").strip()
     if not 0 < len(text) <= LONGEST_TOKEN or not text.isprintable():
         raise BadFile(f"{path}: is not a token on one line.", hint=f"Delete it, and a new one is made: rm {path}")
     return text
-
-
-def _write(path: Path, token: str, *, replace: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(f"{token}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

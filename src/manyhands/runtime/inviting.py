@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from manyhands.engine.endpoint import Address
+from manyhands.engine.keys import Credentials
 from manyhands.engine.security import Security
 from manyhands.facts.errors import ManyhandsError
 
@@ -37,6 +38,9 @@ class Invitation:
     """As it was typed."""
     port: int
     security: Security
+    """Of data connections to it."""
+    credentials: Credentials | None = None
+    """With which it was dialled."""
 
     def is_to(self, host: str, port: int) -> bool:
         return (self.host, self.port) == (host, port)

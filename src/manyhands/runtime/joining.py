@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.engine.keys import Credentials
 from manyhands.engine.transport import Reached, Transport, reach_either
 from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control import Facts, SiloFacts
+from manyhands.runtime.device_book import worker_credentials
 
 
 @dataclass
@@ -45,13 +48,15 @@ class Joining:
     """Tells this worker from others of its name; the same when it comes back."""
     confinement: Confinement | None = None
     """How this process is confined; None: it is not a process of its own."""
+    credentials: Callable[[], Credentials | None] = worker_credentials
+    """This device's key and whom it knows; asked for beyond loopback."""
 
 
 def reach(joining: Joining, name: str, transport: Transport) -> Reached:
     """The coordinator, which may not be there yet."""
     return reach_either(
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
-        encrypted=joining.encrypted, patience=joining.patience,
+        encrypted=joining.encrypted, patience=joining.patience, credentials=joining.credentials,
     )  # fmt: skip
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from manyhands.engine.keys import KeyBook, Role, fingerprint
 from manyhands.engine.transport import ControlChannel
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
-from manyhands.facts.errors import BadValue
+from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Standing, Welcome
 from manyhands.runtime.identity import Identity
@@ -104,13 +106,23 @@ def judged(
     members: Mapping[str, Member],
     wanted: Collection[str] | None,
     max_devices: int | None,
+    book: KeyBook | None = None,
 ) -> Member | Refusal:
-    """Whether a worker that has said who it is may join; `wanted`: under one of these names; `max_devices`: so many."""
+    """Whether a worker that has said who it is may join; `wanted`: under one of these names; `max_devices`: so many;
+    `book`: the keys that names belong to."""
     if hello.protocol != PROTOCOL or hello.version != __version__:
         return other_version(f"{hello.name:.64}", hello.version, hello.protocol)
     may_choose = wanted is None and invitation is None
-    if (name := name_for(hello, members) if may_choose else hello.name) != hello.name:
-        return namesake(hello, members[hello.name], name)
+
+    def is_anothers(name: str) -> bool:
+        return book is not None and book.is_taken(pinned_name(name, invitation), channel.peer_key)
+
+    if (name := name_for(hello, members, is_anothers) if may_choose else hello.name) != hello.name:
+        if hello.name in members:
+            return namesake(hello, members[hello.name], name)
+        return Refusal(f"The name {hello.name:.64} belongs to another device's key.", "", name)
+    if is_anothers(hello.name):
+        return keys_name(pinned_name(hello.name, invitation), channel.peer_key)
     known = members.get(hello.name)
     if known is not None and not known.is_lost:
         taken = {member.name for member in members.values() if not member.is_lost}
@@ -156,7 +168,34 @@ def is_back(hello: Hello, known: Member) -> bool:
     return bool(hello.identity.process) and hello.identity.process == known.identity.process
 
 
-def name_for(hello: Hello, members: Mapping[str, Member]) -> str:
+def keys_name(name: str, public: bytes) -> Refusal:
+    """For a worker whose name another key has joined under."""
+    shown = f"the key {fingerprint(public)}" if public else "no key"
+    return Refusal(
+        f"A device called {name:.64} has joined before with another key; this one shows {shown}.",
+        f"If it was set up anew, at the coordinator: manyhands devices forget {name:.64}. Then join with the token. If "
+        "these are two devices: manyhands worker --name NAME",
+    )
+
+
+def pinned_name(name: str, invitation: Invitation | None) -> str:
+    """Under which a worker's key is remembered. Those that listen are all called `server` unless told otherwise: it is
+    where they were dialled that tells one from another, as with ssh."""
+    return name if invitation is None else f"{name}@{invitation.host}:{invitation.port}"
+
+
+def pinned(book: KeyBook, public: bytes, name: str) -> bool:
+    """From now on this worker is known by its key; whether that is new. Where it cannot be kept the token will be asked
+    for again."""
+    try:
+        return book.join(public, name, Role.WORKER)
+    except (BadFile, BadValue):
+        return False
+
+
+def name_for(
+    hello: Hello, members: Mapping[str, Member], is_anothers: Callable[[str], bool] = lambda name: False
+) -> str:
     """What a worker is called here: a name given by hand stays; a host's name that another machine has, or had and may
     come back to, gets a number. Who was here before is called as before."""
     if hello.is_named:
@@ -168,7 +207,8 @@ def name_for(hello: Hello, members: Mapping[str, Member]) -> str:
 
     def is_free(name: str) -> bool:
         known = members.get(name)
-        return known is None or (known.is_lost and known.identity.machine in ("", machine))
+        is_away = known is None or (known.is_lost and known.identity.machine in ("", machine))
+        return is_away and not is_anothers(name)
 
     numbered = (f"{hello.name:.60}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([hello.name], numbered) if is_free(name))
@@ -197,10 +237,13 @@ def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = 
     return Refusal(reason + why, fix, name)
 
 
-def welcomed(name: str, silence_seconds: float, beat_seconds: float, shaping: Cluster | None) -> Welcome:
-    """What a worker is told that may join; `shaping`: links it is to imitate."""
+def welcomed(
+    name: str, silence_seconds: float, beat_seconds: float, shaping: Cluster | None, secret: str = ""
+) -> Welcome:
+    """What a worker is told that may join; `shaping`: links it is to imitate; `secret`: of data connections."""
+    coordinator = _printable(socket.gethostname())
     if shaping is None:
-        return Welcome(name, silence_seconds, beat_seconds=beat_seconds)
+        return Welcome(name, silence_seconds, beat_seconds=beat_seconds, secret=secret, coordinator=coordinator)
     own = shaping.device(name)
     slots = sum(one.host_name == own.host_name for one in shaping.devices)  # each a process: a part of the port
     links = {}
@@ -210,7 +253,12 @@ def welcomed(name: str, silence_seconds: float, beat_seconds: float, shaping: Cl
             rate = shaping.bytes_per_second_between(name, other.name) / slots
             links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
     up = own.up_bytes_per_second / slots
-    return Welcome(name, silence_seconds, links, up if math.isfinite(up) else None, beat_seconds)
+    rate_up = up if math.isfinite(up) else None
+    return Welcome(name, silence_seconds, links, rate_up, beat_seconds, secret, coordinator)
+
+
+def _printable(name: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in name)[:64] or "coordinator"
 
 
 def device_of(hello: Hello) -> Device:

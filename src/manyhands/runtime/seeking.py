@@ -8,6 +8,8 @@ import math
 import time
 from collections.abc import Collection
 
+from manyhands.engine.keys import Role
+from manyhands.engine.proofs import WrongToken
 from manyhands.engine.transport import Reached, Transport, reach_either
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 from manyhands.facts.version import __version__
@@ -74,6 +76,7 @@ class _Search:
         self._old: dict[str, Announcement] = {}
         """Of another version."""
         self._failures: dict[str, tuple[Announcement, ManyhandsError]] = {}
+        self._known_keys = known_coordinators(joining)
 
     def look(self, lookout: Lookout) -> Found | None:
         self.problem, is_avoided = "", False
@@ -81,7 +84,7 @@ class _Search:
             if one.instance in self._avoid:
                 is_avoided = True
                 continue
-            if not one.fits(self._joining.token):
+            if one.instance in self._others or not one.fits(self._joining.token, self._known_keys):
                 self._others[one.instance] = one
             elif not one.is_same_version:
                 self._old[one.instance] = one
@@ -102,8 +105,12 @@ class _Search:
                     self._transport, joining.name, (host, one.port), joining.token,
                     min(CONNECT_SECONDS * joining.patience, left),
                     encrypted=joining.encrypted, patience=joining.patience, once=True,
+                    credentials=joining.credentials,
                 )  # fmt: skip
                 return Found(one, joining, reached)
+            except WrongToken:  # its mark did not tell; every attempt would be a guess for it
+                self._others[one.instance] = one
+                return None
             except (Refused, TimedOut) as error:
                 self._failures[one.instance] = one, error
         return None
@@ -122,7 +129,8 @@ class _Search:
             listed = "".join(f"\n  {one.text}" for one in list(self._others.values())[:_MOST_LISTED])
             return Refused(
                 f"This worker's token fits none of the {len(self._others)} coordinator(s) that were found:{listed}",
-                hint="Copy the token that yours printed when it started: manyhands worker --token TOKEN",
+                hint="Give the token of yours, as it was printed there: manyhands worker --token-file FILE, or "
+                "MANYHANDS_TOKEN.",
             )
         own = [f"{address} ({interface})" for address, interface in addresses().items() if ":" not in address]
         where = self.problem or (f"looked from {', '.join(own[:6])}" if own else "this machine has no network address")
@@ -130,8 +138,14 @@ class _Search:
             f"No coordinator was found within {self._joining.limit_seconds:g} s ({where}).",
             hint="Is it running, and does it listen: manyhands train --listen 0.0.0.0:7077? It cannot be found from "
             "another subnet, or where multicast (UDP port 5353) is blocked, as guest Wi-Fi and firewalls do.\n"
-            "Give its address: manyhands worker --join HOST:PORT --token TOKEN",
+            "Give its address: manyhands worker --join HOST:PORT",
         )
+
+
+def known_coordinators(joining: Joining) -> list[bytes]:
+    """Keys of coordinators that this device has joined before."""
+    credentials = joining.credentials() if joining.encrypted is not False else None
+    return credentials.book.public_keys(Role.COORDINATOR) if credentials is not None else []
 
 
 def nearest_first(hosts: Collection[str], own: Collection[str]) -> list[str]:

@@ -32,7 +32,6 @@ def serve(
     *,
     stay: bool = False,
     rejoin: bool = True,
-    on_joined: Callable[[], None] = lambda: None,
     transport: Transport | None = None,
 ) -> None:
     """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
@@ -41,7 +40,7 @@ def serve(
     waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. Ctrl-C and
     SIGTERM ask the worker to leave: others get what it has first. A second one ends it at once.
     """
-    service = _Service(joining, say or (lambda text: None), stay, rejoin, on_joined, transport)
+    service = _Service(joining, say or (lambda text: None), stay, rejoin, transport)
     with asked_to_leave_by_signal(service.leave):
         while not service.is_over():
             pass
@@ -56,10 +55,9 @@ class _Service:
         say: Callable[[str], None],
         stay: bool,
         rejoin: bool,
-        on_joined: Callable[[], None],
         transport: Transport | None,
     ) -> None:
-        self.joining, self._say, self._on_joined = joining, say, on_joined
+        self.joining, self._say = joining, say
         self._stay, self._rejoin = stay, rejoin
         self._transport = transport
         self._name = joining.name or socket.gethostname()
@@ -160,8 +158,9 @@ class _Service:
         through = interface_of(local)
         how = f"through {through} ({local})" if through else f"from {local}"
         self._say(f"Joined {self._where}{again} as {self._name} {how}. Ctrl-C leaves.")
+        if worker.is_new_to_each_other:
+            self._say("The devices know each other's keys now: next time no token is needed.")
         self._refused, self._renames, self._last_said = {}, 0, ""
-        self._on_joined()
 
     def _take(self, error: CalledOtherwise) -> bool:
         """Another has its name: from now on it asks under the one it was given."""

@@ -16,10 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
-from manyhands.engine.security import Security, is_loopback, new_token
+from manyhands.engine.keys import fingerprint
+from manyhands.engine.proofs import KeyRefused, WrongProof
+from manyhands.engine.security import DeviceSecurity, Security, is_loopback, is_secret, new_token
 from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
+from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import Beat, Refusal, encode
+from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
+from manyhands.runtime.household import config_folder
 from manyhands.runtime.joining import Joining, prepare_gpu
 from manyhands.runtime.worker import Worker
 
@@ -30,6 +35,8 @@ _ANSWER_SECONDS = 10.0
 """Whoever comes takes the worker in by then, or is not waited for."""
 _REFUSE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+_MOST_TURNED_AWAY = 20
+"""Of whom is told in a minute."""
 _SAME_SECONDS = 0.25
 """A signal so soon after another is the same: the parent of several workers passes on what a terminal sends to all."""
 
@@ -92,9 +99,9 @@ def listen(
 ) -> None:
     """Listen at joining's host and port, and work for whichever coordinator comes with the token, one at a time.
 
-    When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new one, which
-    is said. Beyond this machine everything is encrypted. `on_listening` is told the address and the token when others
-    can come. Ends when `stopping` is set, and by Ctrl-C or SIGTERM: the worker hands over first. A second one: at once.
+    When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new
+    one. Beyond this machine everything is encrypted. `on_listening` is told the address and the token when others can
+    come. Ends when `stopping` is set, and by Ctrl-C or SIGTERM: the worker hands over first. A second one: at once.
     """
     ending = stopping or threading.Event()
 
@@ -130,6 +137,7 @@ def _work(reached: Reached, joining: Joining, reception: _Reception) -> Manyhand
     try:
         worker = reception.worker = Worker(invited, reception.transport, reached)
         reception.say(f"Working for a coordinator from {origin}.")
+        worker.on_joined = lambda: reception.has_joined(reached.channel)
         worker.run()
     except ManyhandsError as error:
         reception.say(f"The coordinator from {origin} is gone: {error.message}")
@@ -152,16 +160,23 @@ class _Reception:
         self._ending = ending
         self.name = joining.name or socket.gethostname()
         self._parent = joining.parent
-        self._is_new_token = not joining.token
         encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
-        self.security = Security(joining.token or new_token(), encrypted=encrypted, patience=joining.patience)
-        self.listener = transport.listen(self.name, joining.host, joining.port, self.security)
         self._change = threading.Condition()
+        self._said_at: dict[str, float] = {}
+        """What was said of those who were turned away -> when."""
+        token = joining.token or new_token()
+        credentials = joining.credentials() if encrypted and not is_secret(token) else None
+        self.security: Security = DeviceSecurity(
+            token, encrypted=encrypted, patience=joining.patience, credentials=credentials
+        )
+        self._audit = AuditLog(config_folder() if credentials is not None else None)
+        self._failed_proofs = FailedProofs(self.say, self._audit)
+        self.listener = transport.listen(self.name, joining.host, joining.port, self.security)
+        self.listener.tell_of_failures(self._turned_away)
         self._present: _Guest | None = None
         """For whom this worker works."""
         self._next: _Guest | None = None
         """Who is next, as soon as the one who is present has been left."""
-        self._noted = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._receive, name="reception", daemon=True)
         self._thread.start()
@@ -169,10 +184,13 @@ class _Reception:
     def announce(self, on_listening: Callable[[tuple[str, int], str], None] | None) -> None:
         (host, port), token = self.listener.address, self.security.token
         kind = "encrypted" if self.security.encrypted else "plain, for this machine only"
-        told = f" Token: {token}" if self._is_new_token else ""
-        self.say(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.{told}")
+        self.say(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.")
         if on_listening is not None:
             on_listening((host, port), token)
+
+    def has_joined(self, channel: ControlChannel) -> None:
+        key = fingerprint(channel.peer_key) if channel.peer_key else "none"
+        self._audit.record("joined", name="a coordinator", origin=channel.peer_host, key=key)
 
     def say(self, text: str) -> None:
         """Whoever started this may have stopped reading: it goes on without a word."""
@@ -207,7 +225,7 @@ class _Reception:
         asked: Worker | None = None
         while not self._closing.is_set():
             channel = self.listener.accept(_LOOK_SECONDS)
-            self._note_dropped()
+            self._failed_proofs.report()
             if self._ending.is_set() and (worker := self.worker) is not None and worker is not asked:
                 asked = worker
                 ask_to_leave(worker, self.name, self.say)
@@ -240,18 +258,30 @@ class _Reception:
             self.say(f"The coordinator from {present.peer_host} has been silent; one from {guest.peer_host} has come.")
             present.close()
 
-    def _note_dropped(self) -> None:
-        """Say who was turned away at the door."""
-        count, reasons = self.listener.dropped, self.listener.reasons
-        for reason in reasons[max(0, len(reasons) - (count - self._noted)) :] if count > self._noted else ():
-            self.say(f"Turned away: {reason}")
-        self._noted = count
+    def _turned_away(self, origin: str, error: ManyhandsError) -> None:
+        """Somebody has failed at the door, in his thread. Wrong tokens are told of by number, others once a minute."""
+        if isinstance(error, WrongProof):
+            self._failed_proofs.note(origin)
+            return
+        if isinstance(error, KeyRefused):
+            self._audit.record("refused", origin=origin, key=fingerprint(error.public), reason=error.message)
+        now, words = time.monotonic(), f"{origin}: {error.message}"
+        with self._change:
+            is_news = now - self._said_at.get(words, -REPORT_SECONDS) >= REPORT_SECONDS
+            if is_news:
+                self._said_at = {one: at for one, at in self._said_at.items() if now - at < REPORT_SECONDS}
+                is_news = len(self._said_at) < _MOST_TURNED_AWAY
+            if is_news:
+                self._said_at[words] = now
+        if is_news:
+            self.say(f"Turned away: {words}")
 
     def close(self) -> None:
         """No thread and no descriptor is left."""
         self._closing.set()
         self._thread.join(2.0)
         self.listener.close()
+        self._failed_proofs.report(is_last=True)
         self.leave()
         if self._next is not None:
             self._next.close()
@@ -265,7 +295,7 @@ class _Guest:
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
-        self.local_host, self.peer_host = channel.local_host, channel.peer_host
+        self.local_host, self.peer_host, self.peer_key = channel.local_host, channel.peer_host, channel.peer_key
         self.heard_at = time.monotonic()
         self._unfinished = 0
 

@@ -25,6 +25,8 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.engine.endpoint import Address
+from manyhands.engine.keys import Role
+from manyhands.engine.security import LaterSecurity
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import Reached, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
@@ -33,7 +35,7 @@ from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.cluster import Link
-from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -180,10 +182,13 @@ class Worker:
         name = joining.name or socket.gethostname()
         reached = reached or reach(joining, name, self.transport)
         self.channel = reached.channel
+        self._credentials = reached.security.credentials
+        self._peers = LaterSecurity("", reached.security.encrypted, reached.security.patience)
+        """By which other workers are met: the coordinator tells the secret when it welcomes this one."""
         self.endpoint = self.transport.endpoint(
-            name, reached.security, host=self.channel.local_host, listener=reached.listener
+            name, self._peers, host=self.channel.local_host, listener=reached.listener
         )
-        self.probes = MemberProbes(name, reached.security, self.channel.local_host)
+        self.probes = MemberProbes(name, self._peers, self.channel.local_host)
         self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
         self.keeping = Keeping(self.endpoint)
@@ -207,6 +212,8 @@ class Worker:
         """Peer -> the link to it that is imitated."""
         self.up_bytes_per_second = math.inf
         self.on_joined: Callable[[], None] = lambda: None
+        self.is_new_to_each_other = False
+        """The coordinator's key was not known before."""
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -261,12 +268,24 @@ class Worker:
             raise Refused(answer.reason, hint=answer.hint)
         if not isinstance(answer, Welcome):
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
+        self._remember(answer.coordinator)
+        self._peers.settle(answer.secret)
         self.silence_seconds, self.beat_seconds = answer.silence_seconds, answer.beat_seconds
         self.up_bytes_per_second = answer.up_bytes_per_second or math.inf
         if answer.links:
             self._shape(answer.links)
         self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
         self.on_joined()
+
+    def _remember(self, coordinator: str) -> None:
+        """From now on the coordinator's key is enough. Refused where its name is another key's."""
+        if self._credentials is None or not self.channel.peer_key:
+            return
+        name = "".join(sign for sign in coordinator[:64] if sign.isprintable()) or "coordinator"
+        try:
+            self.is_new_to_each_other = self._credentials.book.join(self.channel.peer_key, name, Role.COORDINATOR)
+        except (BadFile, BadValue):
+            return  # it cannot be kept: the token will be asked for again
 
     def _answer(self) -> Said | None:
         """What the coordinator says to a hello; None: nothing."""

@@ -1,0 +1,124 @@
+"""`manyhands devices revoke`, `forget`, `allow`, `log`, `new-token`: the devices that have joined, and their keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from manyhands.cli.options import Json
+
+if TYPE_CHECKING:
+    from manyhands.runtime.device_book import DeviceBook
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As `manyhands devices` shows it, or the fingerprint.")]
+MOST_LINES = 1000
+
+
+def _book() -> DeviceBook:
+    from manyhands.runtime.device_book import DeviceBook
+    from manyhands.runtime.household import config_folder
+
+    return DeviceBook(config_folder())
+
+
+def _record(event: str, name: str, key: str) -> None:
+    from manyhands.runtime.audit import AuditLog
+    from manyhands.runtime.household import config_folder
+
+    AuditLog(config_folder()).record(event, name=name, key=key)
+
+
+def revoke(name: Name) -> None:
+    """Keep a device out from now on, with the token or without; one that is connected is sent away within seconds."""
+    found = _book().revoke(name)
+    _record("revoked", name, found.fingerprint)
+    typer.echo(f"{', '.join(found.names)} is kept out: the key {found.fingerprint} is revoked.")
+    typer.echo("If somebody who has it also knows the token: manyhands devices new-token")
+    typer.echo(f"To let it join again, with the token: manyhands devices forget {found.name}")
+
+
+def forget(name: Name) -> None:
+    """Delete what is known of a device: it may join again with the token, also under a new key."""
+    found = _book().forget(name)
+    _record("forgotten", name, found.fingerprint)
+    typer.echo(f"{', '.join(found.names)} is forgotten: it may join again with the token.")
+
+
+def allow(
+    name: Name,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="coordinator or worker.")],
+) -> None:
+    """Let a device act in another role, too: a key is known for the role in which it first joined."""
+    from manyhands.engine.keys import Role
+    from manyhands.facts.errors import BadValue
+
+    roles = {one.text: one for one in Role}
+    if role not in roles:
+        raise BadValue(f"'{role:.40}' is no role; there are: {', '.join(sorted(roles))}.")
+    found = _book().allow(name, roles[role])
+    _record("allowed", f"{name} {role}", found.fingerprint)
+    typer.echo(f"{', '.join(found.names)} may act as: {', '.join(found.roles)}.")
+
+
+def new_token() -> None:
+    """Make another token for new devices; those that have joined do not need it."""
+    from manyhands.runtime.household import renew_token
+
+    path = renew_token()
+    _record("new token", "", "")
+    typer.echo(f"A new token is in {path}. Runs under way take the old one until they end.")
+
+
+def log(json: Json = False) -> None:
+    """Show the audit log: joins, failed proofs, refusals, evictions, revocations."""
+    from manyhands.cli.show import plain, print_json
+    from manyhands.runtime.audit import AUDIT_FILE, entries
+    from manyhands.runtime.household import config_folder
+
+    found = entries(config_folder())
+    if json:
+        print_json(found)
+        return
+    if not found:
+        typer.echo(f"Nothing is recorded yet ({config_folder() / AUDIT_FILE}).")
+    for one in found[-MOST_LINES:]:
+        facts = "  ".join(f"{key}={value}" for key, value in one.items() if key not in ("time", "event"))
+        typer.echo(plain(f"{one.get('time', '')}  {one.get('event', '')}  {facts}"))
+
+
+def known() -> dict[str, Any]:
+    """For --json: this device's fingerprint (null: it has no key yet) and those that have joined."""
+    import msgspec
+
+    from manyhands.engine.keys import fingerprint
+    from manyhands.runtime.device_book import own_key
+    from manyhands.runtime.household import config_folder
+
+    key = own_key(config_folder(), make=False)
+    joined = [{**msgspec.to_builtins(one), "fingerprint": one.fingerprint} for one in _book().devices()]
+    return {"own_fingerprint": fingerprint(key.public) if key is not None else None, "joined": joined}
+
+
+def show_known() -> None:
+    """The devices that have joined, as a table."""
+    from manyhands.cli.show import print_table
+
+    found = known()
+    rows = [
+        [
+            ", ".join(one["names"]), ", ".join(one["roles"]) + (" (revoked)" if one["revoked"] else ""),
+            one["fingerprint"], _moment(one["first_joined"]), _moment(one["last_seen"]),
+        ]
+        for one in found["joined"]
+    ]  # fmt: skip
+    if rows:
+        print_table("Devices that have joined", ["name", "role", "fingerprint", "first joined", "last seen"], rows)
+    else:
+        typer.echo("No device has joined this one, nor has it joined another.")
+    own = found["own_fingerprint"]
+    typer.echo(f"This device: {own}" if own else "This device has no key yet; one is made when it first joins.")
+
+
+def _moment(text: str) -> str:
+    return text[:16].replace("T", " ")

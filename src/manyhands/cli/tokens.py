@@ -1,0 +1,38 @@
+"""How a token comes to a command: typed, in a file, in the environment, or asked for; never in a pipe or a file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        help="A file with the token on one line: unlike --token, it shows in no list of processes and no history.",
+    ),
+]
+
+
+def token_given(token: str, token_file: str) -> str:
+    """What --token or MANYHANDS_TOKEN says, or what is in the file; empty: nothing was given."""
+    if not token_file:
+        return token
+    from manyhands.facts.errors import BadValue
+    from manyhands.runtime.household import read_token_file
+    from manyhands.runtime.processes import TOKEN_VARIABLE
+
+    if token:
+        raise BadValue(
+            f"A token was given, and --token-file {token_file}.", hint=f"Leave out one (or unset {TOKEN_VARIABLE})."
+        )
+    return read_token_file(token_file)
+
+
+def ask_for_token(whose: str) -> str:
+    """What somebody types at the terminal, unseen; empty where nobody is there."""
+    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
+        return ""
+    return str(typer.prompt(f"Token of {whose} (it is not shown)", hide_input=True, err=True)).strip()

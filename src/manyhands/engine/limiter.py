@@ -1,0 +1,149 @@
+"""How often a token may be guessed: a rate limiter for failed proofs, by address and in total.
+
+With a PAKE (`pake`) every guess costs a connection, so limiting connections limits guesses. One address has 5 failures
+for nothing; then it waits 1, 2, 4 ... 300 s. All addresses together have 30, and get one more every minute: 30 at once,
+then 1,440 a day, or 525,600 a year. What that means for a token that was drawn at random:
+
+    8 letters and digits   36**8 / 2 guesses    2.7 million years
+    8 digits               10**8 / 2            95 years
+    one of 10,000 words    10**4 / 2            3.5 days, with a warning every minute
+
+A guess is charged when it begins and given back when it was right, so guesses side by side gain nothing. Devices whose
+keys are known prove no token: nothing here stands in their way, however much others guess.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+FREE_FAILURES = 5
+LONGEST_WAIT_SECONDS = 300.0
+TOTAL_FAILURES = 30.0
+REFILL_SECONDS = 60.0
+_FORGET_SECONDS = 3600.0
+_MOST_PENDING = 16
+_BUSY_SECONDS = 1.0
+_MOST_ADDRESSES = 4096
+
+
+class Limited(Exception):
+    """No proof is taken now; says for how many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"too many proofs of the token have failed: wait {seconds:.0f} s")
+        self.seconds = seconds
+
+
+@dataclass
+class _Address:
+    failures: int = 0
+    pending: int = 0
+    until: float = 0.0
+    failed_at: float = 0.0
+
+
+class Attempt:
+    """One proof under way."""
+
+    def __init__(self) -> None:
+        self.has_succeeded = False
+
+    def succeeded(self) -> None:
+        self.has_succeeded = True
+
+
+class ProofLimiter:
+    """Counts failed proofs and says when the next may come. Threads may use it at once."""
+
+    def __init__(self, total: float = TOTAL_FAILURES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._total = clock, total
+        self._lock = threading.Lock()
+        self._addresses: OrderedDict[str, _Address] = OrderedDict()
+        self._left, self._refilled_at = total, clock()
+
+    @contextmanager
+    def attempt(self, origin: str) -> Iterator[Attempt]:
+        """One proof from this address; it has failed unless `succeeded` is called. Limited where none is taken now."""
+        place = network_of(origin)
+        with self._lock:
+            own = self._begin(place)
+        attempt = Attempt()
+        try:
+            yield attempt
+        finally:
+            with self._lock:
+                self._end(own, attempt.has_succeeded)
+
+    def check(self, origin: str) -> None:
+        """Limited where no proof from this address is taken now; nothing is charged."""
+        with self._lock:
+            self._look(network_of(origin))
+
+    def _begin(self, place: str) -> _Address:
+        own = self._look(place)
+        self._left -= 1
+        own.pending += 1
+        return own
+
+    def _look(self, place: str) -> _Address:
+        now = self._clock()
+        self._left = min(self._total, self._left + (now - self._refilled_at) / REFILL_SECONDS)
+        self._refilled_at = now
+        own = self._addresses.get(place)
+        if own is None:
+            self._make_room()
+            own = self._addresses[place] = _Address()
+        self._addresses.move_to_end(place)
+        if own.failures and now - own.failed_at > _FORGET_SECONDS:
+            own.failures = 0
+        if now < own.until:
+            raise Limited(own.until - now)
+        if own.pending >= _MOST_PENDING:
+            raise Limited(_BUSY_SECONDS)
+        if self._left < 1:
+            raise Limited((1 - self._left) * REFILL_SECONDS)
+        return own
+
+    def _end(self, own: _Address, has_succeeded: bool) -> None:
+        own.pending -= 1
+        if has_succeeded:
+            self._left = min(self._total, self._left + 1)
+            own.failures, own.until = 0, 0.0
+            return
+        now = self._clock()
+        own.failures, own.failed_at = own.failures + 1, now
+        over = own.failures - FREE_FAILURES
+        if over >= 0:
+            own.until = now + min(LONGEST_WAIT_SECONDS, 2.0 ** min(over, 30))
+
+    def _make_room(self) -> None:
+        """Forget the address that was heard of longest ago; the total goes on counting."""
+        if len(self._addresses) >= _MOST_ADDRESSES:
+            place = next((place for place, one in self._addresses.items() if not one.pending), None)
+            if place is not None:
+                del self._addresses[place]
+
+    def reset(self) -> None:
+        """As if nothing had failed."""
+        with self._lock:
+            self._addresses.clear()
+            self._left = self._total
+
+
+def network_of(origin: str) -> str:
+    """What counts as one address: of IPv6 the /64, all of which one device can take for itself."""
+    try:
+        address = ipaddress.ip_address(origin.partition("%")[0])
+    except ValueError:
+        return origin
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

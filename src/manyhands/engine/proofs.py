@@ -1,0 +1,349 @@
+"""How two ends of a connection prove who they are, once the preambles and TLS are done.
+
+    client                                    server
+    hello: nonce, role, public key, whether it knows the server's key
+                                              hello: nonce, which of the three proofs it wants
+
+    BY_SECRET: a secret that a program drew for one run (256 bits)
+    HMAC(secret, "client", transcript)
+                                              verdict, HMAC(secret, "server", transcript)
+    BY_TOKEN: what people type. SPAKE2 makes a key of it, so that no transcript lets anybody try tokens
+    point
+                                              point
+    HMAC(key, "client", transcript), signature
+                                              verdict, HMAC(key, "server", transcript)
+    BY_KEY: both know each other's key from a join by token
+    signature
+                                              verdict
+
+The transcript is everything said before, and the server's certificate as each end sees it. Somebody in the middle has
+another certificate, so nothing he could pass on fits. The signature is the client's, over the transcript; the server's
+key is in its certificate, and TLS has proven it.
+
+Why not client certificates: Python's `ssl` takes a client's certificate only if a CA it was given has signed it, before
+the program can ask the book of keys. A signature over fresh nonces and the server's certificate, inside the connection,
+proves the same, and a refusal can say what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manyhands.engine.keys import NO_KEY, SIGNATURE_BYTES, Credentials, Role, fingerprint, is_signed
+from manyhands.engine.limiter import Limited, ProofLimiter
+from manyhands.engine.pake import MESSAGE_BYTES, Exchange, NotAgreed
+from manyhands.engine.wire import Broken, Wire, read_exactly, write_all
+from manyhands.facts.errors import Refused
+
+NONCE_BYTES = 32
+DIGEST_BYTES = 32
+CLIENT_HELLO = struct.Struct("<32sBB32s")
+SERVER_HELLO = struct.Struct("<32sBI")
+_ROLES = {int(role): role for role in Role}
+DIALLED = ProofLimiter(total=100.0)
+"""Proofs that this process gave to servers: one that says it is another's also has one guess per connection."""
+
+
+class Proof(enum.IntEnum):
+    """What the server asks for; LATER: nothing now, it takes no proofs of the token for some seconds."""
+
+    BY_SECRET = 1
+    BY_TOKEN = 2
+    BY_KEY = 3
+    LATER = 4
+
+
+class Verdict(enum.IntEnum):
+    """What the server thinks of a proof."""
+
+    WELCOME = 1
+    WRONG = 2
+    REVOKED = 3
+    WRONG_ROLE = 4
+
+
+class WrongToken(Refused):
+    """The server asks for another token than this device's."""
+
+
+class WrongProof(Refused):
+    """Somebody at this device's door has shown another token."""
+
+
+class KeyRefused(Refused):
+    """Somebody has shown a key that is known, and not for this."""
+
+    def __init__(self, message: str, public: bytes, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.public = public
+
+
+class TakesNoProofs(Exception):
+    """The server takes no proofs of the token now; it may be asked again after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"it takes no token for {seconds:.0f} s: too many wrong ones came")
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What one end brings: see `security.Security`."""
+
+    token: str
+    is_secret: bool
+    """The token was drawn by a program for one run."""
+    credentials: Credentials | None
+
+
+@dataclass
+class Meeting:
+    """One connection on which proofs are exchanged."""
+
+    wire: Wire
+    transcript: bytes
+    """Preambles."""
+    certificate: bytes
+    """The server's; empty where the connection is plain."""
+    deadline: float
+
+    def write(self, data: bytes) -> None:
+        write_all(self.wire, data, self.deadline)
+
+    def read(self, size: int) -> bytes:
+        return read_exactly(self.wire, size, self.deadline)
+
+    def heard(self, *more: bytes) -> None:
+        self.transcript += b"".join(more)
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that was said, and of the certificate."""
+        certificate = hashlib.sha256(self.certificate).digest() if self.certificate else b""
+        return hashlib.sha256(b"manyhands\0" + certificate + b"\0" + self.transcript).digest()
+
+    def proof(self, key: bytes, side: bytes) -> bytes:
+        return hmac.new(key, side + b"\0" + self.digest, hashlib.sha256).digest()
+
+
+# The client
+
+
+def prove(meeting: Meeting, own: Knowledge, where: str, server_key: bytes) -> bytes:
+    """The client's side; returns the server's key, empty where it has none. Refused says what does not fit.
+
+    `server_key`: of its certificate.
+    """
+    credentials = own.credentials
+    is_known = _check_server(credentials, server_key, where)
+    public = credentials.key.public if credentials is not None else NO_KEY
+    role = credentials.role if credentials is not None else 0
+    hello = CLIENT_HELLO.pack(secrets.token_bytes(NONCE_BYTES), role, is_known, public)
+    meeting.write(hello)
+    answer = meeting.read(SERVER_HELLO.size)
+    meeting.heard(hello, answer)
+    _, wanted, seconds = SERVER_HELLO.unpack(answer)
+    if wanted == Proof.LATER:
+        raise TakesNoProofs(max(1, min(seconds, 3600)))
+    if wanted == Proof.BY_KEY and is_known:
+        assert credentials is not None, "it is how the key is known"
+        meeting.write(credentials.key.sign(meeting.digest))
+        _obey(meeting.read(1), where)
+    elif wanted == Proof.BY_SECRET and own.is_secret:  # never with what a person has typed: it could be guessed
+        key = own.token.encode()
+        meeting.write(meeting.proof(key, b"client"))
+        _check_answer(meeting, key, where)
+    elif wanted == Proof.BY_TOKEN and own.token:
+        _prove_token(meeting, own, where)
+    elif wanted == Proof.BY_TOKEN:
+        raise Refused(
+            f"{where} does not know this device's key{' any more' if is_known else ''}, and asks for the token.",
+            hint="Give it once, as it was printed there: --token-file FILE, MANYHANDS_TOKEN, or type it when asked.",
+        )
+    else:
+        raise _wrong_token(where)
+    return server_key
+
+
+def _check_server(credentials: Credentials | None, server_key: bytes, where: str) -> bool:
+    """Whether the server's key is known, and may be used for what it does."""
+    found = credentials.book.find(server_key) if credentials is not None and server_key else None
+    if credentials is None or found is None:
+        return False
+    name, wanted = found.name, credentials.role.other
+    if found.is_revoked:
+        raise KeyRefused(
+            f"{where} is {name}, whose key {fingerprint(server_key)} was revoked on this device.", server_key,
+            hint=f"To let it in again: manyhands devices forget {name}, then join with the token.",
+        )  # fmt: skip
+    if wanted not in found.roles:
+        raise KeyRefused(
+            f"{where} is {name}, whose key is known here as a {_roles(found.roles)}: it may not act as a "
+            f"{wanted.text}.",
+            server_key, hint=f"If it should: manyhands devices allow {name} {wanted.text}",
+        )  # fmt: skip
+    return True
+
+
+def _roles(roles: frozenset[Role]) -> str:
+    return " and a ".join(sorted(role.text for role in roles)) or "stranger"
+
+
+def _prove_token(meeting: Meeting, own: Knowledge, where: str) -> None:
+    exchange = Exchange(own.token, is_client=True)
+    meeting.write(exchange.message)
+    point = meeting.read(MESSAGE_BYTES)
+    meeting.heard(exchange.message, point)
+    try:
+        key = exchange.key(point)
+        with DIALLED.attempt(where) as attempt:
+            signature = own.credentials.key.sign(meeting.digest) if own.credentials else bytes(SIGNATURE_BYTES)
+            meeting.write(meeting.proof(key, b"client") + signature)
+            _check_answer(meeting, key, where)
+            attempt.succeeded()
+    except NotAgreed as error:
+        raise Refused(f"{where} is not to be trusted: it does not know the token itself ({error}).") from error
+    except Limited as error:
+        raise Refused(
+            f"{where} has failed to prove the token too often; it is not tried for {error.seconds:.0f} s.",
+            hint="Is this the right address, and the right token?",
+        ) from error
+
+
+def _check_answer(meeting: Meeting, key: bytes, where: str) -> None:
+    _obey(meeting.read(1), where)
+    if not hmac.compare_digest(meeting.read(DIGEST_BYTES), meeting.proof(key, b"server")):
+        raise Refused(
+            f"{where} is not to be trusted: it does not know the token itself.",
+            hint="Copy the token that it printed when it started.",
+        )
+
+
+def _obey(verdict: bytes, where: str) -> None:
+    found = verdict[0]
+    if found == Verdict.WELCOME:
+        return
+    if found == Verdict.REVOKED:
+        raise Refused(
+            f"{where} refused: this device's key was revoked there.",
+            hint="There: manyhands devices forget NAME. Then join here with the token.",
+        )
+    if found == Verdict.WRONG_ROLE:
+        raise Refused(
+            f"{where} refused: it knows this device's key in another role.",
+            hint="There: manyhands devices (shows the role), then manyhands devices allow NAME ROLE",
+        )
+    raise _wrong_token(where)
+
+
+def _wrong_token(where: str) -> WrongToken:
+    return WrongToken(
+        f"{where} refused: the token is not the one it asks for.",
+        hint="Copy the token that it printed when it started.",
+    )
+
+
+# The server
+
+
+def demand(meeting: Meeting, own: Knowledge, origin: str, limiter: ProofLimiter) -> bytes:
+    """The server's side; returns the client's key, empty where it has none. WrongProof and KeyRefused say why not."""
+    hello = meeting.read(CLIENT_HELLO.size)
+    _, role, knows_us, public = CLIENT_HELLO.unpack(hello)
+    credentials = own.credentials
+    found = credentials.book.find(public) if credentials is not None and public != NO_KEY else None
+    if own.is_secret:
+        wanted = Proof.BY_SECRET
+    else:
+        wanted = Proof.BY_KEY if found is not None and knows_us else Proof.BY_TOKEN
+
+    def answer(proof: Proof, seconds: float = 0.0) -> None:
+        said = SERVER_HELLO.pack(secrets.token_bytes(NONCE_BYTES), proof, min(3600, int(seconds + 0.999)))
+        meeting.write(said)
+        meeting.heard(hello, said)
+
+    if wanted == Proof.BY_SECRET:
+        answer(wanted)
+        key = own.token.encode()
+        if not hmac.compare_digest(meeting.read(DIGEST_BYTES), meeting.proof(key, b"client")):
+            raise _turned_away(meeting)
+        meeting.write(bytes([Verdict.WELCOME]) + meeting.proof(key, b"server"))
+        return b""
+    if wanted == Proof.BY_KEY:
+        answer(wanted)
+        if not is_signed(public, meeting.read(SIGNATURE_BYTES), meeting.digest):
+            raise _turned_away(meeting)
+        confirmation = b""
+    else:
+        try:
+            confirmation = _demand_token(meeting, own, public, answer, origin, limiter)
+        except Limited as error:
+            with contextlib.suppress(Broken):
+                answer(Proof.LATER, error.seconds)
+            raise Refused(f"A guest came while no tokens are taken: {error}.") from error
+    if credentials is not None and public != NO_KEY:
+        _judge(meeting, credentials, public, role)
+    meeting.write(bytes([Verdict.WELCOME]) + confirmation)
+    return public if public != NO_KEY else b""
+
+
+def _demand_token(
+    meeting: Meeting,
+    own: Knowledge,
+    public: bytes,
+    answer: Callable[[Proof], None],
+    origin: str,
+    limiter: ProofLimiter,
+) -> bytes:
+    """The client knows the token, and has the key that it shows; returns this side's own proof."""
+    limiter.check(origin)
+    answer(Proof.BY_TOKEN)
+    point = meeting.read(MESSAGE_BYTES)  # one who has no token goes now, and is charged nothing
+    with limiter.attempt(origin) as attempt:
+        exchange = Exchange(own.token, is_client=False)
+        meeting.write(exchange.message)
+        meeting.heard(point, exchange.message)
+        try:
+            key = exchange.key(point)
+        except NotAgreed as error:
+            raise _turned_away(meeting) from error
+        proof, signature = meeting.read(DIGEST_BYTES), meeting.read(SIGNATURE_BYTES)
+        if not hmac.compare_digest(proof, meeting.proof(key, b"client")):
+            raise _turned_away(meeting)
+        if public != NO_KEY and not is_signed(public, signature, meeting.digest):
+            raise _turned_away(meeting)
+        attempt.succeeded()
+    return meeting.proof(key, b"server")
+
+
+def _judge(meeting: Meeting, credentials: Credentials, public: bytes, role: int) -> None:
+    """One who has proven that a key is his may not be welcome all the same; it is looked up after the proof, so that
+    nobody else learns of it and no false entry gets into the audit log."""
+    found = credentials.book.find(public)
+    acts_as, wanted = _ROLES.get(role), credentials.role.other
+    if found is not None and found.is_revoked:
+        meeting.write(bytes([Verdict.REVOKED]))
+        raise KeyRefused(f"{found.name} is refused: its key was revoked here.", public)
+    if acts_as != wanted:
+        meeting.write(bytes([Verdict.WRONG_ROLE]))
+        raise KeyRefused(f"A guest did not come as a {wanted.text}, which is who is let in here.", public)
+    if found is not None and wanted not in found.roles:
+        meeting.write(bytes([Verdict.WRONG_ROLE]))
+        raise KeyRefused(
+            f"{found.name} is refused: its key is known here as a {_roles(found.roles)}, and it came as a "
+            f"{wanted.text}.",
+            public,
+            hint=f"If it should: manyhands devices allow {found.name} {wanted.text}",
+        )
+
+
+def _turned_away(meeting: Meeting) -> WrongProof:
+    meeting.write(bytes([Verdict.WRONG]))
+    return WrongProof("A guest has another token.", hint="Copy the token that was printed here at the start.")

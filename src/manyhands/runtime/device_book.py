@@ -1,0 +1,306 @@
+"""This device's key, and the keys of the devices that it has met.
+
+    FOLDER/device-key      this device's private key; made when it is first needed
+    FOLDER/devices.json    who has joined, as what, and since when
+    FOLDER/audit.jsonl     what happened: see `audit`
+
+FOLDER is that of `household`; all three are their owner's alone (mode 0600). One user account on one machine is one
+device, whatever it does: its coordinators and workers trust each other by their common key.
+
+The first time two devices meet, the token vouches for both keys, and each remembers the other's, with its role. From
+then on the keys are enough. A name belongs to the key that joined under it first. A key that was revoked stays out even
+with the token; one that was forgotten may join again by the token, as if it had never been here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from manyhands.engine.keys import Credentials, DeviceKey, Pinned, Role, fingerprint, new_private_key
+from manyhands.facts.errors import BadFile, BadValue, Refused
+from manyhands.runtime.household import config_folder
+from manyhands.runtime.private_files import read_private, write_private
+
+KEY_FILE = "device-key"
+BOOK_FILE = "devices.json"
+THIS_DEVICE = "this device"
+VERSION = 1
+_LOCK_FILE = "devices.lock"
+_PRIVATE_BYTES = 32
+_MOST_BYTES = 8 * 2**20
+_MOST_DEVICES = 10_000
+_MOST_NAMES = 64
+"""Of one key: a device may have several workers, and be called otherwise from time to time."""
+_SEEN_SECONDS = 60.0
+"""So much later a device is seen again, as far as the file is concerned: it is not written for every connection."""
+
+
+class Device(msgspec.Struct, forbid_unknown_fields=True):
+    """What is remembered of one key."""
+
+    key: str
+    """Public, in hexadecimal digits."""
+    names: list[str]
+    roles: list[str]
+    first_joined: str
+    last_seen: str
+    revoked: str = ""
+    """When; empty: it is welcome."""
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(bytes.fromhex(self.key))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class _Book(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    devices: list[Device] = []
+
+
+class DeviceBook:
+    """The devices that this one knows, as they stand in its file at this moment. See `engine.keys.KeyBook`."""
+
+    def __init__(self, folder: Path, own: bytes = b"") -> None:
+        """`own`: this device's public key, which is trusted in both roles and stands in no file."""
+        self.path = folder / BOOK_FILE
+        self._own = own
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int, int] | None = None
+        self._devices: dict[str, Device] = {}
+
+    def devices(self) -> list[Device]:
+        """All, the first to have joined first. BadFile where the file is not one of these."""
+        with self._lock:
+            return list(self._read().values())
+
+    def find(self, public: bytes) -> Pinned | None:
+        if public == self._own:
+            return Pinned(THIS_DEVICE, frozenset(Role))
+        with self._lock:
+            found = self._read().get(public.hex())
+        if found is None:
+            return None
+        roles = frozenset(role for role in Role if role.text in found.roles)
+        return Pinned(found.name, roles, bool(found.revoked))
+
+    def is_taken(self, name: str, public: bytes) -> bool:
+        with self._lock:
+            return any(name in one.names and one.key != public.hex() for one in self._read().values())
+
+    def join(self, public: bytes, name: str, role: Role) -> bool:
+        if public == self._own:
+            return False
+        with self._change() as devices:
+            other = next((one for one in devices.values() if name in one.names and one.key != public.hex()), None)
+            if other is not None:
+                raise changed_key(name, other, public)
+            found, now = devices.get(public.hex()), _now()
+            if found is None:
+                if len(devices) >= _MOST_DEVICES:
+                    raise BadValue(
+                        f"{self.path}: knows {len(devices)} devices; no more are remembered.",
+                        hint="Forget some: manyhands devices forget NAME",
+                    )
+                devices[public.hex()] = Device(public.hex(), [name], [role.text], now, now)
+                return True
+            if name not in found.names:
+                found.names = [*found.names[-_MOST_NAMES + 1 :], name]
+            elif _seconds_between(found.last_seen, now) < _SEEN_SECONDS:
+                return False
+            found.last_seen = now
+            return False
+
+    def revoke(self, name: str) -> Device:
+        """From now on this device is not let in, with the token or without."""
+        with self._change() as devices:
+            found = _named(devices, name)
+            found.revoked = found.revoked or _now()
+            return found
+
+    def forget(self, name: str) -> Device:
+        """As if it had never joined: with the token it may join anew."""
+        with self._change() as devices:
+            found = _named(devices, name)
+            return devices.pop(found.key)
+
+    def allow(self, name: str, role: Role) -> Device:
+        """This device may act in this role, too."""
+        with self._change() as devices:
+            found = _named(devices, name)
+            if role.text not in found.roles:
+                found.roles = [*found.roles, role.text]
+            return found
+
+    def public_keys(self, role: Role) -> list[bytes]:
+        """Of those who may act in this role, this device among them."""
+        known = [bytes.fromhex(one.key) for one in self.devices() if role.text in one.roles and not one.revoked]
+        return [*([self._own] if self._own else []), *known]
+
+    def _read(self) -> dict[str, Device]:
+        """With the lock held. The file is read when it has changed."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            self._stamp, self._devices = None, {}
+            return self._devices
+        except OSError as error:
+            raise _unreadable(self.path, error.strerror or str(error)) from error
+        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        if stamp != self._stamp:
+            self._devices, self._stamp = _decoded(self.path), stamp
+        return self._devices
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[dict[str, Device]]:
+        """The devices, to be changed; written when the block ends, unless nothing is new. One process at a time."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadFile(f"{self.path}: cannot be written: {error.strerror or error}.") from error
+        with self._lock, open(descriptor, "rb"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            devices = _decoded(self.path)
+            before = _encoded(devices)
+            yield devices
+            if (after := _encoded(devices)) != before:
+                try:
+                    write_private(self.path, after, replace=True)
+                except OSError as error:
+                    raise BadFile(f"{self.path}: cannot be written: {error.strerror or error}.") from error
+
+
+def _named(devices: dict[str, Device], name: str) -> Device:
+    """The one with this name or fingerprint."""
+    for one in devices.values():
+        if name in one.names or name == one.fingerprint:
+            return one
+    known = ", ".join(sorted(other for one in devices.values() for other in one.names)[:20])
+    raise BadValue(
+        f"No device called '{name:.80}' has joined; known are: {known or 'none yet'}.",
+        hint="The list: manyhands devices",
+    )
+
+
+def changed_key(name: str, known: Device, public: bytes) -> Refused:
+    """Somebody comes under a name that is another key's."""
+    shown = fingerprint(public) if public else "none"
+    return Refused(
+        f"{name:.64} has joined before with the key {known.fingerprint}; this one shows {shown}.",
+        hint=f"If it was set up anew: manyhands devices forget {known.name:.64}, then let it join with the token. If "
+        "these are two devices, give one another name.",
+    )
+
+
+def _decoded(path: Path) -> dict[str, Device]:
+    try:
+        content = read_private(path, _MOST_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    if content is None:
+        return {}
+    try:
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        book = msgspec.json.decode(content, type=_Book)
+        _check(book)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise _unreadable(path, str(error)) from error
+    return {one.key: one for one in book.devices}
+
+
+def _check(book: _Book) -> None:
+    if book.version != VERSION:
+        raise ValueError(f"version {book.version}; this manyhands reads {VERSION}")
+    for one in book.devices:
+        if len(bytes.fromhex(one.key)) != _PRIVATE_BYTES or one.key != one.key.lower():
+            raise ValueError(f"'{one.key:.80}' is no key")
+        if not one.names or not all(name.isprintable() and 0 < len(name) <= 200 for name in one.names):
+            raise ValueError("a device without a proper name")
+
+
+def _encoded(devices: dict[str, Device]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(_Book(VERSION, list(devices.values()))), indent=1) + b"\n"
+
+
+def _unreadable(path: Path, why: str) -> BadFile:
+    return BadFile(
+        f"{path}: the list of known devices cannot be read: {why:.200}.",
+        hint=f"Until it can, nobody is let in by a key. To begin anew: rm {path}; then each device joins by the token.",
+    )
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _seconds_between(first: str, second: str) -> float:
+    try:
+        return (datetime.datetime.fromisoformat(second) - datetime.datetime.fromisoformat(first)).total_seconds()
+    except (ValueError, TypeError):
+        return _SEEN_SECONDS
+
+
+# This device's own key
+
+
+def own_key(folder: Path, *, make: bool = True) -> DeviceKey | None:
+    """This device's key; None where there is none, and none is to be made. OSError where it cannot be kept."""
+    path = folder / KEY_FILE
+    found = _private_key(path)
+    if found is None and make:
+        with contextlib.suppress(FileExistsError):  # by another that started at the same moment
+            write_private(path, new_private_key().hex().encode() + b"\n", replace=False)
+        found = _private_key(path)
+    return DeviceKey(found) if found is not None else None
+
+
+def _private_key(path: Path) -> bytes | None:
+    try:
+        content = read_private(path, 200)
+        found = bytes.fromhex(content.decode().strip()) if content is not None else None
+    except ValueError:
+        found = b""
+    if found is not None and len(found) != _PRIVATE_BYTES:
+        raise BadFile(
+            f"{path}: is not this device's key.",
+            hint=f"Without it others no longer know this device: rm {path}, and join anew with the token.",
+        )
+    return found
+
+
+def own_credentials(
+    role: Role, say: Callable[[str], None] = lambda text: None, folder: Path | None = None
+) -> Credentials | None:
+    """As whom this device connects; None where no key can be kept, which is said: then it is known by nobody, and has
+    to show the token every time. `folder`: in place of the household's."""
+    folder = folder or config_folder()
+    try:
+        key = own_key(folder)
+    except OSError as error:
+        said = (error.strerror or str(error)).lower()
+        say(f"This device's key cannot be kept in {folder} ({said}): the token is needed every time.")
+        return None
+    assert key is not None, "it was to be made"
+    return Credentials(key, role, DeviceBook(folder, key.public))
+
+
+def worker_credentials() -> Credentials | None:
+    return own_credentials(Role.WORKER)
+
+
+def knows_any(role: Role) -> bool:
+    """Whether this device has met one of this role before, and may need no token. No key is made for the question."""
+    return any(role.text in one.roles and not one.revoked for one in DeviceBook(config_folder()).devices())
