@@ -34,8 +34,10 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
+from manyhands.facts.boxes import Box
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.network import WeightSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.version import __version__
@@ -474,7 +476,8 @@ class Worker:
         specs = {spec.name: spec for spec in graph.weights}
         tensors = state.empty(job.state)
         own = state.of(state.WEIGHT, tensors)
-        check_weights(specs, own)
+        work = schedule.lowering.work[self.endpoint.name]
+        check_weights({name: _part(specs[name], work.weight_box(name)) for name in own if name in specs}, own)
         if graph.loss is not None:
             of_loss = state.of(state.LOSS, tensors)
             check_weights({spec.name: spec for spec in graph.loss.weights}, of_loss)
@@ -705,6 +708,11 @@ class Worker:
             return
         found = probing.run(self.endpoint, command.devices)
         self._say(Probed(command.generation, *found.of(len(command.devices)), found.links))
+
+
+def _part(spec: WeightSpec, box: Box | None) -> WeightSpec:
+    """What a device has of a weight: by channels, its own part."""
+    return spec if box is None else msgspec.structs.replace(spec, shape=box.shape)
 
 
 def _listed(job: Job, names: Iterable[str]) -> list[TensorEntry]:
