@@ -63,7 +63,7 @@ PROSE = {
     ("dashboard", "run"): {"on", "else"}, ("top", "run"): {"on", "else"}, ("status", "run"): {"on", "else"},
     ("split train", "--cut"): {"number"}, ("split train", "--weights"): {"a"},
     ("split train", "--freeze"): {"layers", "those"}, ("lab up", "--name"): {"the"}, ("lab heal", "device"): {"all"},
-    ("devices revoke", "name"): {"joined", "its"}, ("devices forget", "name"): {"name", "fingerprint"},
+    ("devices revoke", "name"): {"joined", "its"}, ("devices forget", "name"): {"joined", "its"},
     ("devices allow", "name"): {"joined", "its"},
     ("bench split", "--traces"): {"ghent-4g", "mahimahi-100ms", "lumos5g"},
 }  # fmt: skip
