@@ -63,10 +63,12 @@ PROSE = {
     ("dashboard", "run"): {"on", "else"}, ("top", "run"): {"on", "else"}, ("status", "run"): {"on", "else"},
     ("split train", "--cut"): {"number"}, ("split train", "--weights"): {"a"},
     ("split train", "--freeze"): {"layers", "those"}, ("lab up", "--name"): {"the"}, ("lab heal", "device"): {"all"},
+    ("devices revoke", "name"): {"joined", "its"}, ("devices forget", "name"): {"joined", "its"},
+    ("devices allow", "name"): {"joined", "its"},
     ("bench split", "--traces"): {"ghent-4g", "mahimahi-100ms", "lumos5g"},
 }  # fmt: skip
 """Words that only look like values."""
-NEEDS_A_LAB = {("lab slow", "factor")}
+NEEDS_OTHERS = {("lab slow", "factor"), ("devices allow", "role")}
 FREE = {("split serve", "--host"), ("export", "--shape")}
 """Looked at by whoever listens there, or once the weights are read: a made-up one goes as far as this."""
 
@@ -84,7 +86,7 @@ def to_try() -> dict[tuple[str, str], list[str]]:
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for one in shown():
         where = (one.command, one.option)
-        if one.value not in PLACES and one.value not in PROSE.get(where, ()) and where not in NEEDS_A_LAB:
+        if one.value not in PLACES and one.value not in PROSE.get(where, ()) and where not in NEEDS_OTHERS:
             found[where].append(STANDS_FOR.get(one.value, one.value))
     return found
 
@@ -153,7 +155,7 @@ def test_what_counts_as_a_value() -> None:
     assert len(TO_TRY) > 70
     unused = [
         where
-        for where in (*PROSE, *BESIDE, *INSTEAD, *OTHERWISE, *FREE, *NEEDS_A_LAB)
+        for where in (*PROSE, *BESIDE, *INSTEAD, *OTHERWISE, *FREE, *NEEDS_OTHERS)
         if where not in {(s.command, s.option) for s in shown()}
     ]
     assert unused == []

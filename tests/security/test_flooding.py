@@ -48,7 +48,7 @@ def alone(coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) ->
 
 def attacks_on(coordinator: Coordinator, kind: str) -> list[Attack]:
     address, security = coordinator.address, coordinator.security
-    data_address = coordinator.endpoint.address
+    data_address, data = coordinator.endpoint.address, Security(coordinator.secret, security.encrypted)
     own = next(iter(coordinator.members.values())).address
     found = {
         "silent": [silent(address, 300, security), silent(own, 100, security)],
@@ -56,7 +56,7 @@ def attacks_on(coordinator: Coordinator, kind: str) -> list[Attack]:
         "loud": [loud(address), loud(own), loud(data_address)],
         "guessing": [guessing(address, security.encrypted)],
         "house": [one_of_the_house(address, security)],
-        "data": [asking_for_data(data_address, security), asking_for_data(own, security)],
+        "data": [asking_for_data(data_address, data), asking_for_data(own, data)],
     }
     return [one for attacks in found.values() for one in attacks] if kind == "all" else found[kind]
 

@@ -87,7 +87,7 @@ def test_whatever_a_guest_does_his_connection_ends(monkeypatch: pytest.MonkeyPat
     def fail(wire: object) -> None:
         raise ZeroDivisionError("nobody thought of it")
 
-    listener.door.receive(Purpose.CONTROL, fail)  # type: ignore[arg-type]
+    listener.door.receive(Purpose.CONTROL, security, fail)  # type: ignore[arg-type]
     channel = connect(*listener.address, security, 10)
     with pytest.raises(Exception, match="closed by the other side"):
         channel.receive(10)

@@ -11,7 +11,7 @@ from manyhands.cli.options import Json
 if TYPE_CHECKING:
     from manyhands.runtime.device_book import DeviceBook
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As `manyhands devices` shows it, or the fingerprint.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of one that has joined, or its fingerprint.")]
 MOST_LINES = 1000
 
 

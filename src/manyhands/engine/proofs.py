@@ -27,7 +27,6 @@ proves the same, and a refusal can say what is wrong.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import hashlib
 import hmac
@@ -39,11 +38,13 @@ from dataclasses import dataclass
 from manyhands.engine.keys import NO_KEY, SIGNATURE_BYTES, Credentials, Role, fingerprint, is_signed
 from manyhands.engine.limiter import Limited, ProofLimiter
 from manyhands.engine.pake import MESSAGE_BYTES, Exchange, NotAgreed
-from manyhands.engine.wire import Broken, Wire, read_exactly, write_all
+from manyhands.engine.wire import Wire, read_exactly, write_all
 from manyhands.facts.errors import Refused
 
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
+NO_POINT = bytes(MESSAGE_BYTES)
+"""In place of the server's point: it takes no proofs just now."""
 CLIENT_HELLO = struct.Struct("<32sBB32s")
 SERVER_HELLO = struct.Struct("<32sBI")
 _ROLES = {int(role): role for role in Role}
@@ -200,6 +201,8 @@ def _prove_token(meeting: Meeting, own: Knowledge, where: str) -> None:
     exchange = Exchange(own.token, is_client=True)
     meeting.write(exchange.message)
     point = meeting.read(MESSAGE_BYTES)
+    if point == NO_POINT:
+        raise TakesNoProofs(1.0)
     meeting.heard(exchange.message, point)
     try:
         key = exchange.key(point)
@@ -285,8 +288,6 @@ def demand(meeting: Meeting, own: Knowledge, origin: str, limiter: ProofLimiter)
         try:
             confirmation = _demand_token(meeting, own, public, answer, origin, limiter)
         except Limited as error:
-            with contextlib.suppress(Broken):
-                answer(Proof.LATER, error.seconds)
             raise Refused(f"A guest came while no tokens are taken: {error}.") from error
     if credentials is not None and public != NO_KEY:
         _judge(meeting, credentials, public, role)
@@ -298,14 +299,29 @@ def _demand_token(
     meeting: Meeting,
     own: Knowledge,
     public: bytes,
-    answer: Callable[[Proof], None],
+    answer: Callable[[Proof, float], None],
     origin: str,
     limiter: ProofLimiter,
 ) -> bytes:
     """The client knows the token, and has the key that it shows; returns this side's own proof."""
-    limiter.check(origin)
-    answer(Proof.BY_TOKEN)
+    try:
+        limiter.check(origin)
+    except Limited as error:
+        answer(Proof.LATER, error.seconds)
+        raise
+    answer(Proof.BY_TOKEN, 0.0)
     point = meeting.read(MESSAGE_BYTES)  # one who has no token goes now, and is charged nothing
+    try:
+        return _confirmed(meeting, own, public, point, origin, limiter)
+    except Limited:  # another guess has failed since
+        meeting.write(NO_POINT)
+        raise
+
+
+def _confirmed(
+    meeting: Meeting, own: Knowledge, public: bytes, point: bytes, origin: str, limiter: ProofLimiter
+) -> bytes:
+    """The exchange itself, which is charged to the client's address until it has succeeded."""
     with limiter.attempt(origin) as attempt:
         exchange = Exchange(own.token, is_client=False)
         meeting.write(exchange.message)
