@@ -46,11 +46,11 @@ def test_copies_of_one_sd_card_find_the_coordinator_and_are_told_apart(hosts: Ho
         return process, log
 
     try:
-        job = ("--listen", f"{hosts.address}:0", "--devices", "2", "--steps", "3", "--token", "secret")
+        job = ("--listen", f"{hosts.address}:0", "--devices", "2", "--steps", "3", "--token", "the secret")
         train, told = start("train", "train", *job)
         workers = []
         for name in WORKERS:
-            words = ("worker", "--token", "secret", "--threads", "1")
+            words = ("worker", "--token", "the secret", "--threads", "1")
             workers.append(start(name, *words, before=("ip", "netns", "exec", hosts.namespace(name))))
         assert train.wait(240) == 0, told.read_text() + "".join(log.read_text() for _, log in workers)
         names = set()
@@ -64,7 +64,7 @@ def test_copies_of_one_sd_card_find_the_coordinator_and_are_told_apart(hosts: Ho
             names.add(found.group(1))
         assert len(names) == 2
         assert "its SD card or disk is a copy" in told.read_text()
-        assert (tmp_path / "alpha" / "worker-token").read_text() == "secret\n"
+        assert '"coordinator"' in (tmp_path / "alpha" / "devices.json").read_text()
     finally:
         for process in processes:
             process.kill()

@@ -41,7 +41,7 @@ def run(nursery: Nursery, path: Path, *words: str, **environment: str) -> Child:
 
 def waiting(nursery: Nursery, path: Path) -> Child:
     """A worker that looks for a coordinator who is not there."""
-    words = ("worker", "--join", "127.0.0.1:9", "--token", "nobody", "--name", "x", "--wait", "60")
+    words = ("worker", "--join", "127.0.0.1:9", "--token", "nobody knows", "--name", "x", "--wait", "60")
     return run(nursery, path, *words, "--parent", str(nursery.process.pid), MANYHANDS_DIE_WITH_PARENT="1")
 
 

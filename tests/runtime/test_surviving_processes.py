@@ -344,8 +344,8 @@ def test_a_coordinator_is_killed_and_started_again(
 def test_one_that_waits_for_a_lost_coordinator_can_be_sent_away(place: tuple[Path, Callable[..., Typed]]) -> None:
     _, typed = place
     where = f"127.0.0.1:{free_port()}"
-    worker = typed("left", "worker", "--join", where, "--token", "secret", "--name", "left", "--wait", "90")
-    train = typed("first", "train", "--listen", where, "--token", "secret", "--devices", "2")
+    worker = typed("left", "worker", "--join", where, "--token", "the secret", "--name", "left", "--wait", "90")
+    train = typed("first", "train", "--listen", where, "--token", "the secret", "--devices", "2")
     train.until(lambda: "left" in train.text)
     train.end()
     worker.until(lambda: "Waiting 90 s for it" in worker.text)
