@@ -24,7 +24,7 @@ STARTS = (
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
     "manyhands.api.doctor._checks", "manyhands.api.results_page.write_page", "manyhands.api.bench_infer.measure_parts",
     "manyhands.api.bench_infer.prepare_gpu", "manyhands.api.bench_auto.measure_parts",
-    "manyhands.api.exporting.export_run",
+    "manyhands.api.exporting.export_run", "manyhands.api.chaos.bench._run_all",
 )  # fmt: skip
 """Where something would start."""
 CONTEXT = {
@@ -101,6 +101,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "three.yaml").write_text("devices: [{kind: pi4, count: 3}]\nlink: {rate: 1 Gbit/s, delay: 1 ms}\n")
     for start in STARTS:
         monkeypatch.setattr(start, reached)
+    monkeypatch.setenv("MANYHANDS_CONFINE", "off")  # this very process would be
     return tmp_path
 
 

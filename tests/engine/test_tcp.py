@@ -269,6 +269,23 @@ def test_connecting_again_keeps_live_connections(security: Security) -> None:
         assert a._connections["b"] is before
 
 
+@pytest.mark.parametrize("name", ["a", "b"], ids=["it connects", "it is connected to"])
+def test_another_process_under_a_known_name(security: Security, name: str) -> None:
+    """The end of the first one was not heard of: the connection to it must not pass for the other one's."""
+    with joined(security, {"x": 1}) as (a, b):
+        known = a if name == "b" else b
+        other = TcpEndpoint(name, security, limit_seconds=10.0)
+        try:
+            other.mailbox.open(0, {(known.name, "x"): 1})
+            join_all([known, other])
+            known.send(name, 0, "x", [torch.tensor([7], dtype=torch.uint8)])
+            into = random_bytes(1)
+            other.mailbox.receive(known.name, 0, "x", [into])
+            assert into.item() == 7
+        finally:
+            other.close()
+
+
 def test_an_interruption_ends_a_wait_at_once(security: Security) -> None:
     with joined(security, {"x": 1}) as (_, b):
         timer = threading.Timer(0.1, b.mailbox.interrupt, (ManyhandsError("stop"),))

@@ -266,7 +266,7 @@ def auto(
 def chaos(
     seed: Annotated[int, typer.Option("--seed", min=0, help="What the faults are drawn from.")] = 30,
     faults: Annotated[
-        int | None, typer.Option("--faults", help="How many faults, in all. Default: 500, or as --hours allows.")
+        int | None, typer.Option("--faults", help="How many faults, in all. Without it and without --hours: 500.")
     ] = None,
     hours: Annotated[float | None, typer.Option("--hours", help="Begin no scenario after so many hours.")] = None,
     only: Annotated[

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from manyhands.engine.door import Door
-from manyhands.engine.endpoint import Peers
+from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import (
     ANSWER,
     CHUNK_BYTES,
@@ -147,6 +147,8 @@ class TcpEndpoint:
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}
         self._lost: set[str] = set()
+        self._met_at: dict[str, tuple[str, int]] = {}
+        """Where each peer was when it was last named."""
         self._wanted: set[str] = set()
         """Whom a `connect` under way is to reach."""
         self._lock = threading.Lock()
@@ -188,11 +190,22 @@ class TcpEndpoint:
         Refused where one will not have us, TimedOut names those that are missing.
         """
         wanted = {peer: peers[peer] for peer in peers if peer != self.name}
+        for peer in wanted:
+            address = Address.of(peers[peer])
+            self._forget_elsewhere(peer, (address.host, address.port))
         self._wanted = set(wanted)
         try:
             self._meeting.gather(wanted, limit_seconds)
         finally:
             self._wanted = set()
+
+    def _forget_elsewhere(self, peer: str, where: tuple[str, int]) -> None:
+        """Drop a connection to an earlier process of this name: its end may not have been heard of, and whoever has its
+        name now would wait for one."""
+        before, self._met_at[peer] = self._met_at.get(peer, where), where
+        connection = self._connections.get(peer)
+        if connection is not None and before != where:
+            self._lose(connection, "another process has its name now")
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._connections
