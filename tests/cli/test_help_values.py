@@ -68,7 +68,7 @@ PROSE = {
     ("bench split", "--traces"): {"ghent-4g", "mahimahi-100ms", "lumos5g"},
 }  # fmt: skip
 """Words that only look like values."""
-NEEDS_OTHERS = {("lab slow", "factor"), ("devices allow", "role")}
+NEEDS_OTHERS = {("lab slow", "factor"), ("devices allow", "role"), ("bench chaos", "--only")}
 FREE = {("split serve", "--host"), ("export", "--shape")}
 """Looked at by whoever listens there, or once the weights are read: a made-up one goes as far as this."""
 

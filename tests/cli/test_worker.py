@@ -84,7 +84,7 @@ def test_a_service_for_systemd(tmp_path: Path) -> None:
 
 def alone(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A worker that finds no coordinator."""
-    joining = ("--join", "127.0.0.1:1", "--token", "t", "--wait", "0.1", "--threads", "1")
+    joining = ("--join", "127.0.0.1:1", "--token", "a-long-token", "--wait", "0.1", "--threads", "1")
     return run_command("worker", *joining, *words, cwd=folder, MANYHANDS_HOME=str(folder / "home"), **environment)
 
 
