@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from manyhands.api import doctor
 from manyhands.api.doctor import Asked, examine
 from manyhands.api.doctor_check import BROKEN, OK, WARNING, Check, PairRate
 from manyhands.api.doctor_network import clock_checks, pair_checks
+from manyhands.engine.endpoint import Address
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.runtime import measuring
@@ -51,7 +53,14 @@ def test_a_worker_behind_a_port_that_is_shut(workers: Coordinator, monkeypatch: 
     monkeypatch.setattr(measuring, "LIMIT_OF_KNOCK", 0.5)
     monkeypatch.setattr(measuring, "LIMIT_OF_PROBE", 0.5)
     member = workers.members[TWO]
-    before = member.address
+    before, addresses = member.address, workers.addresses
+
+    def shut_for_others(names: Any, reader: str, **named: Any) -> dict[str, Address]:
+        """One whose port has changed is taken for another process: who has a connection to it keeps the old port."""
+        found = addresses(names, reader, **named)
+        return found if reader != THREE or TWO not in found else found | {TWO: found[TWO]._replace(port=before[1])}
+
+    monkeypatch.setattr(workers, "addresses", shut_for_others)
     with deaf_port() as deaf:
         member.address = ("127.0.0.1", closed_port() if how == "refused" else deaf)
         try:

@@ -35,4 +35,6 @@ def ask_for_token(whose: str) -> str:
     """What somebody types at the terminal, unseen; empty where nobody is there."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
         return ""
-    return str(typer.prompt(f"Token of {whose} (it is not shown)", hide_input=True, err=True)).strip()
+    from getpass import getpass  # which asks only once the terminal shows nothing: what is typed sooner is not lost
+
+    return getpass(f"Token of {whose} (it is not shown): ", stream=sys.stderr).strip()

@@ -147,8 +147,8 @@ class TcpEndpoint:
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}
         self._lost: set[str] = set()
-        self._met_at: dict[str, tuple[str, int]] = {}
-        """Where each peer was when it was last named."""
+        self._met_at: dict[str, int] = {}
+        """The port of each peer when it was last named."""
         self._wanted: set[str] = set()
         """Whom a `connect` under way is to reach."""
         self._lock = threading.Lock()
@@ -191,20 +191,19 @@ class TcpEndpoint:
         """
         wanted = {peer: peers[peer] for peer in peers if peer != self.name}
         for peer in wanted:
-            address = Address.of(peers[peer])
-            self._forget_elsewhere(peer, (address.host, address.port))
+            self._forget_elsewhere(peer, Address.of(peers[peer]).port)
         self._wanted = set(wanted)
         try:
             self._meeting.gather(wanted, limit_seconds)
         finally:
             self._wanted = set()
 
-    def _forget_elsewhere(self, peer: str, where: tuple[str, int]) -> None:
-        """Drop a connection to an earlier process of this name: its end may not have been heard of, and whoever has its
-        name now would wait for one."""
-        before, self._met_at[peer] = self._met_at.get(peer, where), where
+    def _forget_elsewhere(self, peer: str, port: int) -> None:
+        """Drop a connection to an earlier process of this name, which had another port: its end may not have been heard
+        of, and whoever has its name now would wait for one."""
+        before, self._met_at[peer] = self._met_at.get(peer, port), port
         connection = self._connections.get(peer)
-        if connection is not None and before != where:
+        if connection is not None and before != port:
             self._lose(connection, "another process has its name now")
 
     def is_connected(self, peer: str) -> bool:
