@@ -14,7 +14,7 @@ from manyhands.lab.spaces import missing
 from manyhands.profiler.bench_capture import Figures
 
 SEED = 0
-"""Three devices that share samples, then three of a mixed plan; all three kinds, and stops short and long."""
+"""Three devices that share samples."""
 PATIENT_SECONDS = 30.0
 """What the benchmark aims at is for a machine of its own; tests share theirs."""
 NOTHING = {"network": "not in this test", "groups": "not in this test", "disk": "not in this test"}
@@ -36,14 +36,13 @@ def numbered(share: str, seed: int) -> int:
 
 
 def test_kill_stop_and_junk_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two jobs, the second in another way of sharing, with three faults each."""
+    """One job with three faults; what it stores can be added up."""
     monkeypatch.setattr(place, "missing", lambda: NOTHING)
     monkeypatch.setattr(draw, "FAULTS_EACH", 3)
-    options = ChaosOptions(seed=SEED, faults=6, only=("kill", "stop", "junk"), out=tmp_path)
-    assert {fault.kind for one in draw.scenarios(SEED, options.only, 6) for fault in one.faults} == set(options.only)
-    check(bench_chaos(options), 6)
+    options = ChaosOptions(seed=SEED, faults=3, only=("kill", "stop", "junk"), out=tmp_path)
+    check(bench_chaos(options), 3)
     again = bench_chaos(ChaosOptions(faults=0, only=("kill",), add=(tmp_path / f"chaos-{SEED}.json",)))
-    assert again["faults_fired"] == 6
+    assert again["faults_fired"] == 3
 
 
 @pytest.mark.root

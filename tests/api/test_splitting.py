@@ -184,7 +184,9 @@ def redeploying(at: int, deployment: Deployment) -> Callable[[SplitPilot, int], 
     return should_change
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, LAYERS)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), *(pytest.param(*cuts, marks=pytest.mark.slow) for cuts in ((2, 1), (1, LAYERS)))]
+)
 def test_only_layers_that_change_sides_travel(
     two: Two, alone: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
 ) -> None:
@@ -309,7 +311,13 @@ def test_the_link_is_looked_at(two: Two) -> None:
     assert cluster.bytes_per_second_between(two.server, two.edge) == 2e6
 
 
-@pytest.mark.parametrize("rival", ["edge-only", "jointdnn", "k0", "uncompressed", "unbounded"])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        "edge-only",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("jointdnn", "k0", "uncompressed", "unbounded")),
+    ],
+)
 def test_rivals_run_on_the_same_engine(two: Two, tmp_path: Path, rival: str) -> None:
     model = network(dtype=torch.float32)
     result, _ = split(

@@ -92,6 +92,7 @@ def test_a_pipe_is_not_told_the_token(home: Path) -> None:
     assert "--token " not in done.stderr, "nothing that a list of processes would show"
 
 
+@pytest.mark.slow
 def test_a_terminal_is_told_it(home: Path) -> None:
     master, slave = pty.openpty()
     process = subprocess.Popen(

@@ -48,6 +48,7 @@ def test_one_address_waits_longer_and_longer() -> None:
     limiter.check("10.0.0.8")  # another is not kept waiting
 
 
+@pytest.mark.slow
 def test_guesses_of_a_day() -> None:
     """What the arithmetic of the minimum length rests on."""
     clock = Clock()

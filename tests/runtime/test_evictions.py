@@ -47,11 +47,11 @@ def check_evicted(trip: Trip, device: str, words: str, plan: str) -> None:
     ("plan", "device", "place"),
     [
         ("samples", "b", "backward"),
-        ("samples", "c", "all-reduce"),
+        pytest.param("samples", "c", "all-reduce", marks=pytest.mark.slow),
         ("tiles", "b", "forward"),
-        ("pipeline", "b", "backward"),
+        pytest.param("pipeline", "b", "backward", marks=pytest.mark.slow),
         ("pipeline", "c", "loss"),
-        ("hybrid", "a", "step"),
+        pytest.param("hybrid", "a", "step", marks=pytest.mark.slow),
     ],
 )
 def test_a_device_that_hangs_is_evicted(plan: str, device: str, place: str) -> None:
@@ -64,7 +64,11 @@ def test_a_device_that_hangs_is_evicted(plan: str, device: str, place: str) -> N
 
 @pytest.mark.parametrize(
     ("plan", "pair", "gone"),
-    [("samples", ("b", "c"), "c"), ("tiles", ("a", "b"), "b"), ("pipeline", ("a", "b"), None)],
+    [
+        ("samples", ("b", "c"), "c"),
+        ("tiles", ("a", "b"), "b"),
+        pytest.param("pipeline", ("a", "b"), None, marks=pytest.mark.slow),
+    ],
 )
 def test_two_devices_that_do_not_reach_each_other(plan: str, pair: tuple[str, str], gone: str | None) -> None:
     """Both reach the coordinator. The run goes on without the one that does less."""
@@ -99,7 +103,7 @@ def test_a_device_that_sends_other_sizes_than_the_plan_says(monkeypatch: pytest.
     check_evicted(trip, "b", "not in the plan", "samples")
 
 
-@pytest.mark.parametrize(("plan", "device"), [("hybrid", "c"), ("pipeline", "b")])
+@pytest.mark.parametrize(("plan", "device"), [("hybrid", "c"), pytest.param("pipeline", "b", marks=pytest.mark.slow)])
 def test_a_device_whose_copies_are_not_what_it_announced(plan: str, device: str) -> None:
     """No round is fed while copies are missing: the others have nothing to wait for."""
     fault = Fault(device, "send copy", "called", step=4, does=lambda worker: send_too_much(worker, "state"))

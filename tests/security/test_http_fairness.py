@@ -80,7 +80,7 @@ def ask(port: int, path: str, headers: bytes, *, encrypted: bool, origin: str = 
 
 @pytest.mark.parametrize("serving", [dashboard, inference_server])
 @pytest.mark.parametrize("origin", ["127.0.0.2", "127.0.0.1"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "0.0.0.0"])
 def test_silent_connections_shut_nobody_out(serving: Serving, origin: str, host: str, tmp_path: Path) -> None:
     """Before, 300 of them kept everybody else from being answered until they were given up."""
     with serving(tmp_path, host) as (port, path, headers, door), silent(port, origin):

@@ -124,7 +124,7 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     thread.join(10)
 
 
-@pytest.mark.parametrize("kind", ["probe", "prepare"])
+@pytest.mark.parametrize("kind", [pytest.param("probe", marks=pytest.mark.slow), "prepare"])
 def test_what_connecting_met_stays_with_the_worker(
     coordinator: Coordinator, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
