@@ -365,6 +365,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal(place: Path, terminal: Callable[..., Terminal]) -> None:
     """A bar with a line for each device; Ctrl-C, typed, leaves a checkpoint, and the terminal as it was."""
     own = terminal("train", *DEVICES, "--batch-size", "32", "--steps", LONG, "--out", "typed", "--dashboard", "off")

@@ -127,7 +127,7 @@ def ways_to_type(command: str, option: str, value: str) -> list[list[str]]:
 
 def takes_long(command: str, option: str) -> bool:
     """Values for which models are captured or data sets are read, in commands whose other options cost a start each."""
-    return option in ("--model", "--data") or command in ("split train", "simulate", "profile")
+    return option in ("--model", "--data") or command in ("split train", "simulate", "profile", "plan")
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_an_estimate_is_by_this_machines_cores(home: Path) -> None:
     assert own.warnings == ["Times are estimated from the devices' speed, not measured."]
 
 
+@pytest.mark.slow
 def test_a_files_own_numbers_count(tmp_path: Path) -> None:
     assert is_plain_local(Cluster.local(3))
     assert not is_plain_local(Cluster.local(3, gflops=12.0))

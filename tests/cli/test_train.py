@@ -171,6 +171,7 @@ def test_mistakes_are_found_before_anything_starts(words: list[str], code: int, 
     assert not (place / "other").exists()
 
 
+@pytest.mark.slow
 def test_mixed_plans_train(tmp_path: Path) -> None:
     """Offered by --help, and refused once."""
     result = run_json(*QUICK, "--share", "mixed", "--out", "mixed", cwd=tmp_path)
