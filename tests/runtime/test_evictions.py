@@ -13,6 +13,8 @@ from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost
 from manyhands.runtime import quarantine, stalls
 from manyhands.runtime.control import Progress
+from manyhands.runtime.journey import Journey
+from manyhands.runtime.order import RunState
 from manyhands.runtime.quarantine import Quarantine
 from manyhands.runtime.worker import Worker
 
@@ -186,6 +188,21 @@ def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> No
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(PLANS["pipeline"], at_step={4: lambda: time.sleep(2.5)})
     trip.check(reference(2), generations=1)
+
+
+def test_a_slow_disk_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything has come, and the coordinator is still writing it when the last round is long over."""
+    saved = Journey._saved
+
+    def slowly(one: Journey, found: RunState) -> None:
+        time.sleep(2.5)
+        saved(one, found)
+
+    monkeypatch.setattr(Journey, "_saved", slowly)
+    with FaultCluster(NAMES) as cluster:
+        trip = cluster.travel(PLANS["pipeline"])
+    trip.check(reference(2), generations=1)
+    assert not any(member.is_evicted for member in cluster.coordinator.members.values())
 
 
 class TestQuarantine:

@@ -117,6 +117,14 @@ def test_nobody_is_evicted_for_a_batch_that_was_not_sent() -> None:
     assert verdict(devices, steps_fed=7) == "a"
 
 
+def test_one_that_waits_for_a_batch_hides_no_other() -> None:
+    """In a stream the first stage runs ahead, and waits for a batch while the last one stands still."""
+    devices = {
+        "a": device(VERY_LONG, COORDINATOR, step=6), "b": device(VERY_LONG, "c", step=4), "c": device(0.1, step=4)
+    }  # fmt: skip
+    assert verdict(devices, steps_fed=6) == "c"
+
+
 def test_in_a_circle_whom_most_wait_for() -> None:
     devices = {"a": device(VERY_LONG, "b"), "b": device(VERY_LONG, "c"), "c": device(VERY_LONG, "b")}
     assert verdict(devices) == "b"

@@ -38,6 +38,8 @@ class Gathering:
         self._parts: dict[int, dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]] = defaultdict(dict)
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._arrived: set[int] = set()
+        """Snapshots of which every part has come; they may still be written."""
         self._ended = run.first - 1
         self._saved = 0
         self._is_closed = False
@@ -100,6 +102,7 @@ class Gathering:
     def _joined(self, step: int) -> RunState:
         found = RunState({}, steps_done=step)
         parts = self._parts.pop(step)
+        self._arrived.add(step)
         for tensors, scalars in (parts[name] for name in reversed(self.run.keepers)):
             found.weights |= state.of(state.WEIGHT, tensors)
             found.optimizer |= state.of(state.OPTIMIZER, tensors)
@@ -124,10 +127,12 @@ class Gathering:
         return snapshots[self._saved] if self._saved < len(snapshots) else None
 
     def owing(self) -> list[str]:
-        """Those whose part of the oldest snapshot is missing."""
+        """Devices whose part of the oldest snapshot has not come; a slow disk is not their fault."""
         step = self.wanted_step
         with self._change:
-            return [] if step is None else [name for name in self.run.keepers if name not in self._parts.get(step, {})]
+            if step is None or step in self._arrived:
+                return []
+            return [name for name in self.run.keepers if name not in self._parts.get(step, {})]
 
     def is_complete(self) -> bool:
         return self._saved == len(self.run.order.snapshots)

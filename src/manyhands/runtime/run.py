@@ -390,6 +390,11 @@ class Run:
             limit_seconds = self.order.wait_limit_seconds + 30
             self._follow(moved, self._hear, f"to end step {done}", limit_seconds, self._last_ones)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the devices are done with every batch that was sent: nobody can be late then."""
+        return self._has_begun and self.fed <= self.steps_updated
+
     def owing(self) -> list[tuple[str, str]]:
         """Devices whose copies the coordinator waits for before it goes on, each with who was to get it."""
         found: list[tuple[str, str]] = []

@@ -78,7 +78,9 @@ class StallWatch:
         if away > _ABSENT_SECONDS or run.fed != self._steps_fed:  # nobody could go on before there was a batch
             self._back_at, self._steps_fed = now, run.fed
         observed, limit = self._observed(now), self.limit_seconds
-        found = stalls.judge(observed, limit, steps_fed=run.fed, stride=run.stride, patience=self._patience)
+        found = None
+        if not run.is_idle:
+            found = stalls.judge(observed, limit, steps_fed=run.fed, stride=run.stride, patience=self._patience)
         if found is not None or not observed:
             return found
         moved = run.coordinator.endpoint.mailbox.moved

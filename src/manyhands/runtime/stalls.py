@@ -222,13 +222,14 @@ def _waited_for(devices: Mapping[str, Observed], limit: float, last_round_fed: i
         for name, one in devices.items()
         if one.standing is not None and one.standing.step >= 0 and one.unmoved_seconds >= limit
     }
-    if any(_waits_for_a_batch(one, last_round_fed) for one in devices.values()):
-        return None
     votes = Counter(other for others in stuck.values() for other in others)
     if not votes:
         return None
-    ends = Counter({name: count for name, count in votes.items() if not stuck.get(name)})
-    gone = _cheapest(ends or votes, devices)
+    ends = {name for name in votes if not stuck.get(name)}
+    guilty = {name: votes[name] for name in ends if not _waits_for_a_batch(devices[name], last_round_fed)}
+    if ends and not guilty:
+        return None
+    gone = _cheapest(guilty or votes, devices)
     who = ", ".join(sorted(name for name, others in stuck.items() if gone in others))
     seconds = min(devices[name].unmoved_seconds for name in stuck)
     return Verdict(gone, f"{who} waited {seconds:.1f} s for what it was to send")
