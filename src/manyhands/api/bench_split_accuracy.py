@@ -6,10 +6,9 @@ against them; a gradient is as late as K allows, always. All see the same batche
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from manyhands.models.registry import build
 from manyhands.observe.split_plots import Study, draw_lines, draw_studies
 from manyhands.planner.split_profile import candidate_cuts
 from manyhands.profiler.bench_capture import Figures, Progress
+from manyhands.profiler.threads import with_threads
 
 BATCH = 32
 WIDTH = 16
@@ -137,7 +137,7 @@ def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) 
         trainings = Trainings.of(path, extent)
     except ManyhandsError as error:
         return {"accuracy_skipped": error.message}
-    with _threads():
+    with with_threads(1):  # operators are too small to be shared
         scores: dict[str, list[float]] = {name: [] for name in WAYS}
         losses: dict[str, list[float]] = {name: [] for name in WAYS}
         for seed in range(extent.seeds):
@@ -215,14 +215,3 @@ def _studies(trainings: Trainings, extent: Extent, out: Path, say: Progress) -> 
         f"Fig. 6-8: tiny on CIFAR-10 (JPEG copy), {steps} steps of {BATCH}, {seeds} seed(s), {MODE}",
     )  # fmt: skip
     return figures
-
-
-@contextlib.contextmanager
-def _threads() -> Iterator[None]:
-    """One: operators are too small to be shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

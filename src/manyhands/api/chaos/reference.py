@@ -6,9 +6,8 @@ plain loop, without anything of manyhands but the order of the samples, gives th
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.data.order import BatchOrder
 from manyhands.facts.optimizer import Optimizer
+from manyhands.profiler.threads import with_threads
 
 BATCH_SIZE = 24
 SAMPLES = 20 * BATCH_SIZE
@@ -68,7 +68,7 @@ class Reference:
         if first:
             optimizer.load_state_dict(copy.deepcopy(self._kept[first][1]))
         model.train()
-        with _one_thread():
+        with with_threads(1):  # as the workers compute; several would only wait for each other on layers so small
             for step in range(first, steps):
                 self._step(model, optimizer, step)
                 if (step + 1) % STEPS_BETWEEN_KEPT == 0:
@@ -93,14 +93,3 @@ class Reference:
                 return float("inf")
             worst = max(worst, float((other.double() - tensor.double()).abs().nan_to_num(float("inf")).max()))
         return worst
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """As the workers compute; several threads would only wait for each other on layers so small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
