@@ -177,8 +177,10 @@ class _Service:
         if not (self._rejoin or self._stay):
             raise error
         self._say(f"{error.message} Joining again in {error.again_seconds:.0f} s. Ctrl-C ends this worker.")
-        time.sleep(error.again_seconds)
-        return False
+        until = time.monotonic() + error.again_seconds
+        while time.monotonic() < until and not self._is_orphaned:
+            time.sleep(_PAUSE_SECONDS)
+        return self._is_orphaned
 
     def _turned_away(self, error: Refused) -> bool:
         """Where coordinators are looked for there may be another that has room."""
