@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 
+from manyhands.engine.inprocess import InProcessTransport
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost
-from manyhands.runtime import quarantine, stalls
+from manyhands.runtime import quarantine, service, stalls
 from manyhands.runtime.control import Progress
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.journey import Journey
 from manyhands.runtime.order import RunState
 from manyhands.runtime.quarantine import Quarantine
@@ -233,3 +237,20 @@ class TestQuarantine:
             cluster.until(lambda: any(name == "b" for name, _ in cluster.ended))
             error = next(error for name, error in cluster.ended if name == "b")
             assert isinstance(error, WorkerLost)
+
+    def test_an_evicted_worker_comes_back_when_it_may(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(quarantine, "FIRST_SECONDS", 2.5)  # it tries first after a second
+        monkeypatch.setattr(service, "_PAUSE_SECONDS", 0.05)
+        played, said = InProcessTransport(limit_seconds=20.0), []
+        with Coordinator(transport=played) as coordinator:
+            joining = Joining(*coordinator.address, coordinator.token, "b", limit_seconds=20.0)
+            thread = threading.Thread(target=service.serve, args=(joining, said.append), kwargs={"transport": played})
+            thread.start()
+            coordinator.wait_for(["b"], 20.0)
+            first = coordinator.members["b"]
+            coordinator.evict("b", "it hung")
+            coordinator.wait_for(["b"], 20.0)
+            assert coordinator.members["b"] is not first
+        thread.join(20.0)
+        assert not thread.is_alive()
+        assert any("b was evicted from this run: it hung. Joining again in" in text for text in said), said
