@@ -18,18 +18,20 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands.api import job, session
-from manyhands.api.job import Planned, TrainResult
 from manyhands.executor.messages import COORDINATOR
+from manyhands.explaining.planned_run import Planned
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.files.documents import read_document
+from manyhands.job import base as job
+from manyhands.job.result import TrainResult
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
+from manyhands.session import measuring
 
 CLASSES = 5
 LAYERS = 3
@@ -104,7 +106,7 @@ def workers(count: int, *, pictures: bool = False, **options: Any) -> Iterator[C
     patch = pytest.MonkeyPatch()
     if not pictures:
         patch.setattr(job.Job, "write_pictures", lambda *_: None)
-    patch.setattr(session, "MEASURE_SECONDS", 0.1)
+    patch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     try:
         with Coordinator.local_cluster(mh.Cluster.local(count), threads=1, **options) as coordinator:
             yield coordinator

@@ -111,16 +111,20 @@ def test_source_names_files_that_exist() -> None:
 
 def test_names_of_no_file_are_found() -> None:
     named_in = ROOT / "src" / "manyhands" / "runtime" / "run.py"
-    assert NAMED_FILE.findall("see journey.py, (api/job.py) and `README.md`; not a.python or gone.pyc") == [
-        "journey.py", "api/job.py", "README.md",
+    assert NAMED_FILE.findall("see journey.py, (job/base.py) and `README.md`; not a.python or gone.pyc") == [
+        "journey.py", "job/base.py", "README.md",
     ]  # fmt: skip
-    assert all(is_there(name, named_in) for name in ("journey.py", "api/job.py", "README.md", "manyhands/api/job.py"))
+    assert all(is_there(name, named_in) for name in ("journey.py", "job/base.py", "README.md", "manyhands/job/base.py"))
     assert not any(is_there(name, named_in) for name in ("agreeing.py", "job.py", "api/journey.py", "GONE.md"))
 
 
 def test_explanations_name_files_that_exist() -> None:
     """Where a page is about a room it names its files alone."""
-    known = [path.as_posix() for room in ("src", "tests", "docs", "examples") for path in (ROOT / room).rglob("*.py")]
+    known = [
+        path.as_posix()
+        for room in ("src", "tests", "docs", "examples", "benchmarks")
+        for path in (ROOT / room).rglob("*.py")
+    ]
     for name in [one for one in PAGES if one == "ARCHITECTURE.md" or one.startswith("docs/explanation/")]:
         for named in re.findall(r"`([\w/]+\.py)`", PAGES[name].read_text()):
             assert any(path.endswith(f"/{named}") for path in known), f"{name} names {named}, which is not there"
@@ -133,9 +137,9 @@ def test_explanations_name_files_that_exist() -> None:
 def app() -> Any:
     from typer.main import get_command
 
-    from manyhands.cli.main import app as typer_app
+    from manyhands.cli.main import whole_app
 
-    return get_command(typer_app)
+    return get_command(whole_app())
 
 
 def behind(command: Any, words: list[str]) -> list[str]:

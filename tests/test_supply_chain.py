@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manyhands.api.doctor_check import release, requirement, unmet
+from manyhands.doctor.check import release, requirement, unmet
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -22,9 +22,9 @@ Every command of `manyhands`, with all its arguments and options. This page is m
 def page() -> str:
     from typer.main import get_command
 
-    from manyhands.cli.main import app
+    from manyhands.cli.main import whole_app
 
-    root = get_command(app)
+    root = get_command(whole_app())
     found = list(_commands(root, "manyhands"))
     rows = [[f"[`{path}`](#{path.replace(' ', '-')})", _first_sentence(command.help)] for path, command in found]
     return START + table(["command", "what it does"], rows) + "".join(_section(path, one) for path, one in found)

@@ -22,7 +22,7 @@ CLUSTER = {
 def found() -> dict[str, Any]:
     """The plan, each layer's weight in it, and one simulated step."""
     import manyhands as mh
-    from manyhands.api.networks import load_network
+    from manyhands.plans.networks import load_network
 
     cluster = mh.Cluster.from_dict(CLUSTER)
     network = load_network(NETWORK)

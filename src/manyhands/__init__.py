@@ -21,22 +21,11 @@ from typing import TYPE_CHECKING, Any
 from manyhands.facts.version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.api.comparing import Comparison, compare
-    from manyhands.api.evaluation import EvaluateResult, evaluate
-    from manyhands.api.explaining import Explanation, explain
-    from manyhands.api.exporting import export_onnx
-    from manyhands.api.inference import Inference, infer
-    from manyhands.api.job import TrainResult
-    from manyhands.api.pipelining import pipeline_plan
-    from manyhands.api.public import Planned, plan, read_plan, simulate
-    from manyhands.api.split_job import SplitResult
-    from manyhands.api.splitting import split_train
-    from manyhands.api.tiling import tile_plan
-    from manyhands.api.trainer import Trainer
-    from manyhands.api.training import train
     from manyhands.data.given import Pairs, collect
     from manyhands.decoupling.decouple import Decoupled, decouple
     from manyhands.decoupling.report import DecoupleReport
+    from manyhands.explaining.comparison import Comparison, compare
+    from manyhands.explaining.explain import Explanation, explain
     from manyhands.facts.cluster import Cluster, Device, Link
     from manyhands.facts.errors import ManyhandsError
     from manyhands.facts.network import Network
@@ -48,8 +37,19 @@ if TYPE_CHECKING:
     from manyhands.graph.graph import Graph
     from manyhands.graph.store import load as load_graph
     from manyhands.graph.store import save as save_graph
+    from manyhands.inference.export import export_onnx
+    from manyhands.inference.infer import Inference, infer
+    from manyhands.job.evaluation import EvaluateResult, evaluate
+    from manyhands.job.result import TrainResult
+    from manyhands.plans.pipelines import pipeline_plan
+    from manyhands.plans.planning import Planned, plan, read_plan, simulate
+    from manyhands.plans.tiles import tile_plan
     from manyhands.profiler.store import profile_network as profile
     from manyhands.runtime.coordinator import Coordinator
+    from manyhands.split.job import SplitResult
+    from manyhands.split.training import split_train
+    from manyhands.training.train import train
+    from manyhands.training.trainer import Trainer
 
 _HOMES = {
     "capture": ("graph.capture", "capture"),
@@ -57,28 +57,28 @@ _HOMES = {
     "save_graph": ("graph.store", "save"),
     "load_graph": ("graph.store", "load"),
     "profile": ("profiler.store", "profile_network"),
-    "plan": ("api.public", "plan"),
-    "Planned": ("api.public", "Planned"),
-    "read_plan": ("api.public", "read_plan"),
-    "simulate": ("api.public", "simulate"),
-    "explain": ("api.explaining", "explain"),
-    "Explanation": ("api.explaining", "Explanation"),
-    "compare": ("api.comparing", "compare"),
-    "Comparison": ("api.comparing", "Comparison"),
-    "pipeline_plan": ("api.pipelining", "pipeline_plan"),
-    "tile_plan": ("api.tiling", "tile_plan"),
-    "train": ("api.training", "train"),
-    "TrainResult": ("api.training", "TrainResult"),
-    "split_train": ("api.splitting", "split_train"),
-    "SplitResult": ("api.split_job", "SplitResult"),
-    "Trainer": ("api.trainer", "Trainer"),
+    "plan": ("plans.planning", "plan"),
+    "Planned": ("plans.planning", "Planned"),
+    "read_plan": ("plans.planning", "read_plan"),
+    "simulate": ("plans.planning", "simulate"),
+    "explain": ("explaining.explain", "explain"),
+    "Explanation": ("explaining.explain", "Explanation"),
+    "compare": ("explaining.comparison", "compare"),
+    "Comparison": ("explaining.comparison", "Comparison"),
+    "pipeline_plan": ("plans.pipelines", "pipeline_plan"),
+    "tile_plan": ("plans.tiles", "tile_plan"),
+    "train": ("training.train", "train"),
+    "TrainResult": ("job.result", "TrainResult"),
+    "split_train": ("split.training", "split_train"),
+    "SplitResult": ("split.job", "SplitResult"),
+    "Trainer": ("training.trainer", "Trainer"),
     "collect": ("data.given", "collect"),
     "Pairs": ("data.given", "Pairs"),
-    "export_onnx": ("api.exporting", "export_onnx"),
-    "evaluate": ("api.evaluation", "evaluate"),
-    "EvaluateResult": ("api.evaluation", "EvaluateResult"),
-    "infer": ("api.inference", "infer"),
-    "Inference": ("api.inference", "Inference"),
+    "export_onnx": ("inference.export", "export_onnx"),
+    "evaluate": ("job.evaluation", "evaluate"),
+    "EvaluateResult": ("job.evaluation", "EvaluateResult"),
+    "infer": ("inference.infer", "infer"),
+    "Inference": ("inference.infer", "Inference"),
     "Coordinator": ("runtime.coordinator", "Coordinator"),
     "Optimizer": ("facts.optimizer", "Optimizer"),
     "Cluster": ("facts.cluster", "Cluster"),

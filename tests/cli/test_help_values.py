@@ -15,16 +15,17 @@ import pytest
 from help_values import Shown, shown, values_in
 
 from groups import slow_if
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 
 MADE_UP = "no-such-thing"
 STARTS = (
-    "manyhands.api.training.expect_session", "manyhands.api.answering_job.opened", "manyhands.api.splitting.open_two",
-    "manyhands.api.splitting.joined", "manyhands.runtime.coordinator.Coordinator.__init__",
+    "manyhands.training.train.expect_session", "manyhands.inference.job.opened", "manyhands.split.training.open_two",
+    "manyhands.split.training.joined", "manyhands.runtime.coordinator.Coordinator.__init__",
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
-    "manyhands.api.doctor._checks", "manyhands.api.results_page.write_page", "manyhands.api.bench_infer.measure_parts",
-    "manyhands.api.bench_infer.prepare_gpu", "manyhands.api.bench_auto.measure_parts",
-    "manyhands.api.exporting.export_run", "manyhands.api.chaos.bench._run_all",
+    "manyhands.doctor.report._checks", "manyhands_bench.results_page.write_page",
+    "manyhands_bench.infer.bench.measure_parts",
+    "manyhands_bench.infer.bench.prepare_gpu", "manyhands_bench.auto.bench.measure_parts",
+    "manyhands.inference.export.export_run", "manyhands_bench.chaos.bench._run_all",
 )  # fmt: skip
 """Where something would start."""
 CONTEXT = {
@@ -108,7 +109,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refusal(words: list[str]) -> str:
     """Why a command refuses its words; empty: it does not."""
     try:
-        app(args=words, prog_name="manyhands", standalone_mode=False)
+        whole_app()(args=words, prog_name="manyhands", standalone_mode=False)
     except Reached:
         return ""
     except Exception as error:

@@ -20,10 +20,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from manyhands.api import answering_job
 from manyhands.cli.main import app
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.plan import Plan, Stage
+from manyhands.inference import job as answering_job
 from manyhands.models import registry
 from manyhands.runtime.processes import LocalWorkers
 

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 from forking import run_command
 
-from manyhands.api.local_times import is_plain_local, keep_links, local_times
-from manyhands.api.machines import threads_each
-from manyhands.api.networks import capture_model, load_network
-from manyhands.api.public import plan, simulate
-from manyhands.api.session import profile_place
-from manyhands.api.what_if import with_speed
+from manyhands.explaining.what_if import with_speed
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.optimizer import parse
 from manyhands.facts.profile import DeviceProfile, Profile, estimate
 from manyhands.files.documents import write_document
+from manyhands.plans.local_cluster import threads_each
+from manyhands.plans.local_profiles import is_plain_local, keep_links, local_times
+from manyhands.plans.networks import capture_model, load_network
+from manyhands.plans.planning import plan, simulate
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
+from manyhands.session.measuring import profile_place
 
 pytestmark = pytest.mark.xdist_group("train")  # its workers are started once
 TIMES = 20.0

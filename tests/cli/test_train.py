@@ -14,7 +14,7 @@ import yaml
 from command_processes import MARK, Command, leftovers
 from forking import run_command
 
-from manyhands.api.jobs import wish_for
+from manyhands.job.named import wish_for
 from manyhands.planner.strategies import STRATEGIES
 
 pytestmark = pytest.mark.xdist_group("train")  # its workers are started once

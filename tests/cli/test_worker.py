@@ -14,12 +14,12 @@ import pytest
 from command_processes import Command, leftovers
 from forking import run_command
 
-from manyhands.api.joining import reachable
 from manyhands.engine.keys import Role
 from manyhands.facts.version import __version__
 from manyhands.runtime import members
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.device_book import own_credentials
+from manyhands.session.joining import reachable
 
 
 @pytest.mark.xdist_group("commands")

@@ -11,11 +11,11 @@ import numpy
 import pytest
 import torch
 
-from manyhands.api.jobs import build_model, check_classes
 from manyhands.data import arrays
 from manyhands.data.loader import example, length
 from manyhands.data.sets import DataSets, load
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
+from manyhands.job.named import build_model, check_classes
 
 LABELS = numpy.arange(20) % 4
 

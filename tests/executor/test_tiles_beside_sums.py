@@ -17,7 +17,6 @@ from torch import nn
 
 from groups import slow_if
 from hand_made import cluster as cluster_of
-from manyhands.api.public import simulate
 from manyhands.executor.boxes import packed_alone
 from manyhands.executor.tile_base import memory_of
 from manyhands.executor.tile_pointwise import Activation
@@ -27,6 +26,7 @@ from manyhands.facts.plan import ByTiles, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, estimate_cluster
 from manyhands.planner.tiles import TilePrices, with_groups
+from manyhands.plans.planning import simulate
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, parse_action
 from manyhands.schedule.checker import check, check_progress
 from manyhands.schedule.policy import Schedule

@@ -17,10 +17,6 @@ from PIL import Image
 
 from fuzz.file_targets import put
 from fuzz.judging import Build, Target
-from manyhands.api.answering import Answering
-from manyhands.api.answering_handler import Handler
-from manyhands.api.answering_lines import Labels
-from manyhands.api.answering_requests import Limits, samples_in
 from manyhands.dashboard.handler import PageHandler
 from manyhands.dashboard.server import Dashboard
 from manyhands.data import cifar, detection, movielens
@@ -33,6 +29,10 @@ from manyhands.data.wanted import Wanted
 from manyhands.engine.http_door import ConnectionLimits
 from manyhands.engine.http_handler import Refusal
 from manyhands.facts.errors import ManyhandsError
+from manyhands.inference.handler import Handler
+from manyhands.inference.lines import Labels
+from manyhands.inference.requests import Limits, samples_in
+from manyhands.inference.server import Answering
 
 WANTED = Wanted((1, 2, 2)).resizing()  # what lies behind a wrong size is reached, too
 

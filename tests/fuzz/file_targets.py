@@ -18,8 +18,6 @@ from fuzz.judging import Build, Target
 from hand_made import chain
 from hand_made import cluster as made_cluster
 from hand_made import profile as made_profile
-from manyhands.api import networks
-from manyhands.api.calibrating import calibration_path, find_calibration
 from manyhands.executor import checkpoint, packing_cost
 from manyhands.facts.calibration import Calibration, Tried
 from manyhands.facts.cluster import Cluster
@@ -36,8 +34,10 @@ from manyhands.lab import record
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveRound, LiveSpan, LiveStage, read_live
 from manyhands.observe.watching import Watch
+from manyhands.plans import networks
 from manyhands.profiler.store import load_profile
 from manyhands.runtime.record import COLUMNS, read_config, read_decided
+from manyhands.split.calibration import calibration_path, find_calibration
 
 SEEDS = Path(__file__).parent / "seeds"
 NETWORK = chain(4)

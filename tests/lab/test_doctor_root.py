@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 
-from manyhands.api.doctor_check import BROKEN, OK, PairRate
-from manyhands.api.doctor_network import pair_checks
-from manyhands.api.labs import lab_session, this_machine
+from manyhands.doctor.check import BROKEN, OK, PairRate
+from manyhands.doctor.network import pair_checks
 from manyhands.facts.lab import LabCluster
 from manyhands.lab.lab import Lab
+from manyhands.session.lab_session import lab_session, this_machine
 
 pytestmark = ROOT_ONLY
 

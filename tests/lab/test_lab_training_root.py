@@ -13,13 +13,15 @@ import torch
 from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 from torch import nn
 
-from manyhands.api import job, labs, session
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.job import base as job
 from manyhands.lab.lab import Lab
 from manyhands.lab.lab import labs as labs_that_are_up
+from manyhands.session import lab_session as labs
+from manyhands.session import measuring
 from real_runs import BATCH, LAYERS, Pictures, assert_close, shared, train
 
 pytestmark = ROOT_ONLY
@@ -28,7 +30,7 @@ pytestmark = ROOT_ONLY
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
-    monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
+    monkeypatch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     speed = labs.this_machine(threads=1).gflops
     monkeypatch.setattr("lab_places.CORE_GFLOPS", speed)
 

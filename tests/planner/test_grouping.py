@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hand_made import chain
-from manyhands.api.networks import load_network
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
 from manyhands.facts.reads import Blocks, Read, Whole, Window
@@ -27,6 +26,7 @@ from manyhands.planner.grouping import (
     kernel_layers,
     plan_groups,
 )
+from manyhands.plans.networks import load_network
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 RATIOS = (0, 1, 10, 100, 300, 1_000, 3_000, 1e4, 1e5, 1e6, 1e9)

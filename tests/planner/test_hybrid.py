@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from exhaustive import Exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
-from manyhands.planner.exhaustive import Exhaustive
 from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.shares import offloaded

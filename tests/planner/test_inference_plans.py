@@ -16,16 +16,6 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from hand_made import CHANNELS, chain, changed
-from manyhands.api.networks import load_network
-from manyhands.api.planning_inference import (
-    inference_table,
-    plan_for,
-    replan_inference,
-    sample_seconds,
-    stream_seconds,
-)
-from manyhands.api.public import plan as make_plan
-from manyhands.api.public import simulate
 from manyhands.cli.main import app
 from manyhands.decoupling.decouple import decouple
 from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
@@ -37,6 +27,7 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.reads import Blocks, Read
 from manyhands.graph.capture import capture
+from manyhands.inference.replanning import replan_inference
 from manyhands.models.registry import build
 from manyhands.planner.channel_plans import channel_groups, channel_stage, compositions, dense_cuts
 from manyhands.planner.inference import INFERENCE_STRATEGIES, inference_task
@@ -44,6 +35,10 @@ from manyhands.planner.inference_stages import balanced_pipeline, fair_samples
 from manyhands.planner.inference_tiles import tile_ends
 from manyhands.planner.mending import Mending
 from manyhands.planner.task import Task
+from manyhands.plans.inference import inference_table, plan_for, sample_seconds, stream_seconds
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import plan as make_plan
+from manyhands.plans.planning import simulate
 from manyhands.schedule.synchronisation import sync_points, window_exchanges
 
 GROUPS = 4

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.api.networks import load_network
-from manyhands.api.public import Planned, simulate
-from manyhands.api.public import plan as make_plan
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.network import Network
@@ -27,6 +24,9 @@ from manyhands.planner.refining import moved_cuts, shortened, soon
 from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import Planned, simulate
+from manyhands.plans.planning import plan as make_plan
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import tileable_layers
 

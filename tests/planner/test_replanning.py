@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from hand_made import chain, changed, cluster, even_profile, profile
-from manyhands.api.networks import load_network
-from manyhands.api.public import simulate
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, UnknownName
 from manyhands.facts.network import Network
@@ -25,6 +23,8 @@ from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.replanning import Replanned, replanned
 from manyhands.planner.strategies import plan_by_name
 from manyhands.planner.task import Price, Task
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import simulate
 
 CHAIN = chain(6, statistics=(1, 4), skips={3: 1})
 LINK = Link(1e6, 0.001)

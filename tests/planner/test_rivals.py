@@ -7,9 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from hand_made import chain, cluster, even_profile
-from manyhands.api.comparing import ALONE, HETPIPE, compare
-from manyhands.api.networks import load_network
-from manyhands.api.public import simulate
+from manyhands.explaining.comparison import ALONE, HETPIPE, compare
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan
@@ -18,6 +16,8 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner import rivals
 from manyhands.planner.task import Task
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import simulate
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_volume_is_equation_2() -> None:
     alone, shared, cut = 4 * 1000 * 4, 4 * 1000 * 2, network.cut_bytes(2, 8)
     plan = rivals.data_parallel(task, price_of(task))
     assert rivals.volume(plan, task) == 2 * 2 * alone
-    from manyhands.api.pipelining import pipeline_plan
+    from manyhands.plans.pipelines import pipeline_plan
 
     mixed = pipeline_plan(network, machines, [2], [["a", "b"], "c"], batch_size=8, micro_batches=2)
     assert rivals.volume(mixed, task) == 2 * 1 * shared + 2 * cut

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.api.comparing import compare
-from manyhands.api.networks import load_network
-from manyhands.api.public import plan as make_plan
+from manyhands.explaining.comparison import compare
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.network import Network
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import plan as make_plan
 
 STATIC = r"487 kB weights, gradients and optimiser"
 """Of the whole network; its largest layer, features#3, has 223 kB of them."""

@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.api.networks import load_network
-from manyhands.api.public import Prices, simulate
-from manyhands.api.public import plan as make_plan
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.errors import BadPlan, OutOfMemory, UnknownName
 from manyhands.facts.network import Network
@@ -23,6 +20,9 @@ from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
 from manyhands.planner.strategies import choose, plan_by_name
 from manyhands.planner.task import Best, Task, TileWish
+from manyhands.plans.networks import load_network
+from manyhands.plans.planning import Prices, simulate
+from manyhands.plans.planning import plan as make_plan
 
 
 @pytest.fixture(scope="module")

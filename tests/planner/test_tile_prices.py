@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hand_made import chain as chain_of
 from hand_made import changed
 from hand_made import cluster as cluster_of
-from manyhands.api.public import simulate
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.cluster import Link
 from manyhands.facts.network import Network
@@ -20,6 +19,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.tile_plans import tile_shares
 from manyhands.planner.tiles import TilePrices, with_groups
+from manyhands.plans.planning import simulate
 from manyhands.schedule.tiles import TileGeometry
 
 SLOW = Link(1e5, 1e-3)

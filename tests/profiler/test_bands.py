@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.api.networks import capture_model
 from manyhands.graph.graph import Graph
+from manyhands.plans.networks import capture_model
 from manyhands.profiler.bands import band_inputs, fitting_parts, needed_bytes, possible_parts, whole_seconds
 from manyhands.profiler.measure import measure_network
 

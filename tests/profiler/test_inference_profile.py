@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.api.session import Session, profile_place
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
@@ -32,6 +31,8 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.measuring import measure_on
 from manyhands.runtime.worker import Worker
+from manyhands.session.measuring import profile_place
+from manyhands.session.session import Session
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.api.results import Host
 from manyhands.profiler.processors import core_names, processor_name
 from manyhands.profiler.this_machine import identify
+from manyhands_bench.results import Host
 
 XEON = "processor\t: 0\nmodel name\t: Intel(R)  Xeon(R) CPU @ 2.00GHz\n\n" * 2
 

@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from hand_made import cluster as made_cluster
 from hand_made import even_profile
-from manyhands.api.public import simulate
 from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
@@ -43,6 +42,7 @@ from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
+from manyhands.plans.planning import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.journey import Change, Endurance, Journey, Pilot, Travelled

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.api import asked
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadData, BadValue, DataNotFinite, NotFinite
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job import options as asked
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
 

@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 import manyhands as mh
-from manyhands.api import job, session
 from manyhands.engine import transport
 from manyhands.facts.errors import BadData
+from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.nursery import close_nurseries
+from manyhands.session import measuring
 from real_runs import Pictures, kill, marked, shared, train
 
 GONE_SECONDS = 30.0
@@ -44,7 +45,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     close_nurseries()  # those of earlier tests have no mark, nor have the workers they would fork
     text = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("MANYHANDS_MARK", text)
-    monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
+    monkeypatch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
     return text
 
@@ -121,8 +122,9 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import manyhands as mh
-from manyhands.api import job, session
-session.MEASURE_SECONDS = 0.1
+from manyhands.job import base as job
+from manyhands.session import measuring
+measuring.MEASURE_SECONDS = 0.1
 from real_runs import shared, train
 def at_step(step, loss, seconds):
     print("step", step, flush=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from doctor_ports import closed_port, deaf_port
-from manyhands.api import doctor
-from manyhands.api.doctor import Asked, examine
-from manyhands.api.doctor_check import BROKEN, OK, WARNING, Check, PairRate
-from manyhands.api.doctor_network import clock_checks, pair_checks
+from manyhands.doctor import report as doctor
+from manyhands.doctor.check import BROKEN, OK, WARNING, Check, PairRate
+from manyhands.doctor.network import clock_checks, pair_checks
+from manyhands.doctor.report import Asked, examine
 from manyhands.engine.endpoint import Address
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster

@@ -18,13 +18,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from manyhands.api import asked, pictures
-from manyhands.api.job import Job
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, DiskFull
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files import documents
 from manyhands.files.documents import write_document
+from manyhands.job import options as asked
+from manyhands.job import pictures
+from manyhands.job.base import Job
 from manyhands.observe import figures
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.tensorboard import TensorBoard
@@ -301,7 +302,7 @@ def test_a_log_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 FILLING = """
 import shutil
 from pathlib import Path
-from manyhands.api import job
+from manyhands.job import base as job
 from manyhands.models.registry import build
 
 def factory(num_classes=10, channels=1):

@@ -9,13 +9,14 @@ import pytest
 from fault_cluster import FaultCluster, reference
 from listening import LIMIT_SECONDS, Listening, ListeningProcess
 
-from manyhands.api import job, session
 from manyhands.engine.security import is_loopback
 from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.job import base as job
 from manyhands.runtime import inviting
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.session import measuring
 from real_runs import BATCH, LAYERS, train
 
 SERVER = "a-server"
@@ -96,7 +97,7 @@ def test_a_server_that_is_asked_to_end_hands_over() -> None:
 def test_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encrypted; killed and started again; who has connected to whom is what the kernel says."""
     monkeypatch.setattr(job.Job, "write_pictures", lambda *_: None)
-    monkeypatch.setattr(session, "MEASURE_SECONDS", 0.1)
+    monkeypatch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     server = ListeningProcess(SERVER)
     again: ListeningProcess | None = None
     try:

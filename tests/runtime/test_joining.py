@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from manyhands.api.joining import LISTEN_VARIABLE
-from manyhands.api.session import open_session
 from manyhands.engine.channel import Channel, connect
 from manyhands.engine.security import new_token
 from manyhands.facts.cluster import Cluster
@@ -37,6 +35,8 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.members import Joined, Lost
 from manyhands.runtime.worker import Worker
+from manyhands.session.joining import LISTEN_VARIABLE
+from manyhands.session.opening import open_session
 
 OPEN: list[Channel] = []
 """One that nobody holds is closed."""

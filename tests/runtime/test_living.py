@@ -11,10 +11,10 @@ import pytest
 
 from hand_made import chain, even_profile
 from hand_made import cluster as made_cluster
-from manyhands.api.public import simulate
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.observe.live import Live, read_live
 from manyhands.observe.watching import Watch
+from manyhands.plans.planning import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks

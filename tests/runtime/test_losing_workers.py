@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.api import asked
-from manyhands.api import session as sessions
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
+from manyhands.job import options as asked
 from manyhands.runtime.control import Measure, Prepare, Said, Send
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
+from manyhands.session import session as sessions
 from real_runs import assert_same, kill, names, network, piped, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.api import session
 from manyhands.facts.errors import WorkerLost
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.session import measuring
 from real_runs import Pictures, assert_close, marked, network, shared, train
 
 pytestmark = [
@@ -95,7 +95,7 @@ def hosts() -> Iterator[Hosts]:
 def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator on all addresses of this host, and workers by the command a person types."""
     patch, mark = pytest.MonkeyPatch(), f"namespaces-{os.getpid()}"
-    patch.setattr(session, "MEASURE_SECONDS", 0.1)
+    patch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     processes = []
     logs = tmp_path_factory.mktemp("logs")
     try:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.api.inference import Inference
 from manyhands.executor.messages import plan_bytes
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Codec, Plan, Replay, Single, Stage
 from manyhands.graph.capture import capture
+from manyhands.inference.infer import Inference
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.schedule.actions import Forward, parse_action
 from manyhands.schedule.policy import Schedule

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hand_made import cluster as cluster_of
-from manyhands.api import job, session
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.facts.cluster import Cluster, Link
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
+from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_links
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.actions import Message, Receive, Send, parse_action
+from manyhands.session import measuring
 from real_runs import ADAM, CLASSES, Pictures, Ran, assert_close, names, train, workers
 
 pytestmark = pytest.mark.xdist_group("pipeline_processes")  # its workers are started once
@@ -136,9 +137,9 @@ def slow_workers(count: int) -> Iterator[Coordinator]:
     """Workers whose links are made slow; they are not measured, which would take long."""
     shaping: Cluster = cluster_of([f"slow{number}" for number in range(count)], Link(RATE, DELAY))
     patch = pytest.MonkeyPatch()
-    patch.setattr(session, "_with_links", lambda _, own: own)
+    patch.setattr(measuring, "_with_links", lambda _, own: own)
     patch.setattr(job.Job, "write_pictures", lambda *_: None)
-    patch.setattr(session, "MEASURE_SECONDS", 0.1)
+    patch.setattr(measuring, "MEASURE_SECONDS", 0.1)
     try:
         with Coordinator() as coordinator:
             coordinator.wanted, coordinator.shaping = set(shaping.names), shaping

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from manyhands.api import session as sessions
-from manyhands.api.session import Session, measure_who_stays, open_session
 from manyhands.engine.channel import Channel, connect
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import TimedOut, WorkerLost
@@ -19,6 +17,10 @@ from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.crew import Endurance
+from manyhands.session import measuring as session_measuring
+from manyhands.session.measuring import measure_who_stays
+from manyhands.session.opening import open_session
+from manyhands.session.session import Session
 
 HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 4, 4, 10**9, "2.6"))
 
@@ -130,7 +132,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None
             raise WorkerLost("Worker pi-1 was lost.")
         return session.cluster, Profile({})
 
-    monkeypatch.setattr(sessions, "measure", measure)
+    monkeypatch.setattr(session_measuring, "measure", measure)
 
 
 def test_the_only_worker_is_lost_while_it_measures(

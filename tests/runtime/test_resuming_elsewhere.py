@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from manyhands.api import asked, training
-from manyhands.api.session import Session
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
+from manyhands.job import options as asked
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.session.session import Session
+from manyhands.training import train as training
 from real_runs import BATCH, LAYERS, Ran, assert_close, assert_same, names, shared, train, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming_elsewhere")]  # its workers are started once
@@ -27,7 +28,7 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[dict[int, Coordinator]]:
     """Clusters of three workers, of two and of one, each measured once."""
-    real, known = training.measure, dict[tuple[str, ...], Any]()
+    real, known = training.measure_who_stays, dict[tuple[str, ...], Any]()
 
     def measure(session: Session, *words: Any, **named: Any) -> Any:
         if session.cluster.names not in known:
@@ -40,7 +41,7 @@ def clusters() -> Iterator[dict[int, Coordinator]]:
         workers(2) as two,
         workers(1) as one,
     ):
-        patch.setattr(training, "measure", measure)
+        patch.setattr(training, "measure_who_stays", measure)
         yield {3: three, 2: two, 1: one}
 
 

@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.api import asked, job, training
-from manyhands.api.job import Planned
 from manyhands.executor import checkpoint
+from manyhands.explaining.planned_run import Planned
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import read_document
+from manyhands.job import base as job
+from manyhands.job import options as asked
 from manyhands.observe.recent import recent_runs
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
+from manyhands.training import train as training
 from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, piped, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("run_folder")  # its workers are started once

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from manyhands.api.session import Session, _alike, profile_place
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import UnknownName, WorkerLost
@@ -21,6 +20,8 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.measuring import measure_on
 from manyhands.runtime.worker import Worker
+from manyhands.session.measuring import _alike, profile_place
+from manyhands.session.session import Session
 from real_runs import Pictures, network
 
 

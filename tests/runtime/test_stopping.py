@@ -17,11 +17,11 @@ from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, assert_equal,
 from test_piloted import ENDS, Steps, split
 
 from groups import slow_if
-from manyhands.api import job
-from manyhands.api.stopping import SAME_SECONDS, Stopping, stopping
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
+from manyhands.job import base as job
+from manyhands.job.stopping import SAME_SECONDS, Stopping, stopping
 from manyhands.observe.live import read_live
 from manyhands.runtime.journey import Endurance
 from real_runs import Pictures, assert_same, names, shared, train, workers
@@ -156,7 +156,7 @@ def test_nobody_left() -> None:
 
 def test_a_signal_so_soon_after_another_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("manyhands.api.stopping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("manyhands.job.stopping.time.monotonic", lambda: now[0])
     with Stopping() as found:
         found.is_patient = True
         os.kill(os.getpid(), signal.SIGINT)

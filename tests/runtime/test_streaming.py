@@ -1,6 +1,6 @@
 """Every sample of a stream is answered once, rightly and in order, whoever is lost, comes or goes meanwhile.
 
-Whole clusters in this process, in float64; see tests/api/test_inference.py for processes that are killed.
+Whole clusters in this process, in float64; see tests/inference/test_infer.py for processes that are killed.
 """
 
 from __future__ import annotations

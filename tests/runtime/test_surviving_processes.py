@@ -18,14 +18,14 @@ import numpy
 import pytest
 import yaml
 
-from manyhands.api import job
-from manyhands.api import session as sessions
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.household import household_token
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.session import session as sessions
 from real_runs import BATCH, LAYERS, Pictures, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("surviving")  # its workers are started once

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.api.answering_model import _same_model
-from manyhands.api.jobs import Wish, wish_for
-from manyhands.api.resuming import resume_command
-from manyhands.api.split_typed import split_wish
 from manyhands.facts.errors import BadFile
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.files.documents import write_document
+from manyhands.inference.model import _same_model
+from manyhands.job.named import Wish, wish_for
+from manyhands.job.resuming import resume_command
 from manyhands.models.registry import build, from_file
+from manyhands.split.config import split_wish
 
 HOSTILE = """from pathlib import Path
 

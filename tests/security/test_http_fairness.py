@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.api.answering import Answering
-from manyhands.api.answering_lines import Labels
 from manyhands.dashboard import server
 from manyhands.dashboard.server import Dashboard
 from manyhands.data.wanted import Wanted
 from manyhands.engine.admission import Admission, client_network
 from manyhands.engine.http_door import ConnectionLimits, Door
 from manyhands.engine.turnstile import AddressTurnstiles
+from manyhands.inference.lines import Labels
+from manyhands.inference.server import Answering
 
 SILENT = 300
 MOST_SECONDS = 1.0

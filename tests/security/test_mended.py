@@ -17,9 +17,6 @@ import pytest
 import torch
 
 from hand_made import chain
-from manyhands.api import networks
-from manyhands.api.answering_handler import _number
-from manyhands.api.answering_requests import Limits, samples_in
 from manyhands.data.arrays import load_arrays
 from manyhands.data.cifar import load_jpeg_copy
 from manyhands.data.sample_arrays import read_npy
@@ -36,8 +33,11 @@ from manyhands.executor import codec
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, Refused
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
+from manyhands.inference.handler import _number
+from manyhands.inference.requests import Limits, samples_in
 from manyhands.observe.live import Live
 from manyhands.observe.watching import Watch
+from manyhands.plans import networks
 from manyhands.runtime import control, state
 
 WANTED = Wanted((1, 2, 2))

@@ -16,7 +16,7 @@ LINES = [
     for line in DEFENDED.splitlines()
     if line.startswith("|") and not line.startswith(("|---", "| attack", "| fault"))
 ]
-NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:benchmarks/)?tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def test_there_are_lines() -> None:

@@ -93,9 +93,9 @@ def dashboard_for(option: str | None, say: Callable[[str], None], *, quiet: bool
 
 def opened(address: str, folder: Path | None) -> Dashboard:
     """Served from now on, where it was said, or near the usual port."""
-    from manyhands.api.joining import parse_address, reachable
     from manyhands.dashboard.server import Dashboard
     from manyhands.facts.errors import AddressTaken
+    from manyhands.session.joining import parse_address, reachable
 
     if address:
         host, port = parse_address(address, PORTS[0])

@@ -30,10 +30,10 @@ def decouple(
     Wherever a model is named, decoupled:NAME is the network decoupled like this; options go before the colon:
     decoupled,groups=2,shuffles=all,widen=1.75:resnet50.
     """
-    from manyhands.api.decoupling import decouple_named, parse_shuffles
-    from manyhands.api.networks import parse_input
     from manyhands.cli.show import print_json, print_table, working
     from manyhands.facts.units import format_bytes, format_count
+    from manyhands.models.decoupled_report import decouple_named, parse_shuffles
+    from manyhands.plans.networks import parse_input
 
     with working(f"decoupling {model}"):
         report = decouple_named(

@@ -50,9 +50,9 @@ def devices(
     if not cluster and not measure:
         _show_catalogue(json)
         return
-    from manyhands.api.machines import measured_cluster
     from manyhands.cli.show import working
     from manyhands.files.documents import load_cluster, write_document
+    from manyhands.plans.local_cluster import measured_cluster
 
     machines = load_cluster(cluster or "local:1")
     if measure:

@@ -12,7 +12,7 @@ from manyhands.cli.show import plain
 from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
-    from manyhands.api.doctor_check import Check, Diagnosis
+    from manyhands.doctor.check import Check, Diagnosis
 
 MOST_GOOD_LINKS = 12
 """Of more, the slowest are shown."""
@@ -42,9 +42,9 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check this machine, its workers and the network between them. Exit code 19: something would break a run."""
-    from manyhands.api.doctor import Asked, examine
-    from manyhands.api.joining import parse_devices
     from manyhands.cli.show import print_json, working
+    from manyhands.doctor.report import Asked, examine
+    from manyhands.session.joining import parse_devices
 
     asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait)
     with working("manyhands doctor") as spin:

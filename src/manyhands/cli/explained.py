@@ -11,12 +11,12 @@ from manyhands.cli.show import WIDTH_WITHOUT_TERMINAL, print_table
 from manyhands.facts.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from manyhands.api.explaining import Explanation
-    from manyhands.api.limits import Limit
-    from manyhands.api.public import Planned
+    from manyhands.explaining.bottleneck import Limit
+    from manyhands.explaining.explain import Explanation
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
+    from manyhands.plans.planning import Planned
 
 MOST_CANDIDATES = 12
 MOST_BESIDES = 2
@@ -62,7 +62,7 @@ def _print_limits(explained: Explanation) -> None:
 
 
 def _checked(limit: Limit) -> str:
-    from manyhands.api.explaining import faster_text
+    from manyhands.explaining.explain import faster_text
 
     if limit.relaxed_seconds is None or limit.speed_up is None:
         return ""
@@ -92,7 +92,7 @@ def _print_candidates(explained: Explanation, planned: Planned) -> None:
 
 
 def _print_what_if(explained: Explanation, planned: Planned) -> None:
-    from manyhands.api.explaining import faster_text
+    from manyhands.explaining.explain import faster_text
 
     of = "a step" if planned.objective is None else "a sample"
     rows = []

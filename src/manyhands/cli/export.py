@@ -27,9 +27,9 @@ def export(
 
     Needs onnx and onnxscript: pip install 'manyhands[onnx]'.
     """
-    from manyhands.api.exporting import export_run
     from manyhands.cli.show import print_json
     from manyhands.facts.units import format_bytes
+    from manyhands.inference.export import export_run
 
     path, note = export_run(weights, onnx, model=model, shape=shape)
     size = path.stat().st_size

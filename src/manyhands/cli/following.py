@@ -1,6 +1,6 @@
 """What a person sees of a job: a spinner, the plan, a bar, the outcome. Without a terminal, plain lines.
 
-Ctrl-C and SIGTERM are heard for as long as this lasts: see api/stopping.py.
+Ctrl-C and SIGTERM are heard for as long as this lasts: see job/stopping.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from manyhands.api.stopping import Stopping, leave_at_once
 from manyhands.cli.live_rows import event_text, event_time, number, rate_text
 from manyhands.cli.show import plain
+from manyhands.job.stopping import Stopping, leave_at_once
 
 if TYPE_CHECKING:
-    from manyhands.api.job import Planned, TrainResult
     from manyhands.cli.moving import Moving
+    from manyhands.explaining.planned_run import Planned
+    from manyhands.job.result import TrainResult
 
 PLAIN_LINES = 10
 """How often progress is said where there is no terminal."""

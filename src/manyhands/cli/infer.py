@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.api.stopping import STOPPED, stopping
 from manyhands.cli.infer_show import SHOWN, InferShow
 from manyhands.cli.options import (
     Gpus,
@@ -26,11 +25,12 @@ from manyhands.cli.options import (
     devices_option,
 )
 from manyhands.cli.tokens import TokenFile, token_given
+from manyhands.job.stopping import STOPPED, stopping
 
 if TYPE_CHECKING:
-    from manyhands.api.answering_model import Known
-    from manyhands.api.inference import Inference
     from manyhands.data.wanted import Samples
+    from manyhands.inference.infer import Inference
+    from manyhands.inference.model import Known
 
 TOP = 5
 
@@ -114,9 +114,9 @@ def infer(
     json: Json = False,
 ) -> None:
     """Run a network on several devices: faster than the best of them, and on through the loss of some."""
-    from manyhands.api import answering_job as job
-    from manyhands.api import jobs
     from manyhands.facts.errors import BadValue
+    from manyhands.inference import job
+    from manyhands.job.machines import machines_for
     from manyhands.planner.inference import objective_named
 
     if bool(input) == (serve is not None):
@@ -134,10 +134,10 @@ def infer(
     }  # fmt: skip
     with InferShow(quiet=json) as show:
         if output:
-            from manyhands.api.answering_stream import check_output
+            from manyhands.inference.stream import check_output
 
             check_output(Path(output))
-        from manyhands.api.answering_model import MODEL, load_known
+        from manyhands.inference.model import MODEL, load_known
 
         name = job.decoupled_name(model or MODEL, decouple) if decouple else model
         known = load_known(name, weights, shape, source=input, resize=resize)
@@ -145,7 +145,7 @@ def infer(
         _check_served(known, serve)
         wish = job.wish_for(given, chosen)
         with (
-            jobs.machines_for(wish, token, show.say) as machines,
+            machines_for(wish, token, show.say) as machines,
             job.opened(known, machines, wish, chosen, objective, show.say, home=home) as running,
         ):  # fmt: skip
             predicted = running.predicted_of(len(samples)) if samples else running.predicted_seconds
@@ -188,7 +188,7 @@ def _answer_all(
     show: InferShow,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything in order; what --json prints."""
-    from manyhands.api.answering_stream import UNDER_WAY, Output, Tally, in_order
+    from manyhands.inference.stream import UNDER_WAY, Output, Tally, in_order
 
     lines: list[dict[str, Any]] = []
     tally = Tally()
@@ -234,12 +234,12 @@ def _serve(
     """Until Ctrl-C or SIGTERM; requests under way are answered then. A stream that ended by itself is an error."""
     from dataclasses import replace
 
-    from manyhands.api.answering import Answering
-    from manyhands.api.answering_job import health
-    from manyhands.api.answering_requests import Limits
-    from manyhands.api.answering_stream import failed
     from manyhands.cli.show import print_json
     from manyhands.data.wanted import Wanted
+    from manyhands.inference.job import health
+    from manyhands.inference.requests import Limits
+    from manyhands.inference.server import Answering
+    from manyhands.inference.stream import failed
 
     assert isinstance(known.wanted, Wanted)
     limits = Limits() if time_limit is None else replace(Limits(), request_seconds=time_limit)

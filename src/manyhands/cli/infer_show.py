@@ -11,9 +11,9 @@ import typer
 from manyhands.cli.following import Show
 
 if TYPE_CHECKING:
-    from manyhands.api.answering_model import Known
-    from manyhands.api.inference import Inference
     from manyhands.cli.moving import Moving
+    from manyhands.inference.infer import Inference
+    from manyhands.inference.model import Known
     from manyhands.observe.live import Live
 
 SHOWN = 20
@@ -64,9 +64,9 @@ class InferShow(Show):
         return f"{self._done} of {self._steps} answered" if self._steps >= SHOWN else ""
 
     def finished(self, told: dict[str, Any], output: str) -> None:
-        from manyhands.api.answering_lines import short_text
         from manyhands.cli.show import print_table
         from manyhands.facts.units import format_seconds
+        from manyhands.inference.lines import short_text
 
         rows = [
             [line["name"], short_text(line) or _numbers(line), format_seconds(line["seconds"])]

@@ -30,15 +30,15 @@ def load_task(
     model: str, input: str, granularity: str, cluster: str, profile: str, *, training: bool = True
 ) -> TaskInputs:
     """Load the three by what the user typed. Workers of this machine (`local:N`) get this machine's own times."""
-    from manyhands.api.networks import load_network, parse_input
-    from manyhands.api.public import read_profiles
     from manyhands.cli.show import working
     from manyhands.files.documents import load_cluster
+    from manyhands.plans.networks import load_network, parse_input
+    from manyhands.plans.planning import read_profiles
 
     machines = load_cluster(cluster)
     with working(f"capturing {model}") as say:
         network = load_network(model, parse_input(input), granularity)
-        from manyhands.api.local_times import is_plain_local, local_times
+        from manyhands.plans.local_profiles import is_plain_local, local_times
 
         if not is_plain_local(machines):
             return TaskInputs(network, machines, read_profiles(profile, network, machines) if profile else None)

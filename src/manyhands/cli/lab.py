@@ -52,7 +52,7 @@ def up(
     trace: Traces = None,
 ) -> None:
     """Bring a lab up; it stays until `manyhands lab down`."""
-    from manyhands.api.labs import bring_up, lab_cluster
+    from manyhands.session.lab_session import bring_up, lab_cluster
 
     asked = lab_cluster(source, scale=scale, slots=slots, traces=tuple(trace or ()))
     lab = bring_up(asked, name=name, source=source)

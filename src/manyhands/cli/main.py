@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -11,7 +12,6 @@ import typer
 
 from manyhands import __version__
 from manyhands.cli import (
-    bench,
     dashboard,
     decouple,
     devices,
@@ -30,6 +30,7 @@ from manyhands.cli import (
     train,
     worker,
 )
+from manyhands.cli.commands import add_installed
 from manyhands.cli.show import plain
 from manyhands.facts.errors import ManyhandsError
 
@@ -78,7 +79,6 @@ app.command("status")(status.status)
 app.add_typer(devices.app, name="devices")
 app.add_typer(split.app, name="split")
 app.add_typer(lab.app, name="lab")
-app.add_typer(bench.app, name="bench")
 
 
 def _explain_usage(error: Any) -> None:
@@ -93,6 +93,20 @@ def _explain_usage(error: Any) -> None:
     sys.exit(error.exit_code)
 
 
+@functools.cache
+def whole_app() -> typer.Typer:
+    """Return the application with the commands that other distributions add."""
+    add_installed(app)
+    return app
+
+
+def _is_built_in(words: list[str]) -> bool:
+    """Return whether the first word names a command of this package: then nobody looks for others, which takes time."""
+    named = next((word for word in words if not word.startswith("-")), "")
+    commands = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    return named in commands
+
+
 def main() -> None:
     """Run the command line. `--debug` may stand anywhere."""
     words = sys.argv[1:]
@@ -103,6 +117,8 @@ def main() -> None:
     if "--debug" in words:
         words.remove("--debug")
     try:
+        if not _is_built_in(words):
+            whole_app()
         code = app(args=words, prog_name="manyhands", standalone_mode=False)
         if code == INTERRUPTED:
             print("Stopped.", file=sys.stderr)

@@ -46,7 +46,7 @@ def models(
         typer.echo("Anyone's network works too: --model module:factory. Layers of one: manyhands models NAME")
         return
 
-    from manyhands.api.networks import load_network, parse_input
+    from manyhands.plans.networks import load_network, parse_input
 
     with working(f"capturing {name}"):
         network = load_network(name, parse_input(input), granularity)

@@ -13,7 +13,7 @@ import typer
 
 from manyhands.facts.errors import BadValue
 
-_NEEDED = ("manyhands.api.joining", "manyhands.runtime.household", "manyhands.runtime.service")
+_NEEDED = ("manyhands.session.joining", "manyhands.runtime.household", "manyhands.runtime.service")
 
 
 def nursery(door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = "") -> None:

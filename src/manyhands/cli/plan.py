@@ -25,11 +25,11 @@ from manyhands.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from manyhands.api.explaining import Explanation
-    from manyhands.api.public import Planned
     from manyhands.cli.inputs import TaskInputs
+    from manyhands.explaining.explain import Explanation
     from manyhands.facts.plan import Plan
     from manyhands.planner.grouping import Costs
+    from manyhands.plans.planning import Planned
     from manyhands.simulator.result import Simulation
 
 
@@ -112,10 +112,12 @@ def plan(
     json: Json = False,
 ) -> None:
     """Plan who does what: layers to devices, shares, micro-batches; and say why. Prices are simulated."""
-    from manyhands.api import planning_inference, public, tiling
-    from manyhands.api.plan_pictures import check_picture_name
     from manyhands.cli.inputs import load_task
+    from manyhands.explaining.plan_pictures import check_picture_name
     from manyhands.facts.errors import BadValue
+    from manyhands.plans import inference as planning_inference
+    from manyhands.plans import planning as public
+    from manyhands.plans import tiles as tiling
 
     check_picture_name(picture)
     if costs is not None:
@@ -169,10 +171,10 @@ def plan(
 
 def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int], prices: Costs, json: bool) -> None:
     """Where an interior tile exchanges its boundary, by the tiling paper's model."""
-    from manyhands.api import tiling
-    from manyhands.api.networks import load_network, parse_input
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_tile_groups
+    from manyhands.plans import tiles as tiling
+    from manyhands.plans.networks import load_network, parse_input
 
     with working(f"capturing {model}"):
         captured = load_network(model, parse_input(input), granularity)
@@ -197,12 +199,13 @@ class _Shown:
     task: TaskInputs = field(init=False)
 
     def training(self, **asked: Any) -> None:
-        from manyhands.api import public, tiling
-        from manyhands.api.explaining import explain
-        from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text
         from manyhands.cli.explained import print_picture
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_groupings, print_plan
+        from manyhands.explaining.explain import explain
+        from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text
+        from manyhands.plans import planning as public
+        from manyhands.plans import tiles as tiling
 
         network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working("planning") as say:
@@ -252,11 +255,12 @@ class _Shown:
         self._rest(planned, result, explained, "simulate")
 
     def inference(self, *, objective: str, strategy: str, home: str) -> None:
-        from manyhands.api import planning_inference, public
-        from manyhands.api.explaining import explain
         from manyhands.cli.explained import print_picture
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_inference, print_plan
+        from manyhands.explaining.explain import explain
+        from manyhands.plans import inference as planning_inference
+        from manyhands.plans import planning as public
 
         network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working(f"planning for {objective}") as say:
@@ -293,9 +297,9 @@ class _Shown:
         self._rest(planned, result, explained, "infer")
 
     def comparison(self, **asked: Any) -> None:
-        from manyhands.api import comparing
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_comparison
+        from manyhands.explaining import comparison as comparing
 
         network, machines, known = self.task.network, self.task.cluster, self.task.profile
         with working("planning, ours and the rivals'"):
@@ -308,7 +312,7 @@ class _Shown:
                 typer.echo(self.task.times)
 
     def _write(self, plan: Plan, result: Simulation, explained: Explanation) -> None:
-        from manyhands.api.plan_pictures import write_plan_picture
+        from manyhands.explaining.plan_pictures import write_plan_picture
         from manyhands.files.documents import write_document
 
         network, machines = self.task.network, self.task.cluster
@@ -319,9 +323,9 @@ class _Shown:
 
     def _rest(self, planned: Planned, result: Simulation, explained: Explanation, command: str) -> None:
         """Below the tables: why, notes, and what to type next."""
-        from manyhands.api.public import schedule_text
         from manyhands.cli.explained import print_explanation
         from manyhands.cli.inputs import print_notes
+        from manyhands.plans.planning import schedule_text
 
         print_explanation(explained, planned)
         print_notes(self.task, result)

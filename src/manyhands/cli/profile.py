@@ -40,11 +40,11 @@ def profile(
         return
     import msgspec
 
-    from manyhands.api.networks import capture_model, parse_input
-    from manyhands.api.public import parse_ladder
     from manyhands.cli.show import print_json, print_table, working
     from manyhands.facts.units import format_bytes, format_seconds
     from manyhands.files.documents import write_document
+    from manyhands.plans.networks import capture_model, parse_input
+    from manyhands.plans.planning import parse_ladder
     from manyhands.profiler.measure import LADDER
     from manyhands.profiler.store import forget_sessions, profile_network
 
@@ -79,8 +79,8 @@ def profile(
 
 
 def _forget_run(run: str, refresh: bool, json: bool) -> None:
-    from manyhands.api.honesty import forget_run
     from manyhands.cli.show import print_json
+    from manyhands.explaining.prediction_accuracy import forget_run
     from manyhands.facts.errors import BadValue
 
     if not refresh:

@@ -42,12 +42,12 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Simulate one step of training (or a stream of inferences): time, idle time, bytes, memory, energy."""
-    from manyhands.api import public
-    from manyhands.api.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
     from manyhands.cli.inputs import load_task, print_notes
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_plan, print_simulation
+    from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
     from manyhands.observe.figures import NO_PLOTS, are_plots_here
+    from manyhands.plans import planning as public
 
     file = None if public.is_strategy(plan) else public.plan_file(plan)
     if file is not None:

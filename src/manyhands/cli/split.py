@@ -27,8 +27,8 @@ from manyhands.cli.options import (
 from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 
 if TYPE_CHECKING:
-    from manyhands.api.job import Planned
-    from manyhands.api.split_job import SplitResult
+    from manyhands.explaining.planned_run import Planned
+    from manyhands.split.job import SplitResult
 
 app = typer.Typer(
     help="An edge, where the data is, and a cloud train one network over a changing link.", no_args_is_help=True,
@@ -61,9 +61,9 @@ def serve(
     confine: Confine = True,
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
-    from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable, token_text
     from manyhands.facts.cluster import NAME_HINT
     from manyhands.facts.errors import BadValue
+    from manyhands.session.joining import DEVICE_NAME, parse_compute, reachable, token_text
 
     compute = parse_compute(compute)
     if not DEVICE_NAME.fullmatch(name):
@@ -204,11 +204,11 @@ def train(
     json: Json = False,
 ) -> None:
     """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
-    from manyhands.api import split_typed
-    from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
     from manyhands.engine.keys import Role
+    from manyhands.job.resuming import is_typed_token
     from manyhands.runtime.device_book import knows_any
+    from manyhands.split import config as split_typed
 
     is_typed = is_typed_token(token)
     token = token_given(token, token_file)
@@ -237,7 +237,7 @@ def train(
 
 def to_dict(result: SplitResult) -> dict[str, Any]:
     """What --json prints."""
-    from manyhands.api.split_job import change_facts
+    from manyhands.split.job import change_facts
 
     return {
         "accuracy": result.accuracy,
@@ -276,9 +276,9 @@ class _Show(Show):
         """What was deployed when, what travelled, how it went."""
         from collections import Counter
 
-        from manyhands.api.split_job import deployments
         from manyhands.cli.show import print_table
         from manyhands.facts.units import format_bytes, format_seconds
+        from manyhands.split.job import deployments
 
         assert self._planned is not None
         rows = [

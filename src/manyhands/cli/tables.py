@@ -14,7 +14,7 @@ from manyhands.facts.plan_check import layer_range
 from manyhands.facts.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from manyhands.api.comparing import Comparison
+    from manyhands.explaining.comparison import Comparison
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan

@@ -35,8 +35,9 @@ from manyhands.cli.options import (
 from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
-    from manyhands.api.honesty import Honesty
-    from manyhands.api.job import Planned, TrainResult
+    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.prediction_accuracy import Honesty
+    from manyhands.job.result import TrainResult
 
 MOST_ROWS = 16
 """Of the table of predicted beside measured; of more devices, each stage's that is farthest off is shown."""
@@ -134,9 +135,11 @@ def train(
     json: Json = False,
 ) -> None:
     """Train a network on several workers, exactly as one device would. Without arguments: a demonstration."""
-    from manyhands.api import jobs
-    from manyhands.api.resuming import is_typed_token
     from manyhands.cli.show import print_json
+    from manyhands.job import named as jobs
+    from manyhands.job.machines import machines_for
+    from manyhands.job.resuming import is_typed_token
+    from manyhands.training.named import train_job
 
     is_typed = is_typed_token(token)
     token = token_given(token, token_file)
@@ -153,9 +156,9 @@ def train(
     with (
         _Show(quiet=json, is_demo=is_demo) as show,
         dashboard_for(dashboard, show.say, quiet=json) as page,
-        jobs.machines_for(wish, token, show.say) as machines,
+        machines_for(wish, token, show.say) as machines,
     ):
-        result = jobs.train_job(
+        result = train_job(
             wish, cluster=machines, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
             on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say, tensorboard=tensorboard,
         )  # fmt: skip
@@ -200,8 +203,8 @@ class _Show(Show):
 
     def finished(self, result: TrainResult) -> None:
         """How it went, beside what was predicted."""
-        from manyhands.api.tile_report import is_tiled, traffic_text
         from manyhands.cli.tables import print_peaks
+        from manyhands.explaining.tile_report import is_tiled, traffic_text
         from manyhands.facts.lab import scale_text
         from manyhands.facts.units import format_seconds
 
@@ -265,7 +268,7 @@ def print_honesty(found: Honesty) -> None:
 
 
 def _demo_note(planned: Planned) -> str:
-    from manyhands.api.session import usable_cores
+    from manyhands.session.session import usable_cores
 
     count, cores = len(planned.plan.devices), usable_cores()
     note = f"This demonstration asks for {count} workers so that you see them work together."

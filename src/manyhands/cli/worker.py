@@ -62,7 +62,7 @@ def worker(
     is_typed = not parent
     if parent:
         die_with_parent(parent)
-    from manyhands.api.joining import check_joining, check_slowdown, check_wait, parse_address, parse_compute
+    from manyhands.session.joining import check_joining, check_slowdown, check_wait, parse_address, parse_compute
 
     host, port = parse_address(join) if join else ("", 0)
     compute = parse_compute(compute)
@@ -71,7 +71,7 @@ def worker(
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     if print_service:
-        from manyhands.api.joining import service_unit
+        from manyhands.session.joining import service_unit
 
         check_joining("", name, is_known=True)
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}

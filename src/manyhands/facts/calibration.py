@@ -1,6 +1,6 @@
 """What a network stands: how few bits its features may have, and how far a gradient may be behind (SPLIT §4).
 
-Found by short trainings (api/calibrating.py), kept by network, data and batch size.
+Found by short trainings (split/calibration.py), kept by network, data and batch size.
 """
 
 from __future__ import annotations

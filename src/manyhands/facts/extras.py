@@ -29,7 +29,6 @@ EXTRAS = (
     Extra("pictures", ("PIL",), "data sets and samples that are pictures"),
     Extra("tensorboard", ("tensorboard",), "logs for TensorBoard: `manyhands train --tensorboard`"),
     Extra("onnx", ("onnx", "onnxscript"), "trained networks as ONNX files: `manyhands export`"),
-    Extra("bench", ("zmq",), "the engine against ZeroMQ in `manyhands bench core`"),
 )
 
 

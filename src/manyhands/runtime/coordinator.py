@@ -161,7 +161,7 @@ class Coordinator:
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
         self.silos: dict[str, Kept] = {}
-        """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
+        """Worker -> what it takes from its own data in the job under way; set by split/silos.py."""
         self.join_limit_seconds = JOIN_SECONDS
         """How long workers may take to join: as long as they were waited for last."""
         self._awaited: list[str] | int = 0

@@ -1,0 +1,208 @@
+"""Mixed plans measured against the best corner: real training on devices that this machine plays.
+
+Each trial has a cluster of the catalogue's devices, slower than in life by the lab's time scale, and a profile that
+these devices have measured themselves. All sides are planned and predicted from it, and then take turns, block by
+block: the median of the blocks' ratios counts. Of the corners, those whose prediction comes near the best are all run
+in the first block; the fastest of them, as measured, is the one to beat.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manyhands.executor.optimizers import slots
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import LabError, ManyhandsError
+from manyhands.facts.lab import LabCluster
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Profile
+from manyhands.lab.lab import missing
+from manyhands.planner.strategies import CORNERS
+from manyhands.plans import planning as public
+from manyhands.session.opening import open_session
+from manyhands_bench.auto.simulated import stages_text
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.pipeline.measured import OPTIMIZER, WARM_UP_STEPS, Ours
+from manyhands_bench.pipeline.torch_pipeline import Setting
+
+MIXED = "mixed"
+NEAR = 2.5
+"""Corners predicted to take so many times as long as the best are not worth measuring. Less would be unfair: in the lab
+tiles have taken twice what was predicted, one device alone what was."""
+MOST_CORNERS = 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A network and a batch on devices of the catalogue, all behind ports of one rate."""
+
+    model: str
+    shape: tuple[int, ...]
+    batch_size: int
+    kinds: tuple[str, ...]
+    rate_mbit: int
+
+    def __str__(self) -> str:
+        counts = {kind: self.kinds.count(kind) for kind in dict.fromkeys(self.kinds)}
+        devices = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        shape = "x".join(map(str, self.shape))
+        return f"{self.model} {shape} batch {self.batch_size} on {devices}, {self.rate_mbit} Mbit/s"
+
+    def cluster(self, name: str) -> Cluster:
+        rate = f"{self.rate_mbit} Mbit/s"
+        devices = [{"name": f"d{place}", "kind": kind, "port": rate} for place, kind in enumerate(self.kinds, 1)]
+        return Cluster.from_dict({"name": name, "devices": devices, "link": {"rate": rate, "delay": "0.3 ms"}})
+
+
+TRIALS = (
+    Trial("unet", (3, 128, 128), 1, ("pi5",) * 4, 1000),
+    Trial("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
+    Trial("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
+)
+"""One sample: nothing to share by samples. Maps are large at one end, or both, and weights at the other."""
+MORE_TRIALS = (
+    *TRIALS,
+    Trial("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
+    Trial("unet", (3, 160, 160), 1, ("pi5",) * 3, 1000),
+    Trial("vgg16", (3, 64, 64), 12, ("pi5",) * 3, 600),
+)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    trials: tuple[Trial, ...] = TRIALS
+    blocks: int = 2
+    steps: int = 3
+    measure_seconds: float = 6.0
+
+
+@dataclass
+class Compared:
+    """One trial: seconds of a step by side, predicted and in every block."""
+
+    trial: Trial
+    scale: float
+    stands_in: bool
+    plans: dict[str, Plan]
+    predicted: dict[str, float]
+    blocks: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def best_corner(self) -> str:
+        """As measured in the first block."""
+        return min((name for name in self.blocks if name != MIXED), key=lambda name: self.blocks[name][0])
+
+    def measured(self, name: str) -> float:
+        return statistics.median(self.blocks[name])
+
+    @property
+    def gain(self) -> float:
+        pairs = zip(self.blocks[self.best_corner], self.blocks[MIXED], strict=True)
+        return statistics.median(corner / own for corner, own in pairs)
+
+    @property
+    def predicted_gain(self) -> float:
+        return self.predicted[self.best_corner] / self.predicted[MIXED]
+
+    def error(self, name: str) -> float:
+        return abs(self.predicted[name] / self.measured(name) - 1)
+
+
+def bench_lab(extent: Extent, say: Progress) -> tuple[Figures, list[Compared]]:
+    """Every trial in a lab of its own; without root, on plain processes behind shaped links."""
+    found: list[Compared] = []
+    refused: dict[str, str] = {}
+    for number, trial in enumerate(extent.trials, 1):
+        say(f"lab, {trial}")
+        try:
+            found.append(_compared(trial, f"auto{os.getpid()}.{number}", extent, say))
+        except LabError as error:
+            return {"lab_skipped": error.message}, []
+        except ManyhandsError as error:  # the other trials still tell something
+            refused[f"lab_{number}_failed"] = f"{trial}: {error.message} {error.hint}".strip()
+    return figures_of(found) | refused, found
+
+
+def _compared(trial: Trial, name: str, extent: Extent, say: Progress) -> Compared:
+    with open_session(LabCluster(trial.cluster(name)), say=say) as session:
+        ours = Ours(session, Setting(trial.model, trial.shape, trial.batch_size, 1))
+        say(f"lab, measuring {trial}")
+        cluster, profile = ours.measure(extent.measure_seconds)
+        plans = _plans(ours, cluster, profile)
+        predicted = {name: ours.predicted(plan, cluster, profile) for name, plan in plans.items()}
+        sides = worth_measuring(predicted)
+        found = Compared(trial, session.scale or 1.0, session.stands_in, plans, predicted, {side: [] for side in sides})
+        for block in range(extent.blocks):
+            for side in sides if block == 0 else (MIXED, found.best_corner):
+                say(f"lab, {trial}: {side}, block {block + 1} of {extent.blocks}")
+                found.blocks[side].append(ours.seconds(plans[side], extent.steps))
+    return found
+
+
+def _plans(ours: Ours, cluster: Cluster, profile: Profile) -> dict[str, Plan]:
+    """Every corner that fits, and the best mixed plan."""
+    found: dict[str, Plan] = {}
+    for strategy in (MIXED, *CORNERS):
+        try:
+            found[strategy] = public.plan(
+                ours.graph.network, cluster, batch_size=ours.setting.samples, strategy=strategy, profile=profile,
+                optimizer_slots=slots(OPTIMIZER),
+            ).plan  # fmt: skip
+        except ManyhandsError:
+            if strategy == MIXED:
+                raise
+    return found
+
+
+def worth_measuring(predicted: Mapping[str, float]) -> list[str]:
+    """The mixed plan, and the corners near the best of them."""
+    corners = sorted((name for name in predicted if name != MIXED), key=predicted.__getitem__)
+    return [MIXED, *(name for name in corners[:MOST_CORNERS] if predicted[name] <= NEAR * predicted[corners[0]])]
+
+
+def figures_of(found: Sequence[Compared]) -> Figures:
+    if not found:
+        return {}
+    errors = [one.error(name) for one in found for name in (MIXED, one.best_corner)]
+    figures: Figures = {
+        "lab_gain_min": min(one.gain for one in found),
+        **{f"lab_gain_{number}": one.gain for number, one in enumerate(found, 1)},
+        **{f"lab_predicted_gain_{number}": one.predicted_gain for number, one in enumerate(found, 1)},
+        "lab_prediction_error": statistics.median(errors),
+        "lab_prediction_error_worst": max(errors),
+        "lab_count": len(found),
+        "lab_stands_in": int(any(one.stands_in for one in found)),
+    }
+    for number, one in enumerate(found, 1):
+        figures[f"lab_mixed_seconds_{number}"] = one.measured(MIXED)
+        figures[f"lab_corner_seconds_{number}"] = one.measured(one.best_corner)
+        figures[f"lab_{number}"] = _text(one)
+    figures["lab_setting"] = (
+        "real training, seconds of a step; gain: best corner over mixed, median of the blocks' ratios, all sides in "
+        f"turns in one lab; a block: median of its steps after {WARM_UP_STEPS} that do not count; predicted: simulated "
+        "from what these devices measured themselves; SGD with momentum, PyTorch's default kernels"
+    )
+    if why := missing():
+        figures["lab_stand_in"] = (
+            f"no lab here ({why}): plain processes behind shaped links, whose speed and memory are this machine's"
+        )
+    return figures
+
+
+def _text(one: Compared) -> str:
+    sides = [
+        f"{name} [{stages_text(one.plans[name])}] {_listed(row)} s (predicted {one.predicted[name]:.4g})"
+        for name, row in one.blocks.items()
+    ]
+    others = [f"{name} {seconds:.4g}" for name, seconds in one.predicted.items() if name not in one.blocks]
+    beside = f"; predicted only: {', '.join(others)}" if others else ""
+    return f"{one.trial}, time scale {one.scale:g}: {'; '.join(sides)}{beside}"
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)

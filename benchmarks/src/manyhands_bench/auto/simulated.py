@@ -1,0 +1,192 @@
+"""Drawn scenarios, simulated: what `auto` finds beside the best plan of every corner of the plan space.
+
+Times are estimated from the device catalogue and simulated: nothing is measured here but how long planning takes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import estimate_cluster
+from manyhands.planner.mixed import is_mixed
+from manyhands.planner.strategies import CORNERS
+from manyhands.plans import planning as public
+from manyhands.plans.networks import load_network
+from manyhands.runtime.processes import end_with
+from manyhands.schedule.tiles import tileable_layers
+from manyhands_bench.auto.scenarios import SEED, Scenario
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.parts import PROFILE_MACHINE
+
+BEATS = 1.001
+"""A plan this many times as fast as another beats it: less is rounding."""
+CLEARLY = 1.1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found for a scenario; seconds of a step, infinite where nothing fits."""
+
+    number: int
+    text: str
+    corners: dict[str, float]
+    seconds: float
+    mixed: bool
+    """Auto's own plan is none of any corner."""
+    stages: str
+    corner_plan_seconds: float
+    plan_seconds: float
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def best_corner(self) -> str:
+        return min(self.corners, key=self.corners.__getitem__)
+
+    @property
+    def corner_seconds(self) -> float:
+        return self.corners[self.best_corner]
+
+    @property
+    def fits(self) -> bool:
+        return math.isfinite(self.seconds)
+
+    @property
+    def only_mixed_fits(self) -> bool:
+        return self.fits and not math.isfinite(self.corner_seconds)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the best corner; only where one fits."""
+        return self.corner_seconds / self.seconds
+
+    @property
+    def mixed_wins(self) -> bool:
+        return self.mixed and (self.only_mixed_fits or self.gain > BEATS)
+
+
+def answered(scenario: Scenario) -> Answer:
+    """Auto, and each corner planned by itself, as if there were no other."""
+    network = load_network(scenario.model, scenario.shape)
+    cluster, profile = scenario.cluster, estimate_cluster(network, scenario.cluster)
+    corners: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+
+    def seconds_of(strategy: str) -> tuple[float, public.Planned | None]:
+        try:
+            found = public.plan(network, cluster, batch_size=scenario.batch_size, strategy=strategy, profile=profile)
+            result = public.simulate(found.plan, network, cluster, profile, keep_spans=False, within_memory=True)
+        except ManyhandsError as error:
+            reasons[strategy] = error.message
+            return math.inf, None
+        return result.seconds, found
+
+    begin = time.perf_counter()
+    seconds, found = seconds_of("auto")
+    between = time.perf_counter()
+    for corner in CORNERS:
+        own = [one.seconds for one in found.candidates if one.name.startswith(corner)] if found is not None else []
+        # what auto planned by the very same call need not be planned twice
+        corners[corner] = min(own) if own and corner in ("single", "pipeline") else seconds_of(corner)[0]
+    end = time.perf_counter()
+    mixed = found is not None and is_mixed(found.plan, tileable_layers(network)[0])
+    return Answer(
+        scenario.number, str(scenario), corners, seconds, mixed,
+        stages_text(found.plan) if found is not None else "", end - between, between - begin, reasons,
+    )  # fmt: skip
+
+
+def stages_text(plan: Plan) -> str:
+    """Each stage's share, and how many devices have it: 'tiles x4 | single x1'."""
+    named = {"BySamples": "samples", "ByTiles": "tiles", "Single": "single", "ByChannels": "channels"}
+    return " | ".join(f"{named[type(one.share).__name__]} x{len(one.devices)}" for one in plan.stages)
+
+
+def bench_simulated(
+    scenarios: Sequence[Scenario], say: Progress, at_once: int | None = None
+) -> tuple[Figures, list[Answer]]:
+    """All scenarios, some at once on the cores at hand."""
+    for model, shape in dict.fromkeys((one.model, one.shape) for one in scenarios):
+        say(f"network {model} {'x'.join(map(str, shape))}")
+        load_network(model, shape)  # captured once, kept for all
+    begin = time.perf_counter()
+    found: list[Answer] = []
+    for answer in _each(answered, scenarios, at_once or len(os.sched_getaffinity(0))):
+        found.append(answer)
+        say(f"simulated scenarios, {len(found)} of {len(scenarios)}")
+    found.sort(key=lambda one: one.number)
+    return figures_of(found, time.perf_counter() - begin), found
+
+
+def _each(act: Callable[[Scenario], Answer], scenarios: Sequence[Scenario], at_once: int) -> Iterator[Answer]:
+    if at_once < 2 or len(scenarios) < 2:
+        yield from map(act, scenarios)
+        return
+    with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
+        for done in as_completed([pool.submit(act, one) for one in scenarios]):
+            yield done.result()
+
+
+def geometric_mean(numbers: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, numbers))) if numbers else 1.0
+
+
+def figures_of(found: Sequence[Answer], seconds: float) -> Figures:
+    fitting = [one for one in found if one.fits]
+    compared = [one for one in fitting if not one.only_mixed_fits]
+    gains = [one.gain for one in compared]
+    mixed = [one for one in fitting if one.mixed_wins]
+    clear = [one for one in mixed if one.only_mixed_fits or one.gain > CLEARLY]
+    winners = Counter(_winner(one) for one in fitting)
+    return {
+        "count": len(found),
+        "mixed_share": len(mixed) / len(fitting) if fitting else 0.0,
+        "gain_geomean": geometric_mean(gains),
+        "gain_geomean_mixed": geometric_mean([one.gain for one in mixed if not one.only_mixed_fits]),
+        "gain_min": min(gains, default=1.0),
+        "gain_max": max(gains, default=1.0),
+        "mixed_share_by_a_tenth": len(clear) / len(fitting) if fitting else 0.0,
+        "count_compared": len(compared),
+        "count_nothing_fits": len(found) - len(fitting),
+        "count_only_mixed_fits": sum(one.only_mixed_fits for one in fitting),
+        **{f"wins_{name}": winners[name] for name in (*CORNERS, "mixed", "other")},
+        "scenario_seconds": seconds / max(1, len(found)),
+        "scenario_plan_seconds": statistics.median(one.plan_seconds for one in found) if found else 0.0,
+        "scenario_plan_seconds_most": max((one.plan_seconds for one in found), default=0.0),
+        PROFILE_MACHINE: ESTIMATED,
+        "simulated_setting": f"{len(found)} scenarios drawn with seed {SEED}; times estimated from the device "
+        "catalogue and simulated, nothing measured; gain: seconds of a step of the best corner (single, samples, "
+        "pipeline, tiles, each planned by itself) over those of auto's plan; a mixed plan wins where it is at least "
+        f"{BEATS:g} times as fast as every corner, or fits where none does; shares are of scenarios where a plan fits",
+        "scenarios": "\n  " + "\n  ".join(map(line, found)),
+    }
+
+
+def _winner(answer: Answer) -> str:
+    """Whose plan it is: a corner's own where auto is no faster."""
+    if answer.mixed_wins:
+        return "mixed"
+    return answer.best_corner if not answer.only_mixed_fits and answer.gain <= BEATS else "other"
+
+
+def line(answer: Answer) -> str:
+    """One scenario in a line."""
+    if not answer.fits:
+        return f"{answer.number}. {answer.text}: nothing fits"
+    corners = ", ".join(f"{name} {_seconds(value)}" for name, value in answer.corners.items())
+    gain = "only this fits" if answer.only_mixed_fits else f"gain {answer.gain:.3f}"
+    return f"{answer.number}. {answer.text}: {corners}; auto {_seconds(answer.seconds)} ({answer.stages}), {gain}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if math.isfinite(seconds) else "does not fit"

@@ -1,0 +1,244 @@
+"""How each kind of fault is made, made sure of, and repaired.
+
+Every fault is a generator: it strikes, yields what it did, and when it is resumed it repairs what a person would have
+to repair. Each makes sure that it *fired*: the process is gone, packets were dropped, the disk has said that it is
+full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.lab.spaces import DESK, entered
+from manyhands_bench.chaos.draw import COORDINATOR, SLOWED_TIMES, Fault
+from manyhands_bench.chaos.fork_server import is_alive, wait_gone
+from manyhands_bench.chaos.trial import GONE_SECONDS, Trial
+from manyhands_bench.chaos.worker import STANDING_SECONDS
+
+_SPARE_BYTES, _LEAK_BYTES = 24 * 2**20, 2**30
+_DUTY_SECONDS = 0.1
+_JUNK_BYTES = 4096
+_HALF_OPEN_SECONDS = 2.0
+_CONNECT_SECONDS = 5.0
+_LISTENS = "0A"
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass
+class Struck:
+    """What a fault did."""
+
+    at: float
+    """By time.monotonic(), when it struck: recovery counts from here."""
+    victims: tuple[str, ...] = ()
+    has_fired: bool = True
+    life: int = 0
+    """Of the coordinator at that moment."""
+
+
+Course = Generator[Struck, None, None]
+
+
+def course(fault: Fault, trial: Trial) -> Course:
+    """The fault as it strikes this trial: next() strikes, the next next() repairs."""
+    return _COURSES[fault.kind](fault, trial)
+
+
+def _kill(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    trial.unusable |= {name}
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck.has_fired = trial.end_process(trial.workers[name])
+    yield struck
+    trial.start_worker(name)
+
+
+def _stop(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    process = trial.workers[name]
+    if fault.is_fatal:
+        trial.unusable |= {name}
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    os.kill(process, signal.SIGSTOP)
+    struck.has_fired = _becomes(process, "T")
+    if not fault.is_fatal:
+        trial.pause(fault.seconds)
+        os.kill(process, signal.SIGCONT)
+    yield struck
+    if is_alive(process):
+        os.kill(process, signal.SIGCONT)
+
+
+def _hang(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    trial.unusable |= {name}
+    has_fired = trial.order(name, STANDING_SECONDS + _ANSWER_SECONDS, do="hang")
+    yield Struck(time.monotonic(), victims, bool(has_fired), trial.life)
+    trial.start_worker(name)
+
+
+def _partition(fault: Fault, trial: Trial) -> Course:
+    victims = trial.victims(fault)
+    trial.unusable |= set(victims)
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    trial.place.partition(*victims)
+    yield struck
+    struck.has_fired = sum(map(trial.place.dropped, victims)) > 0
+    trial.place.heal(*victims)
+    for name in victims:  # an evicted process is kept out for a minute: a person starts it anew
+        if name not in trial.watched.alive:
+            trial.start_worker(name)
+
+
+def _slow_link(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    is_kept = trial.place.slow_down(name, fault.amount)
+    yield struck
+    trial.pause(struck.at + fault.seconds - time.monotonic())
+    struck.has_fired = is_kept and trial.place.sent(name) > 0
+    trial.place.heal(name)
+
+
+def _junk(fault: Fault, trial: Trial) -> Course:
+    drawing = random.Random(f"{trial.scenario.name} {fault.delay_seconds}")
+    targets = [(trial.place.address(DESK), trial.port)]
+    for name, process in trial.workers.items():
+        targets += [(trial.place.address(name), port) for port in listening_ports(process)]
+    struck = Struck(time.monotonic(), (), life=trial.life)
+    made: list[socket.socket] = []
+    with entered(trial.place.namespace(DESK)) if trial.place.network is not None else contextlib.nullcontext():
+        reached = sum(_throw_junk(target, drawing, made) for target in targets)
+    struck.has_fired = reached == len(targets) and len(targets) > len(trial.workers)
+    yield struck
+    trial.pause(struck.at + _HALF_OPEN_SECONDS - time.monotonic())
+    for one in made:
+        one.close()
+
+
+def _throw_junk(target: tuple[str, int], drawing: random.Random, made: list[socket.socket]) -> bool:
+    """Several kinds of rubbish to one port; whether every connection was made."""
+    rubbish = drawing.randbytes(_JUNK_BYTES)
+    texts = (
+        rubbish, b"\x16\x03\x01\x02\x00\x01" + rubbish, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"", b"\0" * 2**16,
+    )  # fmt: skip
+    for text in texts:
+        try:
+            one = socket.create_connection(target, _CONNECT_SECONDS)
+        except OSError:
+            return False
+        made.append(one)
+        one.setblocking(False)
+        with contextlib.suppress(OSError):  # it may be refused before all is sent
+            one.send(text)
+    return True
+
+
+def _disk_full(fault: Fault, trial: Trial) -> Course:
+    at = time.monotonic()
+    is_full = trial.place.fill_disk()
+    trial.pause(fault.seconds)
+    life = trial.life
+    trial.place.free_disk()
+    if trial.has_ended():  # as it says it does, with a message; the person makes room and resumes
+        at = time.monotonic()
+        trial.start_coordinator()
+    yield Struck(at, (), is_full, life)
+
+
+def _oom(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    process = trial.workers[name]
+    trial.unusable |= {name}
+    before = trial.place.tighten(name, _SPARE_BYTES)
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    trial.order(name, 0.01, do="leak", bytes=_LEAK_BYTES)  # it never answers
+    has_gone = wait_gone(process, GONE_SECONDS)
+    struck.has_fired = has_gone and trial.place.loosen(name) > before
+    yield struck
+    trial.place.loosen(name)
+    trial.start_worker(name)
+
+
+def _clock(fault: Fault, trial: Trial) -> Course:
+    (name,) = trial.victims(fault)
+    at = time.monotonic()
+    has_fired = trial.order(name, _ANSWER_SECONDS, do="clock", seconds=fault.amount)
+    yield Struck(at, (name,) if name != COORDINATOR else (), bool(has_fired), trial.life)
+
+
+def _coordinator(fault: Fault, trial: Trial) -> Course:
+    struck = Struck(time.monotonic(), (), life=trial.life)
+    struck.has_fired = trial.end_process(trial.coordinator)
+    trial.start_coordinator()
+    yield struck
+
+
+def _slow_device(fault: Fault, trial: Trial) -> Course:
+    (name,) = victims = trial.victims(fault)
+    process, over = trial.workers[name], threading.Event()
+    counted = [0]
+
+    def slow_down() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(process, signal.SIGSTOP)
+                over.wait(_DUTY_SECONDS * (1 - 1 / SLOWED_TIMES))
+                os.kill(process, signal.SIGCONT)
+                counted[0] += 1
+                over.wait(_DUTY_SECONDS / SLOWED_TIMES)
+
+    slowing = threading.Thread(target=slow_down, name="slow device", daemon=True)
+    struck = Struck(time.monotonic(), victims, life=trial.life)
+    slowing.start()
+    try:
+        yield struck
+        trial.pause(struck.at + fault.seconds - time.monotonic())
+        struck.has_fired = counted[0] > fault.seconds / _DUTY_SECONDS / 2
+    finally:
+        over.set()
+        slowing.join()
+        if is_alive(process):
+            os.kill(process, signal.SIGCONT)
+
+
+_COURSES: dict[str, Callable[[Fault, Trial], Course]] = {
+    "kill": _kill, "stop": _stop, "hang": _hang, "partition": _partition, "slow-link": _slow_link, "junk": _junk,
+    "disk-full": _disk_full, "oom": _oom, "clock": _clock, "coordinator": _coordinator, "slow-device": _slow_device,
+}  # fmt: skip
+
+
+def _becomes(process: int, state: str, limit_seconds: float = GONE_SECONDS) -> bool:
+    """Whether the kernel says that a process is in this state."""
+    end = time.monotonic() + limit_seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == state:
+                return True
+        time.sleep(0.005)
+    return False
+
+
+def listening_ports(process: int) -> list[int]:
+    """TCP ports where a process, which may be in another network namespace, takes connections."""
+    own = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                own.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENS and words[9] in own:
+                found.append(int(words[1].rpartition(":")[2], 16))
+    return found

@@ -1,0 +1,149 @@
+"""Runs one scenario to its end and judges what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from manyhands.executor import checkpoint
+from manyhands_bench.capture.measure import Progress
+from manyhands_bench.chaos.draw import Fault, Scenario
+from manyhands_bench.chaos.faults import Struck, course
+from manyhands_bench.chaos.fork_server import ForkServer, wait_gone
+from manyhands_bench.chaos.place import place_for
+from manyhands_bench.chaos.reference import MICRO_BATCHES, Reference
+from manyhands_bench.chaos.summary import FaultOutcome, ScenarioOutcome
+from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, Stuck, Trial
+
+RECOVERY_LIMIT_SECONDS = 60.0
+"""Longer than that, and it hangs: six times what is aimed at."""
+LAST_STEPS = 3
+LEAVE_SECONDS = 15.0
+"""Workers end by themselves within that, once their coordinator has."""
+
+
+def run_scenario(
+    scenario: Scenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
+) -> ScenarioOutcome:
+    """What came of it. Its folder is kept where something went wrong."""
+    began = time.monotonic()
+    lab = f"c{secrets.token_hex(3)}"
+    folder = base / lab
+    found = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
+    with place_for(folder, lab, scenario.devices) as place:
+        trial = Trial(scenario, place, forks)
+        try:
+            _start(trial)
+            for fault in scenario.faults:
+                found.faults.append(_strike(trial, fault, say))
+            _stop(trial)
+            _judge(trial, references[MICRO_BATCHES[scenario.share]], found)
+        except Stuck as stuck:
+            found.failure, found.hangs = str(stuck), int(stuck.is_hang)
+        found.false_evictions = list(trial.false_evictions)
+        found.processes_left = 0 if found.failure else _count_left(forks)
+        forks.end_children()
+    found.seconds = time.monotonic() - began
+    if found.is_good:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        found.folder = str(folder)
+    return found
+
+
+def _start(trial: Trial) -> None:
+    trial.start_coordinator()
+    for name in trial.scenario.devices:
+        trial.start_worker(name)
+    trial.until(lambda: len(trial.watched.steps) > 1, START_SECONDS, "starting")
+
+
+def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
+    """One fault, from waiting for its moment to everything being repaired."""
+    trial.until_calm(fault.after_steps, START_SECONDS, f"before {fault.kind}")
+    trial.pause(fault.delay_seconds)
+    happens = course(fault, trial)
+    try:
+        struck = next(happens)
+    except ProcessLookupError as error:  # its victim had ended just before
+        raise Stuck(f"{fault.kind}: {error}", is_hang=False) from error
+    with contextlib.closing(happens):
+        expected = struck.victims if fault.is_fatal else ()
+
+        def has_recovered() -> bool:
+            return trial.watched.recovered_at(struck.at, struck.life, expected) is not None
+
+        what = f"{fault.kind} of {', '.join(struck.victims) or 'the job'}"
+        is_resumed = trial.life > struck.life
+        may_end = trial.may_end_with(struck.victims)
+        if not trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, what, may_end=may_end, restarts=is_resumed):
+            next(happens, None)
+            trial.unusable |= set(struck.victims)
+            trial.start_coordinator()
+            trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, f"{what}, resumed", restarts=True)
+        next(happens, None)
+    trial.look()
+    return _outcome(trial, fault, struck, expected, say)
+
+
+def _outcome(
+    trial: Trial, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
+) -> FaultOutcome:  # fmt: skip
+    recovered = trial.watched.recovered_at(struck.at, struck.life, expected)
+    seconds = recovered - struck.at if recovered is not None else None
+    names = ", ".join(struck.victims)
+    text = f"{seconds:.2f} s" if seconds is not None else "not recovered"
+    say(f"{trial.scenario.name}: {fault.kind} {names}: {text}" + ("" if struck.has_fired else ", DID NOT FIRE"))
+    return FaultOutcome(fault.kind, trial.scenario.share, struck.has_fired, seconds, names)
+
+
+def _stop(trial: Trial) -> None:
+    """End the job as Ctrl-C does: a checkpoint is left of its last round."""
+    trial.until_calm(LAST_STEPS, START_SECONDS, "at the end")
+    trial.is_ending = True
+    os.kill(trial.coordinator, signal.SIGINT)
+    if not wait_gone(trial.coordinator, END_SECONDS):
+        raise Stuck(f"stopping: not within {END_SECONDS:g} s", is_hang=True)
+    trial.look()
+
+
+def _judge(trial: Trial, reference: Reference, found: ScenarioOutcome) -> None:
+    """Weights and rounds against those of one device."""
+    folder = trial.place.disk / "run"
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        raise Stuck("at the end: no checkpoint is left", is_hang=False)
+    steps = int(newest.name.rpartition("-")[2])
+    found.rounds = steps
+    found.weights_differ = reference.differs(load_file(newest / "model.safetensors"), steps)
+    found.rounds_lost = rounds_lost(_metric_steps(folder), steps)
+
+
+def rounds_lost(recorded: list[int], steps: int) -> int:
+    """Rounds of the order that are not recorded exactly once."""
+    counts = {step: recorded.count(step) for step in {*recorded, *range(steps)}}
+    return sum(abs(count - (0 <= step < steps)) for step, count in counts.items())
+
+
+def _metric_steps(folder: Path) -> list[int]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def _count_left(forks: ForkServer) -> int:
+    """Processes that are there although the job has ended."""
+    end = time.monotonic() + LEAVE_SECONDS
+    while left := len(forks.children()):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return left

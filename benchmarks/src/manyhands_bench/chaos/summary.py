@@ -1,0 +1,130 @@
+"""What came of faults and scenarios, and the figures that follow. Results of several runs can be added up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import BadValue
+from manyhands.files.documents import read_document, write_document
+from manyhands_bench.capture.measure import Figures
+from manyhands_bench.chaos.draw import KINDS
+
+
+class FaultOutcome(msgspec.Struct):
+    """One fault."""
+
+    kind: str
+    share: str
+    has_fired: bool
+    recovery_seconds: float | None
+    """From the moment it struck to the end of the first round after it (`Watched.recovered_at`); None: never."""
+    victims: str = ""
+
+
+class ScenarioOutcome(msgspec.Struct):
+    """One training job with several faults."""
+
+    seed: int
+    number: int
+    share: str
+    planned_faults: int
+    faults: list[FaultOutcome] = []
+    """Those that were got to: fewer than planned where the scenario failed."""
+    rounds: int = 0
+    rounds_lost: int = 0
+    weights_differ: float = 0.0
+    """The largest absolute difference from one device's weights."""
+    processes_left: int = 0
+    false_evictions: list[str] = []
+    hangs: int = 0
+    failure: str = ""
+    """Why it could not go on to its end."""
+    folder: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        has_fired = len(self.faults) == self.planned_faults and all(fault.has_fired for fault in self.faults)
+        is_clean = not (self.failure or self.rounds_lost or self.processes_left or self.false_evictions)
+        return has_fired and is_clean and self.weights_differ <= MOST_DIFFERENCE
+
+
+MOST_DIFFERENCE = 1e-10
+
+
+class ChaosRun(msgspec.Struct):
+    """One seeded run, as it is stored to be added up."""
+
+    seed: int
+    scenarios: list[ScenarioOutcome]
+
+
+def write_run(path: Path, run: ChaosRun) -> None:
+    write_document(path, msgspec.to_builtins(run))
+
+
+def read_runs(paths: Sequence[Path]) -> list[ScenarioOutcome]:
+    """The scenarios of stored runs. The same scenario twice would count twice, so that is refused."""
+    found: list[ScenarioOutcome] = []
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        for one in decode(read_document(path), ChaosRun, str(path)).scenarios:
+            key = (one.seed, one.number)
+            if key in seen:
+                raise BadValue(
+                    f"{path}: holds scenario {one.number} of seed {one.seed}, and so does {seen[key]}.",
+                    hint="Give each run another --seed, and each file once.",
+                )
+            seen[key] = path
+            found.append(one)
+    return found
+
+
+def summarize(scenarios: Sequence[ScenarioOutcome]) -> Figures:
+    """The benchmark's figures. Recoveries are of faults that fired and were recovered from."""
+    faults = [fault for one in scenarios for fault in one.faults]
+    seconds = _recoveries(faults)
+    figures: Figures = {
+        "faults": sum(one.planned_faults for one in scenarios),
+        "faults_fired": sum(fault.has_fired for fault in faults),
+        "rounds_lost": sum(one.rounds_lost for one in scenarios),
+        "weights_differ": max((one.weights_differ for one in scenarios), default=0.0),
+        "processes_left": sum(one.processes_left for one in scenarios),
+        "hangs": sum(one.hangs for one in scenarios),
+        "recovery_seconds_median": statistics.median(seconds) if seconds else 0.0,
+        "recovery_seconds_worst": max(seconds, default=0.0),
+        "false_evictions": sum(len(one.false_evictions) for one in scenarios),
+        "scenarios": len(scenarios),
+        "failures": sum(bool(one.failure) for one in scenarios),
+        "rounds": sum(one.rounds for one in scenarios),
+        "seconds": sum(one.seconds for one in scenarios),
+    }
+    for kind in KINDS:
+        own = [fault for fault in faults if fault.kind == kind]
+        if own:
+            each = _recoveries(own)
+            key = kind.replace("-", "_")
+            figures[f"fired_{key}"] = sum(fault.has_fired for fault in own)
+            figures[f"recovery_seconds_median_{key}"] = statistics.median(each) if each else 0.0
+            figures[f"recovery_seconds_worst_{key}"] = max(each, default=0.0)
+    return figures
+
+
+def by_kind(figures: Figures) -> dict[str, tuple[int, float, float]]:
+    """Kind of fault -> how many fired, and the median and worst seconds of recovery, out of the flat figures."""
+    found = {}
+    for kind in KINDS:
+        key = kind.replace("-", "_")
+        if f"fired_{key}" in figures:
+            median, worst = (float(figures[f"recovery_seconds_{what}_{key}"]) for what in ("median", "worst"))
+            found[kind] = int(figures[f"fired_{key}"]), median, worst
+    return found
+
+
+def _recoveries(faults: Sequence[FaultOutcome]) -> list[float]:
+    return [one.recovery_seconds for one in faults if one.has_fired and one.recovery_seconds is not None]

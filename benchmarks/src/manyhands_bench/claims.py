@@ -1,0 +1,315 @@
+"""Which figures the results page shows: what each is, whether measured or simulated, our aim, a paper's beside it.
+
+A figure is named as its bench prints it. `max vs_best_rival_*` is the largest of all figures that begin so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands_bench.papers import HEADLINES, Headline
+
+How = Literal["measured", "measured in the lab", "simulated", "modelled", "counted"]
+HOWS: Mapping[How, str] = {
+    "measured": "real processes on the machine named, by the clock or by the bytes they held or sent (bench split: "
+    "over links shaped by recorded rates, with an edge slowed by a stated factor)",
+    "measured in the lab": "real processes on one machine that plays several: shaped links, shares of cores, memory "
+    "limits; speeds are those of the devices played",
+    "simulated": "the simulator's answer: nothing of that size ran. It rests on a profile, the seconds of each layer: "
+    "measured on the machine named (`profile of`), so that another machine gets another figure, or estimated from the "
+    "device catalogue, the same on any machine",
+    "modelled": "computed from what a plan holds and sends and a device's watts",
+    "counted": "counted in the plan, no clock involved",
+}
+Profiled = Literal["", "measured", "estimated"]
+ESTIMATED = "estimated from the device catalogue"
+Form = Literal["times", "seconds", "part", "points", "number", "megabytes", "small", "yes"]
+_DERIVED = re.compile(r"(max|min) (\S+)\*(\S*)")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """At least, or at most, so much."""
+
+    sign: Literal["≥", "≤"]
+    value: float
+    only_on: str = ""
+    """Of one architecture; empty: of any."""
+
+    def met(self, got: float) -> bool:
+        return got >= self.value if self.sign == "≥" else got <= self.value
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row."""
+
+    bench: str
+    key: str
+    text: str
+    how: How = "measured"
+    profile: Profiled = ""
+    """Of a simulated figure: whether its layers' seconds were measured on the machine that ran the bench, or estimated
+    from the device catalogue."""
+    form: Form = "times"
+    aim: Aim | None = None
+    paper: str = ""
+    """A key of HEADLINES."""
+    is_alike: bool = True
+    """The paper's setting is near enough to ours to be drawn beside it."""
+
+    def __post_init__(self) -> None:
+        assert bool(self.profile) == (self.how == "simulated"), (
+            f"{self.bench}, {self.key}: simulated from which profile?"
+        )
+
+    def profile_of(self, machines: Sequence[str]) -> str:
+        """Whose profile a simulated figure rests on, where these machines ran the bench."""
+        return ESTIMATED if self.profile == "estimated" else f"profile of {', '.join(machines)}"
+
+    @property
+    def headline(self) -> Headline | None:
+        return HEADLINES[self.paper] if self.paper else None
+
+    def value(self, figures: Mapping[str, float | int | None]) -> float | None:
+        """None: the bench did not find it."""
+        if match := _DERIVED.fullmatch(self.key):
+            which, begin, end = match.groups()
+            found = [
+                value
+                for key, value in figures.items()
+                if key.startswith(begin) and key.endswith(end) and value is not None
+            ]
+            return (max(found) if which == "max" else min(found)) if found else None
+        if self.key == SAVED:
+            return _saved(figures)
+        return figures.get(self.key)
+
+
+SAVED = "saved by the best trace"
+
+
+def _saved(figures: Mapping[str, float | int | None]) -> float | None:
+    """Of the seconds that the edge alone takes, the largest part that any trace saves."""
+    alone = figures.get("edge_only_seconds")
+    ours = [value for key, value in figures.items() if key.endswith("_seconds_ours") and value]
+    return 1 - min(ours) / alone if alone and ours else None
+
+
+def least(value: float, only_on: str = "") -> Aim:
+    return Aim("≥", value, only_on)
+
+
+def most(value: float) -> Aim:
+    return Aim("≤", value)
+
+
+YOLO = "YOLOv2-16"
+_ACCURACIES = {("1.5", "3"): "decnn_accuracy", ("1.75", "3"): "decnn_accuracy_wide"}
+CLAIMS: tuple[Claim, ...] = (
+    # TILE
+    Claim("tile", "memory_ratio_24", f"memory, {YOLO}: tensor bytes of one device over the fullest of 24 tiles",
+          aim=least(8), paper="tile_memory"),
+    Claim("tile", "memory_ratio_2", f"memory, {YOLO}: tensor bytes of one device over the fuller of 2 tiles",
+          aim=least(1.8)),
+    Claim("tile", "rss_ratio_2", f"memory, {YOLO}: resident, above a bare import of torch, one device over 2 tiles",
+          aim=least(1.45)),
+    Claim("tile", "speedup_2", f"speed, {YOLO}: one device's step over that of two tiles, two cores",
+          paper="tile_speedup", is_alike=False),
+    Claim("tile", "limit_2",
+          f"speed, {YOLO}: one device's step over that of two bare halves at once, nothing exchanged"),
+    Claim("tile", "efficiency_vs_limit_2", "speed of two tiles as a part of what cutting could give", form="part",
+          aim=least(0.96)),
+    Claim("tile-8", "speedup_8", f"speed, {YOLO}: one device's step over that of eight tiles, eight cores",
+          paper="tile_speedup", is_alike=False),
+    Claim("tile-8", "limit_8",
+          f"speed, {YOLO}: one device's step over that of eight bare parts at once, nothing exchanged"),
+    Claim("tile-8", "efficiency_vs_limit_8", "speed of eight tiles as a part of what cutting could give", form="part"),
+    Claim("tile", "speedup_2_vs_torch_default", "two tiles over the plain module with PyTorch's default kernels"),
+    Claim("tile", "grouping_gain_fast", "best grouping over the worse of one group and every layer, loopback",
+          aim=least(1), paper="tile_grouping"),
+    Claim("tile", "grouping_gain_slow", "best grouping over the worse of one group and every layer, 2 Mbit/s",
+          how="simulated", profile="measured", aim=least(1), paper="tile_grouping"),
+    Claim("tile", "batch1_vs_data_parallel", "one sample: two tiles over data parallel, which leaves one core idle",
+          paper="tile_batch_1", is_alike=False),
+    Claim("tile", "batch1_vs_layer_partition", "one sample: two tiles over a partition by layers", paper="tile_batch_1",
+          is_alike=False),
+    Claim("tile-8", "batch1_vs_data_parallel", "one sample: eight tiles over data parallel", paper="tile_batch_1"),
+    Claim("tile-8", "batch1_vs_layer_partition", "one sample: eight tiles over a partition by layers",
+          paper="tile_batch_1"),
+    Claim("tile", "bytes_match", "every pair sent exactly the bytes of the plan", form="yes", aim=least(1)),
+    # ASTEROID
+    Claim("pipeline", "speedup_pp_resnet50_env_b", "speed over pipeline parallel, ResNet-50, environment B, 100 Mbit/s",
+          how="simulated", profile="estimated", paper="asteroid_pp"),
+    Claim("pipeline", "speedup_dp_bert_small_env_b", "speed over data parallel, BERT-small, environment B, 100 Mbit/s",
+          how="simulated", profile="estimated", paper="asteroid_dp"),
+    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all rivals, best row of Table 4",
+          how="simulated", profile="estimated", paper="asteroid_hybrid"),
+    Claim("pipeline", "table4_min_vs_rivals", "speed over the best of all rivals, worst row of Table 4",
+          how="simulated", profile="estimated", aim=least(1)),
+    Claim("pipeline", "plan_seconds", "seconds to plan EfficientNet-B1, cut at operators, on environment C",
+          form="seconds", aim=most(2), paper="asteroid_planning"),
+    Claim("pipeline", "plan_seconds_64_devices", "seconds to plan ResNet-50 on 64 devices", form="seconds",
+          aim=most(20)),
+    Claim("pipeline", "optimality_gap", "gap of plans to exhaustive search on drawn instances", form="small",
+          aim=most(1e-9)),
+    Claim("pipeline", "measured_vs_best_torch",
+          "speed over the best of DDP and torch's 1F1B and GPipe; the worse of local workers and the lab",
+          aim=least(1)),
+    Claim("pipeline", "sim_error", "predicted against measured round, the worse of local workers and the lab",
+          form="part", aim=most(0.15)),
+    Claim("pipeline", "executor_overhead", "round of two stages on two cores over bare computing", aim=most(1.1)),
+    Claim("pipeline", "joules_ratio", "joules a sample of data parallel over ours",
+          how="simulated", profile="estimated", paper="asteroid_energy"),
+    Claim("recovery", "light_vs_heavy", "seconds to go on after a kill: planned anew over plan mended",
+          paper="asteroid_recovery"),
+    Claim("recovery", "throughput_after", "throughput after a loss: plan mended over planned anew", form="part",
+          aim=least(0.9), paper="asteroid_after"),
+    Claim("recovery", "recovery_seconds",
+          "seconds from kill -9 to the start of the next round that is completed, median over devices", form="seconds",
+          aim=most(1.5)),
+    Claim("recovery", "recovery_seconds_silent", "seconds to go on after a device falls silent (limit 2 s)",
+          form="seconds", aim=most(3.5)),
+    Claim("recovery", "torchrun_tuned_seconds", "seconds to go on after the same kill under torchrun, time-outs tuned",
+          form="seconds"),
+    Claim("recovery", "backup_overhead", "a round with copies over one without", aim=most(1.03)),
+    Claim("recovery", "rounds_lost", "rounds whose work was lost", form="number", aim=most(0)),
+    Claim("recovery", "soak_weights_differ", "weights after random kills against a calm run, float64", form="small",
+          aim=most(1e-10)),
+    Claim("chaos", "faults", "random faults of eleven kinds over five ways of sharing", form="number", aim=least(500)),
+    Claim("chaos", "rounds_lost", "rounds lost under random faults", form="number", aim=most(0)),
+    Claim("chaos", "weights_differ", "weights after random faults against one device, float64", form="small",
+          aim=most(1e-10)),
+    Claim("chaos", "processes_left", "processes left behind after random faults", form="number", aim=most(0)),
+    Claim("chaos", "hangs", "jobs that hung under random faults", form="number", aim=most(0)),
+    Claim("chaos", "recovery_seconds_median", "seconds from a random fault to the end of a round after it, median",
+          form="seconds"),
+    Claim("chaos", "recovery_seconds_worst", "seconds from a random fault to the end of a round after it, worst",
+          form="seconds", aim=most(10)),
+    Claim("chaos", "false_evictions", "devices given up without a reason, 5 times slower for 30 s among them",
+          form="number", aim=most(0)),
+    # SPLIT
+    Claim("split", SAVED, "of 100 batches' seconds at the edge alone, saved on the best recorded network", form="part",
+          paper="split_latency"),
+    Claim("split", "gain_geomean", "speed over the best of edge-only, JointDNN and K = 0, mean over recorded networks",
+          aim=least(1.5)),
+    Claim("split", "worst_vs_best_rival",
+          "speed over the best of edge-only, JointDNN and K = 0, worst recorded network", aim=least(0.95)),
+    Claim("split", "sim_error", "predicted against measured seconds of a batch, median", form="part", aim=most(0.15)),
+    Claim("split", "accuracy_drop_pipeline",
+          "accuracy lost by running ahead, K = 5 (CIFAR-10, a small network, rehearsed)", form="part", aim=most(0.01),
+          paper="split_accuracy"),
+    Claim("split", "accuracy_drop_8bit",
+          "accuracy lost by running ahead with features in 8 bits and error feedback (the same)", form="part",
+          aim=most(0.01), paper="split_accuracy_8bit"),
+    Claim("split", "bytes_ratio_8bit", "bytes of features in 8 bits over those in 32", form="part", aim=most(0.26)),
+    Claim("split", "edge_memory_ratio", "the edge's memory over that of training alone", how="modelled", form="part",
+          paper="split_memory"),
+    Claim("split", "edge_energy_ratio", "the edge's joules over those of training alone", how="modelled", form="part"),
+    # DECNN
+    Claim("infer", "speedup_latency_resnet50_880_0.15", "speed of ResNet-50 on 4 devices over one, 880 Mbit/s, 0.15 ms",
+          how="simulated", profile="measured", paper="decnn_fast"),
+    Claim("infer", "speedup_latency_resnet34_880_0.15", "speed of ResNet-34 on 4 devices over one, 880 Mbit/s, 0.15 ms",
+          how="simulated", profile="measured", paper="decnn_resnet34"),
+    Claim("infer", "speedup_latency_vgg16_880_0.15", "speed of VGG-16 on 4 devices over one, 880 Mbit/s, 0.15 ms",
+          how="simulated", profile="measured", paper="decnn_vgg16"),
+    Claim("infer", "speedup_latency_resnet50_240_40", "speed of ResNet-50 on 4 devices over one, 240 Mbit/s, 40 ms",
+          how="simulated", profile="measured", paper="decnn_weak"),
+    Claim("infer", "worst_vs_rivals", "speed over MoDNN and Coates, worst of three networks and seven links",
+          how="simulated", profile="measured", aim=least(1)),
+    Claim("infer", "lab_worst_vs_rivals", "speed over MoDNN and Coates, ResNet-50, worst of two links",
+          how="measured in the lab"),
+    Claim("infer", "scheme3_gain", "throughput by two samples under way, 240 Mbit/s, 40 ms",
+          how="simulated", profile="measured"),
+    Claim("infer", "lab_scheme3_gain_240_20", "the same at 240 Mbit/s, 20 ms", how="measured in the lab"),
+    Claim("infer", "lab_sim_error", "predicted against measured seconds of a sample in the lab, median", form="part",
+          how="measured in the lab"),
+    Claim("infer", "memory_reduction_4", "memory saved on each of 4 devices, ResNet-50, tensor bytes", form="part",
+          aim=least(0.65), paper="decnn_memory"),
+    Claim("infer", "sync_points_channels", "synchronisation points of an inference by channels", how="counted",
+          form="number", paper="decnn_points"),
+    Claim("infer", "sync_points_1d", "synchronisation points of an inference by tiles", how="counted", form="number",
+          paper="decnn_points_tiles"),
+    Claim("infer", "megabytes_channels", "megabytes exchanged by channels", how="counted", form="megabytes",
+          paper="decnn_megabytes"),
+    Claim("infer", "accuracy_change_x1.5_3shuffles",
+          "accuracy, decoupled less original (CIFAR-10, trained for a minute: too short to tell)", form="points"),
+    Claim("infer-accuracy", "accuracy_original",
+          "accuracy of the original (CIFAR-10, ResNet-18, 10 epochs, mean of 3 seeds)", form="part"),
+    *(Claim("infer-accuracy", f"accuracy_change_x{widen}_{shuffles}shuffles",
+            f"accuracy, decoupled less original (the same trainings): x{widen}, {shuffles} shuffles", form="points",
+            paper=_ACCURACIES.get((widen, shuffles), ""))
+      for widen in ("1", "1.5", "1.75") for shuffles in ("0", "3", "all")),
+    Claim("infer", "speedup_2", "throughput of decoupled ResNet-50 on two cores over one, each in its best batches",
+          aim=least(1.8)),
+    Claim("infer", "limit_2", "the same of two halves of it that exchange nothing: what halving alone gives there"),
+    Claim("infer", "speedup_2_latency", "the same network on two cores over one, one sample at a time"),
+    Claim("infer", "limit_2_latency", "the same of two halves of it that exchange nothing"),
+    # One planner over all
+    Claim("auto", "mixed_share", "of 60 drawn scenarios, won by a plan none of the papers can make",
+          how="simulated", profile="estimated", form="part"),
+    Claim("auto", "gain_geomean",
+          "speed over the best of single, samples, pipeline and tiles, mean of 60 drawn scenarios",
+          how="simulated", profile="estimated"),
+    Claim("auto", "gain_min", "speed over the best of single, samples, pipeline and tiles, worst of 60 drawn scenarios",
+          how="simulated", profile="estimated", aim=least(1)),
+    Claim("auto", "lab_gain_min",
+          "speed of mixed plans over the best of single, samples, pipeline and tiles, least of three",
+          how="measured in the lab"),
+    Claim("auto", "lab_prediction_error", "predicted against measured step of mixed plans, median",
+          how="measured in the lab", form="part"),
+    Claim("auto", "plan_seconds_16", "seconds to plan 200 layers on 16 unequal devices", form="seconds", aim=most(10)),
+    Claim("auto", "plan_seconds_64", "seconds to plan 200 layers on 64 unequal devices", form="seconds", aim=most(60)),
+    Claim("auto", "simulate_seconds_1000", "seconds to simulate a plan of 1,000 devices", form="seconds", aim=most(60)),
+    Claim("auto", "unet_trains", "U-Net at 1024x1024 trains on four devices of 1.5 GB", how="measured in the lab",
+          form="yes", aim=least(1)),
+    Claim("auto", "unet_alone_oom", "U-Net at 1024x1024 on one device of 1.5 GB: the kernel ends it",
+          how="measured in the lab", form="yes", aim=least(1)),
+    # The parts
+    Claim("capture", "capture_overhead", "step of the captured chain over the plain module, worst of three networks",
+          aim=most(1.03)),
+    Claim("capture", "verify_over_step",
+          "self-check before the first step over one plain step of eight samples, worst of three networks"),
+    Claim("capture", "kernel_choice_gain",
+          f"speed, {YOLO}: PyTorch's default kernels' step over that of the chosen ones",
+          aim=least(1.3, only_on="aarch64")),
+    Claim("capture", "kernel_choice_gain_min",
+          "default kernels' step over the chosen ones', least over the zoo's image networks", aim=least(0.99)),
+    Claim("capture", "simulate_actions_per_second", "actions simulated a second, 64 devices", form="number"),
+    Claim("core", "dp_vs_ddp", "data parallel on two workers over DistributedDataParallel (gloo), ResNet-18",
+          aim=least(0.98)),
+    Claim("core", "capture_overhead",
+          "step by coordinator, worker and executor over the plain module, worst of three networks", aim=most(1.05)),
+    Claim("core", "exchange_efficiency", "16 MB between two processes over a raw socket's rate", form="part",
+          aim=least(0.7)),
+    Claim("core", "latency_ratio", "latency of 4 KB over a raw socket's", aim=most(5)),
+    Claim("core", "sim_error", "predicted against measured step", form="part", aim=most(0.15)),
+    Claim("core", "ready_seconds", "seconds until four local workers are ready", form="seconds", aim=most(10)),
+    Claim("lab", "rate_error", "worst error of rates from 0.05 to 1000 Mbit/s", form="part", aim=most(0.1)),
+    Claim("lab", "delay_error", "worst error of delays from 1 to 40 ms", form="part", aim=most(0.1)),
+    Claim("lab", "cpu_error", "worst error of shares from 5 to 100 % of a core", form="part", aim=most(0.1)),
+    Claim("lab", "up_down_seconds", "seconds to bring six devices up and down", form="seconds", aim=most(5)),
+    Claim("lab", "leftovers", "what is left of a lab afterwards, also after kill -9", form="number", aim=most(0)),
+)  # fmt: skip
+
+
+def shown(value: float, form: Form) -> str:
+    """A figure as text."""
+    if form == "yes":
+        return "yes" if value >= 1 else "no"
+    if form == "times":
+        return f"{value:.3g}x" if value == 1 or abs(value - 1) >= 0.005 else f"{value:.4g}x"  # above or below matters
+    if form == "seconds":
+        return f"{value:.3g} s"
+    if form == "part":
+        return f"{100 * value:.3g} %"
+    if form == "points":
+        return f"{100 * value:.3g} points"
+    if form == "megabytes":
+        return f"{value:.3g} MB"
+    if form == "small":
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if value == round(value) or value >= 1000 else f"{value:.3g}"

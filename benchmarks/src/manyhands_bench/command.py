@@ -1,0 +1,370 @@
+"""`manyhands bench`: measured figures, each from one command, and all of them with a page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.options import Json
+
+app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
+
+LINE_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
+Figures = dict[str, float | int | str]
+Say = Callable[[str], None]
+Quick = Annotated[bool, typer.Option("--quick", help="A look in a few minutes, less of all; the figures do not count.")]
+Full = Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")]
+Pictures = Annotated[
+    Path,
+    typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.", show_default=False),
+]
+Only = list[str] | None
+PICTURES = Path("../shared/data/cifar10_jpeg.npz")
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure the figures that manyhands claims."""
+
+
+@app.command("all")
+def everything(
+    only: Annotated[
+        Only,
+        typer.Option(
+            "--only",
+            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, infer, "
+            "infer-accuracy. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Where results are kept: OUT/MACHINE/NAME.json.")] = Path(
+        "benchmarks/results"
+    ),
+    page: Annotated[Path, typer.Option("--page", help="The page that is written from them, with its pictures.")] = Path(
+        "docs/results.md"
+    ),
+    page_only: Annotated[bool, typer.Option("--page-only", help="Measure nothing: write the page again.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Every bench, one after another, each as a process of its own; then docs/results.md from what is stored.
+
+    Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores,
+    accuracy without a GPU).
+    About three hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
+    """
+    from manyhands.observe.figures import need_plots
+    from manyhands_bench.everything import check_names, run_all
+    from manyhands_bench.results_page import write_page
+
+    need_plots()
+    failed = []
+    if page_only:
+        check_names(only or ())
+    else:
+        failed = run_all(only or (), out, quick=quick, say=lambda text: typer.echo(text, err=True))
+    for path in write_page(out, page):
+        typer.echo(str(path))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("capture")
+def capture(quick: Quick = False, json: Json = False) -> None:
+    """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed.
+
+    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    """
+    from manyhands_bench.capture.bench import bench_capture
+
+    _measure("capture", lambda say: bench_capture(quick=quick, on_progress=say), quick, json)
+
+
+@app.command("core")
+def core(
+    workers: Annotated[int, typer.Option("--workers", min=2, help="Workers of the data-parallel figures.")] = 2,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Data-parallel training against DDP, the engine against raw sockets, the executor's overhead, prediction error.
+
+    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    """
+    from manyhands_bench.core.bench import bench_core
+
+    _measure("core", lambda say: bench_core(workers, quick=quick, on_progress=say), quick, json)
+
+
+@app.command("lab")
+def lab(quick: Quick = False, json: Json = False) -> None:
+    """Rates, delays, shares of the processor and memory of a lab against what was asked; what it leaves behind.
+
+    Needs Linux and root. Figures go to standard output, settings to standard error. About five minutes.
+    """
+    from manyhands_bench.lab import bench_lab
+
+    _measure("lab", lambda say: bench_lab(quick, say), quick, json)
+
+
+@app.command("tile")
+def tile(
+    workers: Annotated[int, typer.Option("--workers", min=2, help="Tiles, each on a core of its own.")] = 2,
+    quick: Quick = False,
+    full: Full = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("tile-studies"),
+    json: Json = False,
+) -> None:
+    """Training in tiles against one device: speed against what cutting could give, memory, bytes, groupings.
+
+    Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
+    """
+    from manyhands_bench.tile.bench import bench_tile
+
+    _measure(
+        "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json,
+        draws=full,
+    )  # fmt: skip
+
+
+@app.command("pipeline")
+def pipeline(
+    quick: Quick = False,
+    full: Full = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("pipeline-studies"),
+    json: Json = False,
+) -> None:
+    """Pipelines: planning time and optimality, plans beside the rivals', and measured beside PyTorch's own.
+
+    Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
+    """
+    from manyhands_bench.pipeline.bench import bench_pipeline
+
+    _measure(
+        "pipeline", lambda say: bench_pipeline(quick=quick, full=full, out=out, on_progress=say), quick, json,
+        draws=full,
+    )  # fmt: skip
+
+
+@app.command("recovery")
+def recovery(
+    quick: Quick = False,
+    kills: Annotated[
+        int | None,
+        typer.Option("--kills", min=1, help="The soak alone: so many random kills; 100 take up to ten minutes."),
+    ] = None,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="The kills alone, in the lab at 100 Mbit/s; needs Linux and root.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("recovery-studies"),
+    json: Json = False,
+) -> None:
+    """Workers killed and stopped: seconds until training goes on, what is lost, what copies cost; torchrun beside it.
+
+    Figures go to standard output, settings to standard error. Six to eight minutes on two cores.
+    """
+    from manyhands_bench.recovery.bench import bench_recovery
+
+    _measure(
+        "recovery", lambda say: bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say), quick,
+        json, draws=kills is None,
+    )  # fmt: skip
+
+
+@app.command("split")
+def split(
+    quick: Quick = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="More traces, rates and batches, longer trainings; about two hours.")
+    ] = False,
+    traces: Annotated[
+        Path,
+        typer.Option(
+            "--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.", show_default=False
+        ),
+    ] = Path("../shared/data/traces"),
+    pictures: Pictures = PICTURES,
+    out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),
+    json: Json = False,
+) -> None:
+    """Split training over recorded links: seconds of 100 batches beside rivals, accuracy, bytes, memory, energy.
+
+    Figures go to standard output, settings to standard error. About fourteen minutes on two cores.
+    """
+    from manyhands_bench.split.bench import bench_split
+
+    def measured(say: Say) -> Figures:
+        return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
+
+    _measure("split", measured, quick, json, draws=True)
+
+
+@app.command("infer")
+def infer(
+    quick: Quick = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All pairs in the lab, all trainings: hours, or --compute cuda.")
+    ] = False,
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="This part alone: sync, simulated, speedup, memory, lab, accuracy. Repeatable."),
+    ] = None,
+    compute: Annotated[str, typer.Option("--compute", help="Where accuracy is trained: cpu or cuda.")] = "cpu",
+    pictures: Pictures = PICTURES,
+    out: Annotated[
+        Path, typer.Option("--out", help="Where plots go, and figures and trainings as they are done.")
+    ] = Path("infer-studies"),
+    json: Json = False,
+) -> None:
+    """Channels of decoupled networks beside one device and tiles: exchanges, speed, memory, accuracy.
+
+    Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
+    """
+    from manyhands_bench.infer.bench import bench_infer
+
+    def measured(say: Say) -> Figures:
+        return bench_infer(
+            quick=quick, full=full, only=only or (), compute=compute, pictures=pictures, out=out,
+            on_progress=_lines(say),
+        )  # fmt: skip
+
+    _measure("infer", measured, quick, json, draws=True)
+
+
+@app.command("auto")
+def auto(
+    quick: Quick = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Four times the scenarios, more blocks and steps; about an hour.")
+    ] = False,
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="This part alone: simulated, scale, lab, segmentation. Repeatable."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Where plots go, and figures as they are found.")] = Path(
+        "auto-studies"
+    ),
+    json: Json = False,
+) -> None:
+    """One planner over tiles, samples and stages: its gains, planning times, and mixed plans measured in the lab.
+
+    Figures go to standard output, settings to standard error. About ten minutes on two cores; as root, in a lab.
+    """
+    from manyhands_bench.auto.bench import bench_auto
+
+    def measured(say: Say) -> Figures:
+        return bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("auto", measured, quick, json, draws=True)
+
+
+@app.command("chaos")
+def chaos(
+    seed: Annotated[int, typer.Option("--seed", min=0, help="What the faults are drawn from.")] = 30,
+    faults: Annotated[
+        int | None, typer.Option("--faults", help="How many faults, in all. Without it and without --hours: 500.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option("--hours", help="Begin no scenario after so many hours.")] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only",
+            help="These kinds of faults alone: kill, stop, hang, partition, slow-link, junk, disk-full, oom, clock, "
+            "coordinator, slow-device. Several by commas.",
+        ),
+    ] = "",
+    scenario: Annotated[
+        int | None, typer.Option("--scenario", help="This scenario of the seed alone, to repeat it.")
+    ] = None,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option("--add", help="A stored run (--out) whose faults count too. Repeatable; with --faults 0, alone."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the run is stored, as OUT/chaos-SEED.json, to be added up.")
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Training under random faults: kill -9, hangs, partitions, full disks and more, over every way of sharing.
+
+    Real processes and connections; as root each worker is in a network of its own, without root some kinds are left
+    out. Weights are compared with plain PyTorch on one device. Six to ten faults a minute on two cores.
+    """
+    from manyhands_bench.chaos.bench import QUICK_FAULTS, ChaosOptions, bench_chaos
+    from manyhands_bench.chaos.summary import by_kind
+
+    options = ChaosOptions(
+        seed, QUICK_FAULTS if quick and faults is None else faults, hours,
+        tuple(filter(None, (one.strip() for one in only.split(",")))), scenario, tuple(add or ()), out,
+    )  # fmt: skip
+    _measure(
+        "chaos", lambda say: bench_chaos(options, _lines(say)), quick, json,
+        then=lambda figures: None if json else _print_kinds(by_kind(figures)),
+    )  # fmt: skip
+
+
+def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:
+    """What became of each kind of fault."""
+    from manyhands.cli.show import print_table
+
+    cells = [[kind, str(fired), f"{median:.2f}", f"{worst:.2f}"] for kind, (fired, median, worst) in rows.items()]
+    headings = ["fault", "fired", "recovery, median s", "worst s"]
+    print_table("Faults", headings, cells, numbers=headings[1:])
+
+
+def _measure(
+    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False,
+    then: Callable[[Figures], None] = lambda figures: None,
+) -> None:  # fmt: skip
+    """Measure, print; a part that went wrong is an error of the command, after all figures are out. `draws`: what that
+    needs is looked for before minutes are spent. `then` prints more about the figures."""
+    from manyhands.cli.show import working
+    from manyhands.observe.figures import need_plots
+    from manyhands_bench.parts import failed
+
+    if draws:
+        need_plots()
+
+    with working("measuring") as say:
+        figures = measured(say)
+    _print(f"bench {name}", figures, quick, json)
+    then(figures)
+    if failed(figures):
+        raise typer.Exit(1)
+
+
+def _lines(say: Say) -> Say:
+    """Without a terminal, what is being done now and then as a line on standard error."""
+    begin = last = time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal last
+        say(text)
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - last >= LINE_SECONDS:
+            last = now
+            typer.echo(f"{now - begin:5.0f} s  {text}", err=True)
+
+    return told
+
+
+def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:
+    from manyhands.cli.show import print_json, print_table
+    from manyhands_bench.parts import PROFILE_MACHINE
+
+    numbers = {
+        key: value for key, value in figures.items() if not isinstance(value, str) or key.endswith(PROFILE_MACHINE)
+    }
+    for key, text in figures.items():  # machine, settings of both sides, chosen kernels
+        if isinstance(text, str):
+            typer.echo(f"{key}: {text}", err=True)
+    if json:
+        print_json(numbers)
+        return
+    rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in numbers.items()]
+    print_table(title + (" --quick" if quick else ""), ["figure", "value"], rows, numbers=["value"])

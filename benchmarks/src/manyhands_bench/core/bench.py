@@ -1,0 +1,245 @@
+"""Figures of `manyhands bench core`: training through engine, executor and runtime, against what people use today.
+
+Every ratio is taken inside one run: both sides stay alive and take turns, block by block, and the median of the
+blocks' ratios counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.data import Dataset
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadValue
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.graph.graph import Graph
+from manyhands.job.evaluation import captured
+from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.nursery import close_nurseries
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.run import Run
+from manyhands.session.measuring import measure
+from manyhands.session.opening import open_session
+from manyhands.session.session import Session, usable_cores
+from manyhands.simulator.simulate import simulate
+from manyhands_bench.core.ddp import Rival
+from manyhands_bench.core.transports import bench_engine
+
+Figures = dict[str, float | int | str]
+Progress = Callable[[str], None]
+WARM_UP_STEPS = 2
+MEASURED_EVERY = 4
+"""Blocks between two measurements from which a step is predicted: the machine's speed drifts."""
+BUCKETS_MB = (25, 4)
+"""DDP's default, and ours: each side is tuned to the faster of them."""
+OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model at an input size and batch size."""
+
+    model: str
+    shape: tuple[int, ...]
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.model} {'x'.join(map(str, self.shape))} batch {self.samples}"
+
+
+DATA_PARALLEL = Setting("resnet18", (3, 64, 64), 32)
+OVERHEAD = (Setting("yolov2-16", (3, 608, 608), 1), Setting("resnet50", (3, 224, 224), 4),
+            Setting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
+QUICK_OVERHEAD = (Setting("resnet18", (3, 64, 64), 8),)
+
+
+class SameBatch(Dataset[Any]):
+    """The same batch over and over: what is measured is training, not loading."""
+
+    def __init__(self, model: str, shape: tuple[int, ...], samples: int) -> None:
+        self.inputs: Any = example_batch(model, samples, input_shape=shape)
+        self.targets = example_target(model, samples, input_shape=shape)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+def _captured(setting: Setting, data: SameBatch) -> Graph:
+    torch.manual_seed(0)
+    return captured(
+        build(setting.model), data, loss_function(ZOO[setting.model].loss), granularity="blocks", name=setting.model
+    )
+
+
+def _ours(session: Session, graph: Graph, plan: Plan, data: SameBatch, steps: int) -> list[float]:
+    """Seconds of each step of a block, as the coordinator saw them end."""
+    order = Order(graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=steps, optimizer=OPTIMIZER)
+    run = Run(session.coordinator, order)
+    run.prepare()
+    return run.run((step, data.inputs, data.targets) for step in range(steps)).step_seconds
+
+
+def _even(setting: Setting, graph: Graph, names: tuple[str, ...]) -> Plan:
+    share = BySamples(tuple(setting.samples // len(names) for _ in names))
+    stage = Stage((0, len(graph.network.layers)), names, share)
+    return resolve(Plan(graph.name, setting.samples, (stage,), batch_norm="local", optimizer_slots=1), graph.network)
+
+
+def _steady(seconds: list[float]) -> float:
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
+
+
+@contextlib.contextmanager
+def _rival(calls: list[str]) -> Iterator[Rival]:
+    rival = Rival(calls)
+    try:
+        yield rival
+    finally:
+        rival.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _ddp_calls(setting: Setting, workers: int, bucket: int) -> list[str]:
+    port = _free_port()
+    own = setting.samples // workers
+    return [
+        f"distributed({setting.model!r}, {setting.shape!r}, {own}, {rank}, {workers}, {port}, {bucket})"
+        for rank in range(workers)
+    ]
+
+
+def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
+    """Throughput over local workers against DistributedDataParallel, and what the simulator said of it."""
+    setting, tuning, blocks, steps = DATA_PARALLEL, *((1, 2, 6) if quick else (2, 12, 16))
+    if setting.samples % workers:
+        raise BadValue(f"--workers {workers} must divide the batch of {setting.samples}.")
+    data = SameBatch(setting.model, setting.shape, setting.samples)
+    graph = _captured(setting, data)
+    with contextlib.ExitStack() as stack:
+        rivals = {mb: stack.enter_context(_rival(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
+        session = stack.enter_context(open_session(Cluster.local(workers), threads=1))
+        even = _even(setting, graph, session.cluster.names)
+        plans = {mb: msgspec.structs.replace(even, bucket_bytes=mb * 10**6) for mb in BUCKETS_MB}
+
+        def ours(mb: int) -> float:
+            return _steady(_ours(session, graph, plans[mb], data, steps))
+
+        def theirs(mb: int) -> float:
+            return _steady(rivals[mb].run(steps))
+
+        say("data parallel, both sides with each bucket size")
+        tried = [(ours(mb), theirs(mb), mb) for _ in range(tuning) for mb in BUCKETS_MB]
+        best, their_best = (min(BUCKETS_MB, key=partial(_median_of, tried, side)) for side in (0, 1))
+        predictions: list[float] = []
+        pairs: list[tuple[float, float]] = []
+        for block in range(blocks):
+            say(f"data parallel, block {block + 1} of {blocks}")
+            if block % MEASURED_EVERY == 0:
+                cluster, profile = measure(session, graph, setting.samples, optimizer=OPTIMIZER, refresh=True)
+                found = simulate(plans[best], graph.network, cluster, profile, keep_spans=False)
+                predictions.append(found.seconds)
+            pairs.append((ours(best), theirs(their_best)))
+    measured, predicted = statistics.median(own for own, _ in pairs), statistics.median(predictions)
+    return {
+        "dp_vs_ddp": statistics.median(their / own for own, their in pairs),
+        "dp_step_seconds": measured,
+        "ddp_step_seconds": statistics.median(their for _, their in pairs),
+        "dp_workers": workers,
+        "predicted_step_seconds": predicted,
+        "sim_error": abs(predicted - measured) / measured,
+        "dp_setting": f"{setting}, {workers} workers of 1 thread, local batch norm, SGD momentum, default kernels, "
+        f"buckets of {best} MB (faster of {BUCKETS_MB})",
+        "ddp_setting": f"the same by DistributedDataParallel over gloo, buckets of {their_best} MB (faster of "
+        f"{BUCKETS_MB}), gradient_as_bucket_view, broadcast_buffers off",
+        "dp_blocks": f"{blocks} blocks of {steps} steps, the first {WARM_UP_STEPS} of each left out; ours "
+        f"{_listed([own for own, _ in pairs])} s, DDP {_listed([their for _, their in pairs])} s; "
+        f"predicted {_listed(predictions)} s",
+    }
+
+
+def _median_of(tried: list[tuple[float, float, int]], side: int, mb: int) -> float:
+    return statistics.median(one[side] for one in tried if one[2] == mb)
+
+
+def bench_overhead(quick: bool, say: Progress) -> Figures:
+    """A training step through coordinator, worker and executor over the plain module's, both on one thread."""
+    figures: Figures = {}
+    worst = 0.0
+    for setting in QUICK_OVERHEAD if quick else OVERHEAD:
+        data = SameBatch(setting.model, setting.shape, setting.samples)
+        graph = _captured(setting, data)
+        blocks, steps = (2, 5) if quick else (7, 7)
+        with contextlib.ExitStack() as stack:
+            call = f"plain({setting.model!r}, {setting.shape!r}, {setting.samples})"
+            rival = stack.enter_context(_rival([call]))
+            session = stack.enter_context(open_session(Cluster.local(1), threads=1))
+            plan = resolve(
+                Plan(graph.name, setting.samples, (Stage((0, len(graph.network.layers)), session.cluster.names),)),
+                graph.network,
+            )
+            rival.run(1)
+            ratios = []
+            for block in range(blocks):
+                say(f"overhead of {setting}, block {block + 1} of {blocks}")
+                own = _steady(_ours(session, graph, plan, data, steps))
+                ratios.append(own / _steady(rival.run(steps)))
+        key = f"capture_overhead_{setting.model}"
+        figures[key] = statistics.median(ratios)
+        figures[f"{key}_setting"] = (
+            f"{setting}, 1 worker of 1 thread against the plain module; ratios {_listed(ratios)}"
+        )
+        worst = max(worst, statistics.median(ratios))
+    return {"capture_overhead": worst, **figures}
+
+
+def bench_ready(workers: int, quick: bool, say: Progress) -> Figures:
+    """From nothing to joined workers."""
+    seconds = []
+    for repeat in range(1 if quick else 3):
+        say(f"starting {workers} workers, {repeat + 1}")
+        close_nurseries()
+        start = time.perf_counter()
+        with open_session(Cluster.local(workers)):
+            seconds.append(time.perf_counter() - start)
+    return {"ready_seconds": statistics.median(seconds), "ready_workers": workers}
+
+
+def _listed(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)
+
+
+def bench_core(workers: int = 2, quick: bool = False, on_progress: Progress | None = None) -> Figures:
+    """Every figure of `manyhands bench core`, flat."""
+    say = on_progress or (lambda text: None)
+    cores = usable_cores()
+    if workers > cores:
+        raise BadValue(
+            f"--workers {workers}: this machine has {cores} core(s), and two workers on one core measure nothing.",
+            hint=f"Use --workers {cores} or fewer.",
+        )
+    figures: Figures = {"machine": identify(1).text}
+    figures |= bench_engine(quick, say)
+    figures |= bench_ready(max(4, workers), quick, say)
+    figures |= bench_data_parallel(workers, quick, say)
+    figures |= bench_overhead(quick, say)
+    return figures

@@ -1,0 +1,96 @@
+"""What `manyhands bench infer` found, as pictures like those of DECNN's section 4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands_bench.infer.accuracy import Accuracy, Rows, Way
+from manyhands_bench.infer.lab import Measured
+from manyhands_bench.infer.networks import GROUPS
+from manyhands_bench.infer.plots import Bars, draw_accuracy, draw_bars, draw_scaling
+from manyhands_bench.infer.simulated import ALL, ALONE, METHODS, ONE, SCALING, Simulated, Table, Timed, pair_text
+
+
+def draw_simulated(found: Simulated, out: Path) -> list[Path]:
+    """Fig. 8 of every network, and Fig. 10 where two devices were looked at."""
+    paths = [
+        _draw_table(rows, out / f"fig_8_{model}.png", f"Fig. 8: {model} on {GROUPS} devices, simulated")
+        for model, rows in found.tables.items()
+    ]
+    scaled = {
+        model: _speedups(own, found.tables[model][SCALING])
+        for model, own in found.two.items()
+        if SCALING in found.tables[model]
+    }
+    if scaled:
+        title = f"Fig. 10: throughput over one device with the original network, {pair_text(SCALING)}, simulated"
+        paths.append(draw_scaling(scaled, out / "fig_10.png", title))
+    return paths
+
+
+def _draw_table(rows: Table, path: Path, title: str) -> Path:
+    places = [pair_text(pair).replace(", ", "\n") for pair in rows]
+    own = {name: list(rows.values()) for name in METHODS}
+    return draw_bars(
+        [
+            Bars("samples a second", places, {k: [1 / one[k].interval for one in v] for k, v in own.items()}),
+            Bars("latency, ms", places, {k: [1e3 * one[k].latency for one in v] for k, v in own.items()}),
+        ],
+        METHODS, path, title + f"; latency of {ALL} is that in a stream",
+    )  # fmt: skip
+
+
+def _speedups(two: Mapping[str, Timed], four: Mapping[str, Timed]) -> dict[str, list[tuple[int, float]]]:
+    """Method -> devices and throughput over the original on one device."""
+    one = four[ONE].interval
+    begin = {name: one / four[ALONE if "scheme" in name else ONE].interval for name in METHODS}
+    return {
+        name: [(1, begin[name]), (2, one / two[name].interval), (GROUPS, one / four[name].interval)]
+        for name in METHODS
+        if name not in (ONE, ALONE)
+    }
+
+
+def draw_memory(found: Mapping[str, int], network: str, out: Path) -> Path:
+    """Fig. 12."""
+    sizes = {name: [size / 1e6] for name, size in found.items()}
+    bars = Bars("MB of tensors, fullest device", [f"{GROUPS} devices, or one"], sizes, labels="{:.0f}")
+    return draw_bars(
+        [bars], METHODS, out / "fig_12.png", f"Fig. 12: {network}, most tensor bytes alive at once, counted"
+    )
+
+
+def draw_lab(found: Mapping[str, Mapping[str, Measured]], network: str, out: Path) -> Path:
+    """Measured, with what was predicted as a mark on each bar; in the lab's time."""
+    pairs = list(found)
+    places = [pair_text(pair) for pair in pairs]
+    names = list(next(iter(found.values())))
+    latency = {
+        name: [1e3 * found[pair][name].latency for pair in pairs]
+        for name in names
+        if not any(math.isnan(found[pair][name].latency) for pair in pairs)
+    }
+    return draw_bars(
+        [
+            Bars(
+                "samples a second", places, {k: [1 / found[pair][k].interval for pair in pairs] for k in names},
+                {k: [1 / found[pair][k].predicted.interval for pair in pairs] for k in names},
+            ),
+            Bars(
+                "latency, ms", places, latency,
+                {k: [1e3 * found[pair][k].predicted.latency for pair in pairs] for k in latency},
+            ),
+        ],
+        METHODS, out / "lab.png", f"{network} on {GROUPS} devices of the lab, in the lab's time; marks: predicted",
+    )  # fmt: skip
+
+
+def draw_scores(rows: Rows, setting: Accuracy, out: Path) -> Path:
+    """Accuracy by shuffles, a line for every width."""
+    lines: dict[str, dict[str, list[float]]] = {}
+    for way in setting.ways:
+        if way.widen:
+            lines.setdefault(f"x{way.widen:g}", {})[str(way.shuffles)] = rows[str(way)]
+    return draw_accuracy(lines, rows[str(Way())], out / "accuracy.png", f"CIFAR-10 (JPEG copy), {setting.text}")

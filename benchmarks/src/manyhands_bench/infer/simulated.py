@@ -1,0 +1,241 @@
+"""Latency and throughput over the paper's seven links (DECNN Fig. 8-10), simulated with computing that was measured.
+
+One factor makes this machine's core as slow as the paper's device: that at which the original ResNet-50 takes as long.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.plan import Plan
+from manyhands.facts.presets import preset
+from manyhands.facts.profile import Profile
+from manyhands.planner.pricing import subcluster
+from manyhands.planner.task import Candidate
+from manyhands.plans.inference import plan_for
+from manyhands.plans.planning import simulate
+from manyhands.schedule.actions import Forward
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.infer.networks import Known, Library, Subject
+from manyhands_bench.papers import DECNN_SPEEDUPS
+from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
+
+PAIRS = {
+    "880_0.15": "decnn-880", "480_1": "decnn-480-1", "480_5": "decnn-480-5", "240_5": "decnn-240-5",
+    "240_10": "decnn-240-10", "240_20": "decnn-240-20", "240_40": "decnn-240-40",
+}  # fmt: skip
+"""Mbit/s and milliseconds of a round trip -> preset."""
+FAST, WEAK, SCALING = "880_0.15", "240_40", "240_20"
+UNSCALED = (FAST, SCALING, WEAK)
+"""Looked at with this machine's own speed too."""
+ONE, ALONE = "one device", "scheme 1"
+MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED = "MoDNN", "Coates", "MoDNN + scheme 1", "Coates + scheme 1"
+TILED = (MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED)
+"""The rivals, each with the original and with the decoupled network."""
+BOTH, ALL = "schemes 1+2", "schemes 1+2+3"
+METHODS = (ONE, *TILED, ALONE, BOTH, ALL)
+STREAM, SETTLED = 10, 4
+"""Samples of a simulated stream, and how many of them fill it."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a sample by a method."""
+
+    latency: float
+    """Alone; with schemes 1+2+3, in a stream: that is what they are for."""
+    interval: float
+    """From one answer to the next in a stream."""
+
+
+def streamed(plan: Plan, known: Known, cluster: Cluster, profile: Profile) -> Timed:
+    """A stream of samples: how long each is under way, and how long after the one before it ends."""
+    long = msgspec.structs.replace(plan, micro_batches=STREAM, batch_size=STREAM * plan.micro_batch_size)
+    found = simulate(long, known.network, cluster, profile)
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for span in found.spans:
+        if isinstance(span.what, Forward):
+            number = span.what.micro_batch
+            starts[number] = min(span.start, starts.get(number, math.inf))
+            ends[number] = max(span.end, ends.get(number, 0.0))
+    under_way = [ends[number] - starts[number] for number in range(SETTLED, STREAM)]
+    last, settled = STREAM - 1, SETTLED - 1
+    return Timed(statistics.fmean(under_way), (ends[last] - ends[settled]) / (last - settled))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and both networks as its devices run them."""
+
+    cluster: Cluster
+    original: Known
+    decoupled: Known
+    streams: int
+    """Plans of a strategy, the fastest of one sample first, that are looked at as streams."""
+
+    def plans(self, known: Known, strategy: str) -> list[Candidate]:
+        return plan_for(known.network, self.cluster, known.on(self.cluster), strategy=strategy).candidates
+
+    def _timed(self, known: Known, candidates: Sequence[Candidate], order: str = "") -> Timed:
+        """The best latency of any plan, and the best throughput of any, as if both were asked for."""
+        profile = known.on(self.cluster)
+        plans = [one.plan for one in candidates[: self.streams] if one.plan is not None]
+        if order:
+            plans = [msgspec.structs.replace(plan, order="interleave") for plan in plans]
+        streams = [streamed(plan, known, self.cluster, profile) for plan in plans]
+        latency = min(one.latency for one in streams) if order else candidates[0].seconds
+        return Timed(latency, min(one.interval for one in streams))
+
+    def methods(self) -> dict[str, Timed]:
+        channels = self.plans(self.decoupled, "channels")
+        return {
+            ONE: self._timed(self.original, self.plans(self.original, "single")),
+            MODNN: self._timed(self.original, self.plans(self.original, "modnn")),
+            COATES: self._timed(self.original, self.plans(self.original, "coates")),
+            MODNN_DECOUPLED: self._timed(self.decoupled, self.plans(self.decoupled, "modnn")),
+            COATES_DECOUPLED: self._timed(self.decoupled, self.plans(self.decoupled, "coates")),
+            ALONE: self._timed(self.decoupled, self.plans(self.decoupled, "single")),
+            BOTH: self._timed(self.decoupled, channels),
+            ALL: self._timed(self.decoupled, channels, order="interleave"),
+        }
+
+
+Table = Mapping[str, Mapping[str, Timed]]
+"""Pair of rate and round trip -> method -> seconds."""
+
+
+def ahead_of(methods: Mapping[str, Timed], others: Sequence[str] = TILED) -> tuple[float, float]:
+    """How many times as fast as the best of others: latency with schemes 1+2, throughput with 1+2+3."""
+    latency = min(methods[name].latency for name in others) / methods[BOTH].latency
+    interval = min(methods[name].interval for name in others) / methods[ALL].interval
+    return latency, interval
+
+
+def devices_of(pair: str, count: int = 0) -> Cluster:
+    cluster = preset(PAIRS[pair])
+    return subcluster(cluster, cluster.names[:count]) if count else cluster
+
+
+def table(
+    original: Known, decoupled: Known, pairs: Iterable[str], streams: int, say: Progress
+) -> dict[str, dict[str, Timed]]:
+    found = {}
+    for pair in pairs:
+        say(f"simulating {original.network.name} at {pair_text(pair)}")
+        found[pair] = Case(devices_of(pair), original, decoupled, streams).methods()
+    return found
+
+
+def pair_text(pair: str) -> str:
+    rate, _, trip = pair.partition("_")
+    return f"{rate} Mbit/s, {trip} ms"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Everything that was simulated, for figures and pictures."""
+
+    tables: dict[str, Table]
+    """Model -> its table, four devices."""
+    two: dict[str, Mapping[str, Timed]]
+    """Model -> two devices, at the pair for scaling."""
+    unscaled: dict[str, Table]
+    factor: float
+
+
+def bench_simulated(
+    library: Library, subjects: Sequence[Subject], reference: Subject, pairs: Sequence[str], streams: int, say: Progress
+) -> tuple[Figures, Simulated]:
+    """Networks over links, and what we are ahead of."""
+    measured = {one: (library.known(one, decoupled=False), library.known(one, decoupled=True)) for one in subjects}
+    factor = reference.paper_seconds / library.known(reference, decoupled=False).seconds
+    tables: dict[str, Table] = {}
+    two: dict[str, Mapping[str, Timed]] = {}
+    for subject, (original, decoupled) in measured.items():
+        slow = (original.scaled(factor), decoupled.scaled(factor))
+        tables[subject.model] = table(*slow, pairs, streams, say)
+        if SCALING in pairs:
+            two[subject.model] = Case(devices_of(SCALING, 2), *slow, streams).methods()
+    plain: dict[str, Table] = {}
+    if reference in measured:
+        plain[reference.model] = table(*measured[reference], [one for one in pairs if one in UNSCALED], streams, say)
+    found = Simulated(tables, two, plain, factor)
+    return _figures(found, measured, reference), found
+
+
+def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], reference: Subject) -> Figures:
+    rows_of_all = [own for rows in found.tables.values() for own in rows.values()]
+    latency, throughput = (min(ahead_of(own)[place] for own in rows_of_all) for place in range(2))
+    figures: Figures = {
+        "worst_vs_rivals": min(latency, throughput),
+        "worst_vs_rivals_latency": latency,
+        "worst_vs_rivals_throughput": throughput,
+        "worst_vs_one_device": min(min(ahead_of(own, (ONE,))) for own in rows_of_all),
+        "worst_vs_one_device_decoupled": min(min(ahead_of(own, (ALONE,))) for own in rows_of_all),
+    }
+    gains = {model: _gain(rows[WEAK]) for model, rows in found.tables.items() if WEAK in rows}
+    if gains:
+        figures["scheme3_gain"] = statistics.geometric_mean(gains.values())
+        figures |= {f"scheme3_gain_{model}": gain for model, gain in gains.items()}
+    for model, rows in found.tables.items():
+        for pair, own in rows.items():
+            figures |= _speedups(f"{model}_{pair}", own)
+            latency, throughput = ahead_of(own)
+            figures[f"vs_rivals_latency_{model}_{pair}"] = latency
+            figures[f"vs_rivals_throughput_{model}_{pair}"] = throughput
+    for model, own in found.two.items():
+        figures |= _speedups(f"{model}_{SCALING}_2devices", own)
+    for rows in found.unscaled.values():
+        figures["unscaled_worst_vs_rivals"] = min(min(ahead_of(own)) for own in rows.values())
+    figures["slower_factor"] = found.factor
+    figures |= {f"table_{model}": _text(model, rows) for model, rows in found.tables.items()}
+    figures |= {f"table_{model}_unscaled": _text("", rows) for model, rows in found.unscaled.items()}
+    figures |= {f"table_{model}_2devices": _text("", {SCALING: own}) for model, own in found.two.items()}
+    return figures | {
+        PROFILE_MACHINE: profiled_here(),
+        "simulated_setting": "layers' forward passes measured on one core of this machine, one thread, one sample, "
+        "what the thread computed, the fastest kernels of each network, original and decoupled in turns, the least of "
+        "some medians; all "
+        f"{found.factor:.3g} times slower, so that {reference.model} takes "
+        f"{1e3 * reference.paper_seconds:g} ms on one device as in the paper; then "
+        + ", ".join(
+            f"{subject.model} {1e3 * found.factor * original.seconds:.0f} ms (paper {1e3 * subject.paper_seconds:g}), "
+            f"decoupled ({subject.decoupled_text}) {1e3 * found.factor * decoupled.seconds:.0f} ms"
+            for subject, (original, decoupled) in measured.items()
+        )
+        + "; 4 equal devices, each port limited to the rate, delay one way half the round trip, the picture at hand on "
+        "every device; each method by the fastest of its plans for what is compared; latency of schemes 1+2+3 is that "
+        "in a stream"
+    }  # fmt: skip
+
+
+def _gain(methods: Mapping[str, Timed]) -> float:
+    return methods[BOTH].interval / methods[ALL].interval
+
+
+def _speedups(name: str, methods: Mapping[str, Timed]) -> Figures:
+    """Over one device with the original network."""
+    one = methods[ONE]
+    return {
+        f"speedup_latency_{name}": one.latency / methods[BOTH].latency,
+        f"speedup_throughput_{name}": one.interval / methods[ALL].interval,
+    }
+
+
+def _text(model: str, rows: Table) -> str:
+    lines = []
+    for pair, own in rows.items():
+        parts = []
+        for name in METHODS:
+            paper = DECNN_SPEEDUPS.get((model, pair, name))
+            beside = f" ({own[ONE].latency / own[name].latency:.2f}x, paper {paper:g}x)" if paper else ""
+            parts.append(f"{name} {1e3 * own[name].latency:.0f} ms {1 / own[name].interval:.2f}/s{beside}")
+        lines.append(f"{pair_text(pair)}: " + ", ".join(parts))
+    return "\n  " + "\n  ".join(lines)

@@ -1,0 +1,67 @@
+"""A bench made of parts: each gives figures by itself, and one that cannot be measured does not end the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from manyhands.facts.errors import BadValue, ManyhandsError, unknown
+from manyhands.files.documents import write_document
+from manyhands.profiler.this_machine import identify
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.results import Host
+
+KEPT = "figures.json"
+PROFILE_MACHINE = "profile_machine"
+"""The key under which a bench that simulates says whose seconds of layers that rests on."""
+Bench = TypeVar("Bench")
+
+
+def check_asked(parts: Mapping[str, object], only: Sequence[str], quick: bool, full: bool) -> None:
+    """Before anything is measured."""
+    for name in only:
+        if name not in parts:
+            raise unknown("part", name, parts)
+    if quick and full:
+        raise BadValue("--quick and --full cannot both be given.", hint="Leave one of them out.")
+
+
+def measure_parts(
+    parts: Mapping[str, Callable[[Bench], Figures]],
+    bench: Bench,
+    *,
+    only: Sequence[str],
+    quick: bool,
+    out: Path | None,
+    say: Progress,
+) -> Figures:
+    """The figures of every part, flat, and the seconds each took. A part that cannot be measured says why and the
+    others go on: `_skipped` where something is missing here, `_failed` where something went wrong. Figures so far are
+    kept in `out`."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
+    for name in (part for part in parts if not only or part in only):
+        say(name)
+        begin = time.monotonic()
+        try:
+            figures |= parts[name](bench)
+        except ManyhandsError as error:
+            figures[f"{name}_failed"] = f"{error.message} {error.hint}".strip()
+        figures[f"seconds_{name}"] = time.monotonic() - begin
+        if out is not None:
+            write_document(out / KEPT, figures)
+    return figures
+
+
+def profiled_here() -> str:
+    """What simulated figures say of their profile where it was measured on this machine: its name among results."""
+    machine = identify(1)
+    return Host(machine.processor, machine.cores).slug
+
+
+def failed(figures: Figures) -> list[str]:
+    """Parts that went wrong, and trials of a part."""
+    return [name for name in figures if name.endswith("_failed")]

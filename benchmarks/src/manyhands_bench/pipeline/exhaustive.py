@@ -1,0 +1,1 @@
+../../../../tests/planner/exhaustive.py

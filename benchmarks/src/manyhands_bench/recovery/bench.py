@@ -1,0 +1,354 @@
+"""Figures of `manyhands bench recovery`: how long a loss stops training, what is lost by it, what being ready costs.
+
+Environment D of ASTEROID as four local workers, in the shape of its Fig. 9: a first stage on A, a second shared by B
+and C, a last on D, so that A's copy lies on B, D's on A, and B and C have each other. Each is killed in turn, once with
+light and once with heavy re-planning, and stopped once without a word. Seconds count from the signal itself.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.optimizer import Optimizer
+from manyhands.lab.lab import missing
+from manyhands.models.registry import ZOO, build, loss_function
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.session.lab_session import lab_cluster
+from manyhands.session.opening import open_session
+from manyhands.session.session import Session
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.pipeline.measured import plan_text
+from manyhands_bench.pipeline.torch_pipeline import Setting
+from manyhands_bench.recovery.plots import Passage, draw_passages
+from manyhands_bench.recovery.site import DrawnPictures, Groups, Site, Strike, Trip
+from manyhands_bench.recovery.soak import loss_difference, soak, soak_site
+from manyhands_bench.recovery.torchrun import NODES, TUNED, seconds_after_kill
+
+SETTING = Setting("mobilenetv2", (3, 32, 32), 32, 4)
+QUICK = Setting("tiny", (1, 16, 16), 32, 2)
+OPTIMIZER = Optimizer("SGD", lr=1e-5, momentum=0.9)
+"""Small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and faster ones blow up the last bit a hundred-fold
+in every step, in whichever order sums are taken."""
+CLASSES = 10
+LAB = "env-d"
+STEPS_BEFORE = 6
+"""That are done when a worker is struck: copies have been taken."""
+SAME_LOSS = 1e-6
+"""In float64: sums in another order differ by less."""
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    setting: Setting
+    workers: int
+    struck: int | None
+    """So many of the workers, from the first on; None: all."""
+    steps_after: int
+    """That a run goes on after the failure."""
+    blocks: int
+    """Of turns, with light and heavy plans and with and without copies."""
+    steps: int
+    """Of a block."""
+    measure_seconds: float
+    """0: estimated."""
+
+
+FULL = Extent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
+QUICK_EXTENT = Extent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds=0.0)
+
+
+@dataclass
+class Found:
+    """Trips by device, for each way."""
+
+    light: dict[str, Trip] = field(default_factory=dict)
+    heavy: dict[str, Trip] = field(default_factory=dict)
+    silent: dict[str, Trip] = field(default_factory=dict)
+
+    @property
+    def every(self) -> list[Trip]:
+        return [*self.light.values(), *self.heavy.values(), *self.silent.values()]
+
+
+def shape_of(names: Sequence[str]) -> Groups:
+    """Fig. 9: one device, those that share, one device; of three, the last two share."""
+    first, *others = names
+    return ((first,), tuple(others[:-1]), (others[-1],)) if len(others) > 2 else ((first,), tuple(others))
+
+
+def site_for(session: Session, setting: Setting, measure_seconds: float, dtype: torch.dtype = torch.float32) -> Site:
+    torch.manual_seed(0)
+    return Site.of(
+        session, build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss),
+        DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype), OPTIMIZER, name=setting.model,
+        samples=setting.samples, micro_batches=setting.micro_batches, groups=shape_of(session.cluster.names),
+        measure_seconds=measure_seconds,
+    )  # fmt: skip
+
+
+# Failures
+
+
+class Failures:
+    """Runs through failures of one site's workers."""
+
+    def __init__(self, site: Site, extent: Extent, say: Progress) -> None:
+        self.site, self.extent, self.say = site, extent, say
+        self.drawing = random.Random(SEED)
+        self.steps = STEPS_BEFORE + extent.steps_after
+        say("undisturbed")
+        self.calm = site.travel(self.steps)
+        moments = [moment for moment, _, _ in self.calm.steps]
+        self.round_seconds = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
+
+    def trip(self, name: str, how: str, number: signal.Signals = signal.SIGKILL) -> Trip:
+        """One failure, somewhere in a round."""
+        self.say(f"{name} {'killed' if number == signal.SIGKILL else 'stopped'}, {how}")
+        strike = Strike(name, STEPS_BEFORE - 1, self.drawing.random() * self.round_seconds, number)
+        return self.site.travel(self.steps, how=how, strike=strike)
+
+    def rounds_lost(self, trips: Sequence[Trip]) -> int:
+        """Rounds that were not reported exactly once."""
+        return sum(trip.rounds_lost(self.steps) for trip in trips)
+
+
+def bench_exactness(session: Session, extent: Extent, backup_every: int, say: Progress) -> Figures:
+    """In float64, where rounding does not hide anything: losses through a failure are those of a calm run."""
+    site = replace(site_for(session, extent.setting, 0.0, torch.float64), backup_every=backup_every)
+    failures = Failures(site, extent, lambda text: say(f"float64: {text}"))
+    name = session.cluster.names[0]
+    trip = failures.trip(name, "light")
+    site.bring_back([name])
+    lost = failures.rounds_lost([trip])
+    lost += sum(abs(a - b) > SAME_LOSS * abs(b) for a, b in zip(trip.losses, failures.calm.losses))
+    return {"losses_differ": loss_difference(trip, failures.calm), "rounds_lost": lost}
+
+
+def bench_failures(site: Site, extent: Extent, out: Path | None, say: Progress) -> Figures:
+    """Every device in turn: killed, with light and heavy re-planning; stopped; and how fast the rest is afterwards."""
+    failures = Failures(site, extent, say)
+    found, after = Found(), {}
+    names = site.session.cluster.names[: extent.struck]
+    for place, name in enumerate(names):
+        ways = ("light", "heavy") if place % 2 == 0 else ("heavy", "light")
+        for how in ways:
+            getattr(found, how)[name] = failures.trip(name, how)
+            if how == ways[-1]:
+                say(f"without {name}, light and heavy in turns")
+                after[name] = _speed_after(site, found.light[name], found.heavy[name], extent)
+            site.bring_back([name])
+        found.silent[name] = failures.trip(name, "light", signal.SIGSTOP)
+        site.bring_back([name])
+    if out is not None:
+        _draw(found, names[min(1, len(names) - 1)], extent.setting, out)
+    return _failure_figures(site, failures, found, after, extent)
+
+
+@dataclass(frozen=True)
+class After:
+    """Light's throughput over heavy's with the workers that are left."""
+
+    measured: float
+    predicted: float
+
+
+def _speed_after(site: Site, light: Trip, heavy: Trip, extent: Extent) -> After:
+    """In blocks by turns."""
+    plans = [trip.outcome.plan for trip in (light, heavy)]
+    ours, other = (plan for plan in plans if plan is not None)
+    predicted = site.predicted_seconds(other) / site.predicted_seconds(ours)
+    if ours.stages == other.stages:
+        return After(1.0, predicted)
+    ratios = []
+    for block in range(max(2, extent.blocks // 3)):
+        turns = (ours, other) if block % 2 == 0 else (other, ours)
+        seconds = {plan is ours: site.round_seconds(plan, extent.steps) for plan in turns}
+        ratios.append(seconds[False] / seconds[True])
+    return After(statistics.median(ratios), predicted)
+
+
+def _median(trips: dict[str, Trip], what: Callable[[Trip], float]) -> float:
+    return float(statistics.median(what(trip) for trip in trips.values()))
+
+
+def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[str, After], extent: Extent) -> Figures:
+    light, heavy = (
+        _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
+    )  # fmt: skip
+    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+    silence_seconds = site.session.coordinator.silence_seconds
+    return {
+        "recovery_seconds": light,
+        "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),
+        "recovery_seconds_heavy": heavy,
+        "light_vs_heavy": statistics.median(ratios),
+        "recovery_seconds_silent": _median(found.silent, lambda trip: trip.recovery_seconds),
+        "silence_seconds": silence_seconds,
+        "detect_seconds": _median(found.light, lambda trip: trip.detect_seconds),
+        "replan_seconds": _median(found.light, lambda trip: trip.replan_seconds),
+        "replan_seconds_heavy": _median(found.heavy, lambda trip: trip.replan_seconds),
+        "first_round_seconds": _median(found.light, lambda trip: trip.first_round_seconds),
+        "caught_up_seconds": _median(found.light, lambda trip: trip.caught_up_seconds),
+        "rounds_replayed": _median(found.light, lambda trip: trip.facts["replayed"]),
+        "bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
+        "bytes_moved_heavy": _median(found.heavy, lambda trip: trip.facts["bytes_moved"]),
+        "throughput_after": statistics.median(one.measured for one in after.values()),
+        "throughput_after_least": min(one.measured for one in after.values()),
+        "throughput_after_predicted": statistics.median(one.predicted for one in after.values()),
+        "rounds_lost": failures.rounds_lost(found.every),
+        "losses_differ_float32": max(loss_difference(trip, failures.calm) for trip in found.every),
+        "round_seconds": failures.round_seconds,
+        "backup_every": site.backup_every,
+        "failures": len(found.every),
+        "recovery_setting": f"{extent.setting}, float32, batch norm synchronised, SGD with momentum; "
+        f"{len(site.session.cluster.names)} workers of {site.session.threads} thread(s) as "
+        f"{plan_text(site.plan)}; struck at a random moment of round {STEPS_BEFORE}, seconds from the signal to the "
+        f"start of the next round that was completed",
+        "recovery_each": "; ".join(
+            f"{name}: light {found.light[name].recovery_seconds:.2f} s, heavy {found.heavy[name].recovery_seconds:.2f} "
+            f"s, silent {found.silent[name].recovery_seconds:.2f} s (limit {silence_seconds:g} s)"
+            for name in found.light
+        ),
+        "plans_after": "; ".join(
+            f"without {name}: light {_plan_after(found.light[name])}, heavy {_plan_after(found.heavy[name])}, light's "
+            f"throughput over heavy's {one.measured:.2f}, predicted {one.predicted:.2f}"
+            for name, one in after.items()
+        ),
+    }
+
+
+def _plan_after(trip: Trip) -> str:
+    return plan_text(trip.outcome.plan).partition(";")[0] if trip.outcome.plan is not None else ""
+
+
+def _draw(found: Found, name: str, setting: Setting, out: Path) -> None:
+    """Fig. 17: when B is gone."""
+    passages = []
+    for how, trips in (("light", found.light), ("heavy", found.heavy)):
+        trip = trips[name]
+        rounds = tuple(moment - trip.struck_at for moment, _, _ in trip.steps)
+        passages.append(Passage(how, rounds, trip.recovery_seconds, setting.samples))
+    out.mkdir(parents=True, exist_ok=True)
+    draw_passages(passages, out / "fig_17.png", f"Fig. 17: {setting}; {name} killed")
+
+
+# What being ready costs
+
+
+def bench_backups(site: Site, extent: Extent, say: Progress) -> Figures:
+    """Rounds with copies travelling over rounds without, in blocks by turns."""
+    ratios, pairs = [], []
+    for block in range(extent.blocks):
+        say(f"copies, block {block + 1} of {extent.blocks}")
+        order = (0, site.backup_every) if block % 2 == 0 else (site.backup_every, 0)
+        seconds = {every: site.round_seconds(site.plan, extent.steps, every) for every in order}
+        pairs.append((seconds[site.backup_every], seconds[0]))
+        ratios.append(pairs[-1][0] / pairs[-1][1])
+    return {
+        "backup_overhead": statistics.median(ratios),
+        "backup_blocks": f"{extent.blocks} pairs of blocks of {extent.steps} rounds, mean rounds with over without: "
+        + ", ".join(f"{ratio:.3f}" for ratio in ratios),
+    }
+
+
+# The rival
+
+
+def bench_torchrun(setting: Setting, say: Progress) -> Figures:
+    """As torchrun does out of the box, and with a rendezvous that waits as little as ours does."""
+    found: Figures = {}
+    try:
+        for key, rendezvous in (("torchrun_seconds", ""), ("torchrun_tuned_seconds", TUNED)):
+            say(f"torchrun, {rendezvous or 'as it is'}")
+            found[key] = seconds_after_kill(setting.model, setting.shape, setting.samples, rendezvous)
+    except ManyhandsError as error:
+        found["torchrun_skipped"] = error.message
+    return found | {
+        "torchrun_setting": f"{setting.model}, batch {setting.samples // NODES} each, DistributedDataParallel over "
+        f"gloo, {NODES} nodes of 1 process (--nnodes={NODES - 1}:{NODES} --max-restarts=3, c10d), the last node killed "
+        f"(agent and worker), from the kill to the next step's start; tuned: --rdzv-conf={TUNED}",
+    }
+
+
+# The lab
+
+
+def bench_lab(extent: Extent, say: Progress) -> Figures:
+    """The same kills at 100 Mbit/s, light and heavy; all seconds are the lab's own."""
+    if why := missing():
+        return {"lab_skipped": why}
+    found = Found()
+    with open_session(lab_cluster(LAB)) as session:
+        names = session.cluster.names[: extent.struck]
+        rate = min(device.down_bytes_per_second for device in session.cluster.devices)
+        scale = session.scale or 1.0
+        site = site_for(session, extent.setting, extent.measure_seconds)
+        failures = Failures(site, extent, lambda text: say(f"lab: {text}"))
+        for name in names:
+            for how, trips in (("light", found.light), ("heavy", found.heavy)):
+                trips[name] = failures.trip(name, how)
+                site.bring_back([name])
+        shape, lost = plan_text(site.plan), failures.rounds_lost(found.every)
+    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+    return {
+        "lab_recovery_seconds": _median(found.light, lambda trip: trip.recovery_seconds),
+        "lab_recovery_seconds_heavy": _median(found.heavy, lambda trip: trip.recovery_seconds),
+        "lab_light_vs_heavy": statistics.median(ratios),
+        "lab_bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
+        "lab_bytes_seconds": _median(found.light, lambda trip: trip.facts["bytes_moved"] / rate),
+        "lab_round_seconds": failures.round_seconds,
+        "lab_backup_every": site.backup_every,
+        "lab_rounds_lost": lost,
+        "lab_scale": scale,
+        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in life, so at "
+        f"{rate * 8 / 1e6:.3g} Mbit/s; {shape}; "
+        + "; ".join(f"{name}: {_lab_text(found, name, rate)}" for name in names),
+    }
+
+
+def _lab_text(found: Found, name: str, rate: float) -> str:
+    """Both ways, beside what moving the bytes alone takes."""
+    return ", ".join(
+        f"{how} {trip.recovery_seconds:.2f} s ({trip.facts['bytes_moved'] / 1e6:.2f} MB: "
+        f"{trip.facts['bytes_moved'] / rate:.2f} s)"
+        for how, trip in (("light", found.light[name]), ("heavy", found.heavy[name]))
+    )
+
+
+def bench_recovery(
+    quick: bool = False, kills: int | None = None, lab: bool = False, out: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Figures:  # fmt: skip
+    """Every figure of `manyhands bench recovery`, flat. With `kills`, the soak alone with so many; with `lab`, the lab
+    alone."""
+    say = on_progress or (lambda text: None)
+    extent = QUICK_EXTENT if quick else FULL
+    figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
+    if lab:
+        return figures | bench_lab(extent, say)
+    with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=SILENCE_SECONDS) as session:
+        if kills is None:
+            say("measuring")
+            site = site_for(session, extent.setting, extent.measure_seconds)
+            figures |= bench_failures(site, extent, out, say)
+            if not quick:  # the soak is in float64 too
+                exact = bench_exactness(session, extent, site.backup_every, say)
+                figures |= exact | {"rounds_lost": int(figures["rounds_lost"]) + int(exact["rounds_lost"])}
+            figures |= bench_backups(site, extent, say)
+        figures |= soak(soak_site(session), kills or (2 if quick else 5), say)
+    if kills is None and not quick:
+        figures |= bench_torchrun(extent.setting, say)
+    return figures

@@ -1,0 +1,258 @@
+"""Where `manyhands bench recovery` trains: workers at hand, a network and a plan, and trips through a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.order import BatchOrder
+from manyhands.data.rewinding import Rewindable
+from manyhands.executor.optimizers import slots
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.graph.graph import Graph
+from manyhands.job.evaluation import captured
+from manyhands.job.replanning import Replanner, chosen_backups
+from manyhands.plans.pipelines import pipeline_plan
+from manyhands.runtime.coordinator import JOIN_SECONDS
+from manyhands.runtime.journey import Endurance, Journey, Travelled
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.processes import WorkerProcess
+from manyhands.runtime.run import Run
+from manyhands.session.measuring import measure
+from manyhands.session.session import Session
+from manyhands.simulator.simulate import simulate
+
+WARM_UP_STEPS = 2
+STRATEGY = "pipeline"
+"""What heavy re-planning searches, as in the paper."""
+Groups = tuple[tuple[str, ...], ...]
+"""The devices of every stage."""
+OnStep = Callable[[int, Journey], None]
+"""Step, and the job that has done it."""
+
+
+class DrawnPictures(Dataset[Any]):
+    """Pictures and classes drawn at random, each sample another: a batch that is run twice, or left out, shows."""
+
+    def __init__(self, shape: tuple[int, ...], samples: int, classes: int, dtype: torch.dtype) -> None:
+        drawing = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(samples, *shape, generator=drawing, dtype=dtype)
+        self.targets = torch.randint(classes, (samples,), generator=drawing)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What is done to a worker: a signal, so long after a step has ended, so that it falls into a round."""
+
+    name: str
+    after_step: int
+    delay_seconds: float
+    signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass
+class Trip:
+    """A run through a failure, with the moments at which things happened, by this process' clock."""
+
+    outcome: Travelled = field(default_factory=Travelled)
+    struck_at: float = 0.0
+    steps: list[tuple[float, int, float]] = field(default_factory=list)
+    """When it ended, step, loss."""
+    told: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
+
+    def when(self, event: str) -> float:
+        """When it was told first."""
+        return next(moment for moment, name, _ in self.told if name == event)
+
+    @property
+    def recovery_seconds(self) -> float:
+        """From the signal to the start of the next round that was completed."""
+        return self.outcome.began_at[0] - self.struck_at
+
+    @property
+    def detect_seconds(self) -> float:
+        return self.when("lost") - self.struck_at
+
+    @property
+    def replan_seconds(self) -> float:
+        """From the loss to the new plan: those who are left say what they have, and it is planned."""
+        return self.when("replanned") - self.when("lost")
+
+    @property
+    def first_round_seconds(self) -> float:
+        """From the signal to the end of the first completed round, be it one that is run again."""
+        return self.when("recovered") - self.struck_at
+
+    @property
+    def caught_up_seconds(self) -> float:
+        """From the signal to the end of the first round that had not been done before."""
+        lost = self.when("lost")
+        return next(moment for moment, _, _ in self.steps if moment >= lost) - self.struck_at
+
+    def recoveries_after(self, event: str) -> list[float]:
+        """Seconds of those whose last cause was a loss, or a join."""
+        found, cause = [], ""
+        for _, name, facts in self.told:
+            if name == "recovered" and cause == event:
+                found.append(float(facts["seconds"]))
+            cause = name if name in ("lost", "joined", "leaving") else cause
+        return found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.outcome.recoveries[0]
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for _, _, loss in self.steps]
+
+    def rounds_lost(self, steps: int) -> int:
+        """Rounds that were not reported exactly once, in order."""
+        found = [step for _, step, _ in self.steps]
+        return 0 if found == list(range(steps)) else len(set(range(steps)) ^ set(found)) + len(found) - len(set(found))
+
+
+@dataclass
+class Site:
+    """Workers, what they train, and how it is shared."""
+
+    session: Session
+    graph: Graph
+    data: Dataset[Any]
+    optimizer: Optimizer
+    plan: Plan
+    cluster: Cluster
+    profile: Profile
+    backup_every: int
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, session: Session, module: nn.Module, loss: Any, data: Dataset[Any], optimizer: Optimizer, *,
+        name: str, samples: int, micro_batches: int, groups: Groups, measure_seconds: float,
+    ) -> Site:  # fmt: skip
+        """In the shape that is asked for: balanced cuts, shares by speed. Measured as things are now, or, in no time,
+        estimated."""
+        graph = captured(module, data, loss, granularity="blocks", name=name)
+        size = samples // micro_batches
+        cluster = session.cluster
+        if measure_seconds:
+            cluster, profile = measure(
+                session, graph, samples, optimizer=optimizer, seconds=measure_seconds, refresh=True,
+                ladder=tuple(sorted({max(1, size // 2), size})),
+            )  # fmt: skip
+        else:
+            profile = estimate_cluster(graph.network, cluster)
+        plan = pipeline_plan(
+            graph, cluster, devices=groups, micro_batches=micro_batches, batch_size=samples,
+            optimizer_slots=slots(optimizer), profile=profile,
+        )  # fmt: skip
+        seconds = simulate(plan, graph.network, cluster, profile, keep_spans=False).seconds
+        every = chosen_backups(plan, graph.network, cluster, seconds)
+        return cls(session, graph, data, optimizer, plan, cluster, profile, every)
+
+    def travel(
+        self, steps: int, *, how: str = "light", strike: Strike | None = None, on_step: OnStep | None = None,
+        snapshots: tuple[int, ...] = (),
+    ) -> Trip:  # fmt: skip
+        """So many steps from the beginning, as `mh.train` runs them, whatever happens to the workers."""
+        trip = Trip()
+        replanner = Replanner(
+            self.session, self.graph, self.cluster, self.profile, STRATEGY, self.optimizer,
+            self.predicted_seconds(self.plan), None,
+        )  # fmt: skip
+        order = Order(
+            graph=self.graph, plan=self.plan, start=RunState(dict(self.graph.state)), last_step=steps,
+            optimizer=self.optimizer, seed=self.seed, kernels=replanner.kernels(self.plan), snapshots=snapshots,
+            backup_every=self.backup_every,
+        )  # fmt: skip
+
+        def stepped(step: int, loss: float | None, seconds: float) -> None:
+            trip.steps.append((time.monotonic(), step, float("nan") if loss is None else loss))
+            if strike is not None and step == strike.after_step:
+                threading.Thread(target=self._strike, args=(strike, trip), name="strike", daemon=True).start()
+            if on_step is not None:
+                on_step(step, journey)
+
+        def told(event: str, /, **facts: Any) -> None:
+            trip.told.append((time.monotonic(), event, facts))
+
+        with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
+            journey = Journey(
+                self.session.coordinator, order, batches, replanner, Endurance(how, wait_seconds=JOIN_SECONDS),
+                on_step=stepped, tell=told,
+            )  # fmt: skip
+            trip.outcome = journey.run()
+        return trip
+
+    def predicted_seconds(self, plan: Plan) -> float:
+        """Of a round, by what was measured before."""
+        return simulate(plan, self.graph.network, self.cluster, self.profile, keep_spans=False).seconds
+
+    def _batches(self, first: int, last: int) -> Prefetcher:
+        order = BatchOrder(length(self.data), self.plan.batch_size, True, self.seed)
+        return Prefetcher(self.data, order, first, last)
+
+    def _strike(self, strike: Strike, trip: Trip) -> None:
+        time.sleep(strike.delay_seconds)
+        process = self.session.coordinator.local.processes[strike.name].pid
+        trip.struck_at = time.monotonic()
+        os.kill(process, strike.signal)
+
+    def round_seconds(self, plan: Plan, steps: int, backup_every: int = 0) -> float:
+        """The mean round of a block of steps, without those that warm up."""
+        whole = steps + WARM_UP_STEPS
+        order = Order(
+            graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=whole,
+            optimizer=self.optimizer, seed=self.seed, backup_every=backup_every,
+            kernels={name: self.profile.of(name).kernels for name in plan.devices},
+        )  # fmt: skip
+        run = Run(self.session.coordinator, order)
+        run.prepare()
+        with self._batches(0, whole) as batches:
+            return statistics.mean(run.run(iter(batches)).step_seconds[WARM_UP_STEPS:])
+
+    def bring_back(self, names: Sequence[str], *, wait: bool = True) -> None:
+        """Start workers anew that were struck, each where it was; with `wait`, until all have joined."""
+        local, session = self.session.coordinator.local, self.session
+        wanted = []
+        for name in names:
+            process = local.processes[name]
+            end_process(process.pid)
+            process.wait()
+            before = local.started_as[name].before  # what brings it into a lab
+            wanted.append(WorkerProcess((name,), session.cluster.device(name).compute, before, name))
+        if wait:
+            session.coordinator.start_workers(wanted, session.threads, JOIN_SECONDS)
+        else:
+            local.start(
+                wanted, session.coordinator.address, session.coordinator.security, threads=session.threads,
+                joins_later=True,
+            )  # fmt: skip
+
+
+def end_process(process: int) -> None:
+    """One of ours, which may be stopped, or gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)

@@ -1,0 +1,226 @@
+"""Where `manyhands bench split` trains: an edge that is slowed down and a server, one network, and timed runs of it.
+
+Workers, capture and measurements are made once and serve all runs: ours and every rival's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.executor.packing_cost import packing_cost
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.trace import LinkTrace
+from manyhands.graph.graph import Graph
+from manyhands.job.evaluation import captured
+from manyhands.job.options import Options
+from manyhands.models.registry import build
+from manyhands.planner.split import Deployment, LinkRates, SplitProfile, seconds_of
+from manyhands.runtime.order import WAIT_LIMIT_SECONDS, RunState
+from manyhands.runtime.record import RunRecord
+from manyhands.session.measuring import measure
+from manyhands.split.job import Asked, SplitJob, SplitResult
+from manyhands.split.session import Two
+from manyhands_bench.recovery.site import DrawnPictures
+
+OPTIMIZER = Optimizer("SGD", lr=1e-3, momentum=0.9)
+CLASSES = 10
+K = 5
+SLICE_SECONDS = 0.5
+LONGEST_PREDICTED_SECONDS = 600.0
+MODE = "grouped"
+"""As `split_train` does without being told."""
+"""What counts as ours; the other mode is measured beside it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how much slower the edge is than the server."""
+
+    model: str
+    shape: tuple[int, ...]
+    batch_size: int
+    slowdown: float
+    small_images: bool = False
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        small = ", the paper's variant for small pictures" if self.small_images else ""
+        return f"{self.model} {shape}{small}, batch {self.batch_size}, edge {self.slowdown:g} times slower than server"
+
+    def module(self) -> nn.Module:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"small_images": True} if self.small_images else {}
+        return build(self.model, num_classes=CLASSES, **options)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds count from the moment at which the link began to follow its trace."""
+
+    begin: float
+    end: float
+    first_step: int
+    steps: int
+
+
+@dataclass
+class Timed:
+    """One run, and when each of its rounds ended."""
+
+    steps: int
+    rounds: list[Round]
+    result: SplitResult
+    mode: str
+
+    @property
+    def seconds(self) -> float:
+        """From the first round's beginning to the last one's end: with every pause in which layers changed sides."""
+        return self.rounds[-1].end - self.rounds[0].begin
+
+    @property
+    def seconds_of_100(self) -> float:
+        return 100 * self.seconds / self.steps
+
+    def done_at(self, moment: float) -> float:
+        """Batches that were done by then; in a round they come evenly."""
+        done = 0.0
+        for one in self.rounds:
+            part = (moment - one.begin) / max(one.end - one.begin, 1e-9)
+            done += one.steps * min(max(part, 0.0), 1.0)
+        return done
+
+    def seconds_within(self, begin: float, end: float) -> float:
+        """Of 100 batches, as it was between two moments."""
+        done = self.done_at(end) - self.done_at(begin)
+        return 100 * (end - begin) / done if done else math.inf
+
+    @property
+    def profile(self) -> SplitProfile:
+        assert self.result.split is not None
+        return self.result.split
+
+    def deployments(self) -> list[tuple[int, Deployment]]:
+        """(step, what ran from there on)."""
+        assert self.result.deployment is not None
+        changes = self.result.changes
+        first = changes[0].before if changes else self.result.deployment
+        return [(0, first), *((one.step, one.after) for one in changes)]
+
+    def stretches(self) -> list[tuple[Deployment, list[Round]]]:
+        """Rounds without a change between them."""
+        found = []
+        known = self.deployments()
+        for (step, deployment), after in itertools.zip_longest(known, known[1:]):
+            end = self.steps if after is None else after[0]
+            rounds = [one for one in self.rounds if step <= one.first_step < end]
+            if rounds:
+                found.append((deployment, rounds))
+        return found
+
+    def predictions(self, trace: LinkTrace) -> list[tuple[float, float]]:
+        """Of each stretch: seconds as predicted at the rates that were in force, and as measured."""
+        found = []
+        for deployment, rounds in self.stretches():
+            predicted = sum(self._predicted(deployment, one, trace) for one in rounds)
+            found.append((predicted, sum(one.end - one.begin for one in rounds)))
+        return found
+
+    def _predicted(self, deployment: Deployment, one: Round, trace: LinkTrace) -> float:
+        """How long its batches should take from its beginning on, as the rates were from moment to moment."""
+        left, now = 1.0, one.begin
+        while left > 0 and now < one.begin + LONGEST_PREDICTED_SECONDS:
+            rates = mean_rates(trace, now, now + SLICE_SECONDS)
+            whole = seconds_of(self.profile, rates, one.steps, deployment, drains=self.mode == "grouped")
+            done = min(left, SLICE_SECONDS / whole)
+            now += done * whole if done == left else SLICE_SECONDS
+            left -= done
+        return now - one.begin
+
+    def moments(self) -> list[tuple[float, int]]:
+        """(seconds, cut): when each deployment's first round began."""
+        return [(rounds[0].begin, deployment.cut) for deployment, rounds in self.stretches()]
+
+
+def mean_rates(trace: LinkTrace, begin: float, end: float) -> LinkRates:
+    """What the link gave on average between two moments."""
+    seconds = max(end - begin, 1e-9)
+    up, down = (way.integral(begin, begin + seconds) / seconds for way in (trace.up, trace.down))
+    return LinkRates(up, down)
+
+
+class _Job(SplitJob):
+    """Without what is written for people to look at."""
+
+    def write_pictures(self, *_: Any) -> None:
+        pass
+
+
+@dataclass
+class SplitSite:
+    """Two ends, and what they train."""
+
+    two: Two
+    setting: Setting
+    graph: Graph
+    module: nn.Module
+    data: Dataset[Any]
+    folder: Path
+
+    @classmethod
+    def of(cls, two: Two, setting: Setting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
+        """Captured and measured as things are now; later runs find the measurements where these are kept."""
+        data = DrawnPictures(setting.shape, 32 * setting.batch_size, CLASSES, torch.float32)
+        module = setting.module()
+        graph = captured(module, data, nn.functional.cross_entropy, granularity="blocks", name=setting.model)
+        size = setting.batch_size
+        measure(
+            two.session, graph, size, optimizer=OPTIMIZER, refresh=True, ladder=(size,), seconds=measure_seconds
+        )  # fmt: skip
+        packing_cost(threads=1, refresh=True)
+        return cls(two, setting, graph, module, data, folder)
+
+    def run(
+        self, steps: int, *, trace: LinkTrace | None = None, rival: str = "", mode: str = MODE, k: int = K,
+        cut: int | str = "auto", bits: int | str = "auto",
+    ) -> Timed:  # fmt: skip
+        """So many batches from the beginning, over a link that follows a trace from its beginning."""
+        asked = Asked(cut, bits, k, mode, rival)
+        size = self.setting.batch_size
+        options = Options(
+            self.module, self.data, nn.functional.cross_entropy, OPTIMIZER, size, 1, steps, True, "synchronised", 0
+        )
+        seen: list[tuple[float, int, float]] = []
+
+        def stepped(step: int, loss: float, seconds: float) -> None:
+            seen.append((time.monotonic() - began, step, seconds))
+
+        with tempfile.TemporaryDirectory(dir=self.folder) as name, closing(RunRecord(Path(name) / "run")) as record:
+            job = _Job(
+                options, self.graph, self.two.session, record, RunState(dict(self.graph.state)), steps,
+                record.folder, None, None, WAIT_LIMIT_SECONDS,
+            )  # fmt: skip
+            job.ask(asked, self.two, trace, 0, {})
+            planned = job.prepared()
+            began = time.monotonic()
+            result = job.train(planned, stepped)
+        return Timed(steps, list(rounds_of(seen)), result, mode)
+
+
+def rounds_of(seen: list[tuple[float, int, float]]) -> Iterator[Round]:
+    """(moment, step, its part of its round's seconds) of every step: those of a round are told one after another."""
+    for _, group in itertools.groupby(seen, key=lambda one: one[2]):
+        own = list(group)
+        end, first, each = own[0]
+        yield Round(end - each * len(own), end, first, len(own))

@@ -1,0 +1,396 @@
+"""Split training over recorded links: seconds of 100 batches, ours beside rivals on the same engine (SPLIT Fig. 16-18).
+
+Each trace is played from where it moves most. All that decide are told the mean rates of what is played, and no more:
+JointDNN stays with that; ours and K=0 learn the rest from their own transfers. Each runs as many batches as it should
+do in the same seconds of the trace, so that all see the same link, and their seconds are scaled up to 100 batches. What
+never uses the link is run once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhands.facts.catalogue import CATALOGUE
+from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.trace import LinkTrace, Trace
+from manyhands.files.traces import read_link_trace
+from manyhands.planner.split import Deployment, LinkRates, SplitProfile, memory_of, modules, seconds_of
+from manyhands.planner.split_choice import RIVALS, choose
+from manyhands.split.controller import FIRST_TAU
+from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.split.plots import Course, draw_course, draw_lines
+from manyhands_bench.split.site import MODE, K, Setting, SplitSite, Timed, mean_rates
+
+TRACES: dict[str, str] = {
+    "foot": "ghent-4g/foot_0006.txt",
+    "car": "ghent-4g/car_0001.txt",
+    "train": "ghent-4g/train_0002.txt",
+    "lte_tmobile": "mahimahi-100ms/TMobile-LTE-short_up.txt,mahimahi-100ms/TMobile-LTE-short_down.txt",
+    "lte_verizon": "mahimahi-100ms/Verizon-LTE-short_up.txt,mahimahi-100ms/Verizon-LTE-short_down.txt",
+    "5g": "lumos5g/5g_trace_110_driving.txt",
+}
+MORE_TRACES: dict[str, str] = {
+    "bicycle": "ghent-4g/bicycle_0002.txt",
+    "bus": "ghent-4g/bus_0003.txt",
+    "tram": "ghent-4g/tram_0002.txt",
+    "lte_att": "mahimahi-100ms/ATT-LTE-driving-2016_up.txt,mahimahi-100ms/ATT-LTE-driving-2016_down.txt",
+    "5g_tmobile": "5gophers/car-driving-trace-1_tmobile.txt",
+    "5g_walking": "5gophers/walking-trace.txt",
+}
+LONG_TRACE = "mahimahi-100ms/TMobile-UMTS-driving_up.txt,mahimahi-100ms/TMobile-UMTS-driving_down.txt"
+LONG_BEGIN = 440.0
+"""Of Fig. 18: from there on first fast, then slow for so long that another deployment pays."""
+RATES = (0.5, 2.0, 8.0, 25.0, 80.0, 200.0)
+"""Mbit/s, of Fig. 16."""
+OURS, BESIDE, GROUPED = "ours", "window", "grouped"
+"""Ours in its usual mode, in the other, and what the usual one is called."""
+LINKED = ("k0", "jointdnn")
+"""Rivals that use the link."""
+ALONE = "edge-only"
+SECTION_SECONDS = 120.0
+MOVING_SECONDS = 5.0
+"""A trace moves as much as its means over so many seconds differ."""
+LOOKED_AT_SECONDS = 30.0
+"""Where these means differ most over so many seconds, a run begins."""
+LEAST_BATCHES = 3
+MBIT = 1e6 / 8
+EDGE_KIND = "jetson-tx2"
+"""Whose watts the edge is taken to draw."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    traces: Mapping[str, str]
+    run_seconds: float
+    """Of a trace, for each: so many batches."""
+    most_batches: int
+    rates: Sequence[float]
+    rate_seconds: float
+    """The same at each of the fixed rates."""
+    alone_batches: int
+    long_seconds: float
+    """The same for Fig. 18."""
+
+
+# ---- Where a trace moves most
+
+
+def section(trace: LinkTrace, seconds: float = SECTION_SECONDS) -> tuple[LinkTrace, float]:
+    """The part of a trace that begins where it moves most, and where that is."""
+    length = max(trace.up.length_seconds, trace.down.length_seconds)
+    latest = max(0.0, length - LOOKED_AT_SECONDS)  # not where it begins again
+    starts = [MOVING_SECONDS * place for place in range(math.floor(latest / MOVING_SECONDS) + 1)]
+    begin = max(starts, key=lambda start: movement(trace, start))
+    up, down = (part(way, begin, min(seconds, length)) for way in (trace.up, trace.down))
+    return LinkTrace(up, down, trace.is_one_way, trace.name), begin
+
+
+def movement(trace: LinkTrace, begin: float) -> float:
+    """How much means over a few seconds differ from there on, both directions together."""
+    places = [begin + MOVING_SECONDS * place for place in range(round(LOOKED_AT_SECONDS / MOVING_SECONDS))]
+    return sum(
+        statistics.pstdev(way.integral(place, place + MOVING_SECONDS) / MOVING_SECONDS for place in places)
+        for way in (trace.up, trace.down)
+    )
+
+
+def part(way: Trace, begin: float, seconds: float) -> Trace:
+    """One direction from a moment on."""
+    moments, rates, now = [], [], 0.0
+    while now < seconds:
+        rate, holds = way.at(begin + now)
+        moments.append(now)
+        rates.append(rate)
+        now += holds
+    return Trace(tuple(moments), tuple(rates))
+
+
+def read_traces(folder: Path, names: Mapping[str, str]) -> dict[str, LinkTrace]:
+    return {
+        name: read_link_trace(",".join(str(folder / one) for one in path.split(","))) for name, path in names.items()
+    }
+
+
+# ---- Runs
+
+
+@dataclass
+class Contest:
+    """All who ran on one trace, for as many batches."""
+
+    name: str
+    trace: LinkTrace
+    begin: float
+    timed: dict[str, Timed] = field(default_factory=dict)
+    alone: float = 0.0
+    """Edge only, seconds of 100 batches."""
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The seconds of the trace in which all of them ran."""
+        every = self.timed.values()
+        return max(one.rounds[0].begin for one in every), min(one.rounds[-1].end for one in every)
+
+    def seconds(self, who: str) -> float:
+        """Of 100 batches."""
+        return self.alone if who == ALONE else self.timed[who].seconds_within(*self.window)
+
+    @property
+    def best_rival(self) -> str:
+        return min((ALONE, *(who for who in LINKED if who in self.timed)), key=self.seconds)
+
+    def gain(self, who: str = OURS) -> float:
+        return self.seconds(self.best_rival) / self.seconds(who)
+
+    @property
+    def text(self) -> str:
+        up, down = (way.mean / MBIT for way in (self.trace.up, self.trace.down))
+        rate = f"{up:.3g} Mbit/s both ways" if self.trace.is_one_way else f"{up:.3g} up, {down:.3g} Mbit/s down"
+        way = ", one direction recorded, which serves both" if self.trace.is_one_way else ""
+        who = "; ".join(
+            f"{name} {_deployed(timed)}, {timed.steps} batches in {timed.seconds:.1f} s"
+            for name, timed in self.timed.items()
+        )
+        return (
+            f"{self.name}: {Path(self.trace.name.split(',')[0]).name} from {self.begin:g} s on, mean {rate}{way}; {who}"
+        )
+
+
+def _deployed(timed: Timed) -> str:
+    return " -> ".join(
+        f"cut {one.cut} K={one.k} {one.bits} bits" if one.cut != timed.profile.edge_only else "edge only"
+        for _, one in timed.deployments()
+    )
+
+
+def _way(who: str) -> tuple[str, str]:
+    """Rival and mode."""
+    return ("", MODE) if who == OURS else ("", BESIDE) if who == BESIDE else (who, MODE)
+
+
+def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float, most: int) -> int:
+    """How many batches should be done in the first seconds of a trace, as it is deployed first; of what runs ahead two
+    groups at least, for filling and draining to count for what they are."""
+    rival, mode = _way(who)
+    mean = LinkRates(trace.up.mean, trace.down.mean)
+    chooser = RIVALS[rival] if rival else choose
+    first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
+    done, now = 0.0, 0.0
+    while now < seconds:
+        rates = mean_rates(trace, now, now + 1)
+        done += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
+        now += 1
+    group, least = (1, LEAST_BATCHES) if rival else (K + 1, 2)
+    return max(least, round(min(done, most) / group)) * group
+
+
+def contest(
+    site: SplitSite, contest: Contest, who: Sequence[str], extent: Extent, profile: SplitProfile, say: Progress
+) -> Contest:  # fmt: skip
+    """One after another, in the order given."""
+    for one in who:
+        rival, mode = _way(one)
+        batches = batches_in(profile, one, contest.trace, extent.run_seconds, extent.most_batches)
+        say(f"{contest.name}: {one}, {batches} batches")
+        contest.timed[one] = site.run(batches, trace=contest.trace, rival=rival, mode=mode)
+    return contest
+
+
+def run_alone(site: SplitSite, batches: int, say: Progress) -> Timed:
+    say(f"{ALONE}, {batches} batches")
+    return site.run(batches, trace=LinkTrace.constant(MBIT, MBIT), rival=ALONE)
+
+
+def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+    """Every trace, and what follows from the same runs."""
+    alone = run_alone(site, extent.alone_batches, say)
+    contests = []
+    everyone = [OURS, "k0", "jointdnn", BESIDE]
+    for place, (name, whole) in enumerate(read_traces(folder, extent.traces).items()):
+        trace, begin = section(whole)
+        turn = place % len(everyone)
+        who = everyone[turn:] + everyone[:turn]
+        found = Contest(name, trace, begin, alone=alone.seconds_of_100)
+        contests.append(contest(site, found, who, extent, alone.profile, say))
+    figures = trace_figures(contests, alone, site.setting)
+    if out is not None:
+        figures |= bench_course(site, folder, extent, alone.profile, out, say)
+    figures |= bench_rates(site, alone, extent, out, say)
+    return figures
+
+
+def trace_figures(contests: Sequence[Contest], alone: Timed, setting: Setting) -> Figures:
+    gains = [one.gain() for one in contests]
+    figures: Figures = {
+        "worst_vs_best_rival": min(gains),
+        "gain_geomean": statistics.geometric_mean(gains),
+        f"gain_geomean_{BESIDE}": statistics.geometric_mean(one.gain(BESIDE) for one in contests),
+        f"worst_vs_best_rival_{BESIDE}": min(one.gain(BESIDE) for one in contests),
+        "sim_error": sim_error(contests, OURS),
+        f"sim_error_{BESIDE}": sim_error(contests, BESIDE),
+        "sim_error_k0": sim_error(contests, "k0"),
+        "edge_only_seconds": alone.seconds_of_100,
+        "redeployments": sum(len(one.timed[OURS].result.changes) for one in contests),
+        **_resources(contests, alone),
+    }
+    for one in contests:
+        for who in (OURS, BESIDE, *LINKED):
+            figures[f"{one.name}_seconds_{who}"] = one.seconds(who)
+        figures[f"{one.name}_vs_best_rival"] = one.gain()
+        figures[f"{one.name}_sim_error"] = sim_error([one], OURS)
+    figures["traces_setting"] = (
+        f"{setting}; ours: {MODE}, K={K}; {BESIDE} beside it; rivals: {', '.join((ALONE, *LINKED))} on the same engine "
+        f"and, but for jointdnn, the same codec; seconds of 100 batches, scaled up from what each did in the same time "
+        f"of the trace; {ALONE} does not use the link and was run once, {alone.steps} batches; links shaped in the "
+        "processes, edge and server with 1 thread each"
+    )
+    figures["traces_each"] = "\n  ".join(
+        f"{one.text}; best rival {one.best_rival}, gain {one.gain():.2f}" for one in contests
+    )
+    return figures
+
+
+def sim_error(contests: Sequence[Contest], who: str) -> float:
+    """Median over stretches without a change: predicted at the rates that were in force, against measured."""
+    pairs = [pair for one in contests for pair in one.timed[who].predictions(one.trace)]
+    return statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs)
+
+
+# ---- Memory and energy, modelled
+
+
+def _resources(contests: Sequence[Contest], alone: Timed) -> Figures:
+    memory: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
+    energy: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
+    for one in contests:
+        ours, joint = one.timed[OURS], one.timed["jointdnn"]
+        own = _most_memory(ours)
+        memory[ALONE].append(own / _most_memory(alone))
+        memory["jointdnn"].append(own / _most_memory(joint))
+        spent = joules(ours, one.trace)
+        energy[ALONE].append(spent / joules(alone, one.trace))
+        energy["jointdnn"].append(spent / joules(joint, one.trace))
+    mean = statistics.geometric_mean
+    return {
+        "edge_memory_ratio": mean(memory[ALONE]),
+        "edge_memory_ratio_jointdnn": mean(memory["jointdnn"]),
+        "edge_energy_ratio": mean(energy[ALONE]),
+        "edge_energy_ratio_jointdnn": mean(energy["jointdnn"]),
+        "edge_setting": f"modelled; memory: as schedule/memory counts it, at its most; energy: idle, computing and "
+        f"transfer watts of {EDGE_KIND}, over measured seconds and modelled parts of them; geometric means over traces",
+    }
+
+
+def _most_memory(timed: Timed) -> float:
+    return max(memory_of(timed.profile, deployment) for _, deployment in timed.deployments())
+
+
+def joules(timed: Timed, trace: LinkTrace) -> float:
+    """Of a batch at the edge: idle all the time, computing and moving bytes for parts of it."""
+    kind = CATALOGUE[EDGE_KIND]
+    total = 0.0
+    for deployment, rounds in timed.stretches():
+        for one in rounds:
+            seconds = one.end - one.begin
+            busy, moving = _busy(timed, deployment, mean_rates(trace, one.begin, one.end))
+            total += kind.watts_idle * seconds + kind.watts_transfer * min(moving * one.steps, 2 * seconds)
+            total += (kind.watts_active - kind.watts_idle) * min(busy * one.steps, seconds)
+    return total / timed.steps
+
+
+def _busy(timed: Timed, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
+    """Seconds of a batch that the edge computes, and that its link is busy."""
+    profile = timed.profile
+    if deployment.cut == profile.edge_only:
+        return math.inf, 0.0
+    times = modules(profile, rates, [deployment.k], [deployment.bits], drains=timed.mode == GROUPED)
+    place = profile.index(deployment.cut)
+    return float(times.t1[0, place, 0]), float(times.t2[0, place, 0] + times.t4[0, place, 0])
+
+
+# ---- Fig. 18, Fig. 16, bytes
+
+
+def bench_course(
+    site: SplitSite, folder: Path, extent: Extent, profile: SplitProfile, out: Path, say: Progress
+) -> Figures:  # fmt: skip
+    """Fig. 18: a longer run, its link and its cuts."""
+    whole = read_traces(folder, {"long": LONG_TRACE})["long"]
+    up, down = (part(way, LONG_BEGIN, SECTION_SECONDS) for way in (whole.up, whole.down))
+    trace = LinkTrace(up, down, whole.is_one_way, whole.name)
+    batches = batches_in(profile, OURS, trace, extent.long_seconds, extent.most_batches)
+    say(f"rate and cut over time, {batches} batches")
+    timed = site.run(batches, trace=trace)
+    end = timed.rounds[-1].end
+    rates = [one for one in timed.result.set_rates if one[0] <= end]
+    course = Course(
+        up=[(seconds, rate / MBIT) for seconds, rate, _ in rates],
+        down=[(seconds, rate / MBIT) for seconds, _, rate in rates],
+        cuts=timed.moments(),
+        speeds=[(one.begin, one.steps * site.setting.batch_size / (one.end - one.begin)) for one in timed.rounds],
+        end=end,
+        layers=len(site.graph.network.layers),
+    )
+    name = Path(LONG_TRACE.split(",")[0]).stem.removesuffix("_up")
+    title = f"Fig. 18: {site.setting}; {name} from {LONG_BEGIN:g} s on, {MODE}, K={K}"
+    draw_course(course, out / "fig_18.png", title)
+    return {
+        "fig_18_redeployments": len(timed.result.changes),
+        "fig_18_each": "; ".join(
+            f"step {one.step}: cut {one.before.cut} -> {one.after.cut}, {one.seconds:.2f} s, {one.bytes_moved} bytes"
+            for one in timed.result.changes
+        )
+        or "no change",
+    }
+
+
+def bench_rates(site: SplitSite, alone: Timed, extent: Extent, out: Path | None, say: Progress) -> Figures:
+    """Fig. 16: samples per second at fixed rates."""
+    figures: Figures = {}
+    size = site.setting.batch_size
+    lines: dict[str, list[tuple[float, float]]] = {who: [] for who in (OURS, "k0", "jointdnn", ALONE)}
+    for place, rate in enumerate(extent.rates):
+        trace = LinkTrace.constant(rate * MBIT, rate * MBIT)
+        who = [OURS, *LINKED] if place % 2 == 0 else [*LINKED, OURS]
+        for one in who:
+            batches = batches_in(alone.profile, one, trace, extent.rate_seconds, extent.most_batches)
+            say(f"{rate:g} Mbit/s: {one}, {batches} batches")
+            speed = size * batches / site.run(batches, trace=trace, rival=_way(one)[0]).seconds
+            lines[one].append((rate, speed))
+            figures[f"samples_per_second_{one}_{rate:g}".replace(".", "_")] = speed
+        lines[ALONE].append((rate, 100 * size / alone.seconds_of_100))
+        best = max(lines[one][-1][1] for one in (*LINKED, ALONE))
+        figures[f"rate_{rate:g}_vs_best_rival".replace(".", "_")] = lines[OURS][-1][1] / best
+    if out is not None:
+        title = f"Fig. 16: {site.setting}; ours: {MODE}, K={K}"
+        draw_lines(
+            lines, out / "fig_16.png", across="Mbit/s, both ways", up="samples/s", title=title, is_logarithmic=True
+        )  # fmt: skip
+    return figures
+
+
+def bench_bytes(site: SplitSite, say: Progress) -> Figures:
+    """Bytes of features on the wire, at 8 bits and as they are."""
+    cut = site.graph.network.layers[1].name
+    found = {}
+    for bits in (8, 32):
+        say(f"bytes at {bits} bits")
+        found[bits] = site.run(4, cut=cut, bits=bits, k=0).result.bytes_up
+    return {"bytes_ratio_8bit": found[8] / found[32]}
+
+
+def skipped(folder: Path) -> str:
+    """Why traces cannot be played; empty: they can."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}; name one with --traces"
+    try:
+        read_traces(folder, TRACES)
+    except ManyhandsError as error:
+        return error.message
+    return ""

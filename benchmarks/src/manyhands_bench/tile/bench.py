@@ -1,0 +1,159 @@
+"""Figures of `manyhands bench tile`: training in tiles against one device, in time, in memory and in bytes sent.
+
+one device    our worker alone, whole image        ┐ the same kernels, one thread each, pinned to cores,
+parts         bare parts of the image, no exchange ┤ all alive during the whole run, in turns block by block;
+tiles         the same image cut between workers   ┘ the median of the blocks' ratios counts
+
+limit         one device over parts: what cutting alone could give on this machine
+efficiency    of that, what tiles reach, with everything exchanged that makes them exact
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from pathlib import Path
+
+from manyhands.facts.errors import BadValue
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.processes import pin_process
+from manyhands.session.session import Session
+from manyhands_bench.core.ddp import Rival
+from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
+from manyhands_bench.tile.groups import bench_bytes, bench_groups
+from manyhands_bench.tile.memory import bench_memory, bench_resident
+from manyhands_bench.tile.setup import (
+    MODEL,
+    QUICK_SHAPE,
+    SHAPE,
+    WARM_UP_STEPS,
+    Figures,
+    Parts,
+    Progress,
+    Subject,
+    Way,
+    chosen_kernels,
+    kernels_text,
+    square_grid,
+    usable,
+    workers,
+)
+from manyhands_bench.tile.studies import draw_studies
+
+TUNING = 3
+"""Blocks in which grids, and later groupings, are tried before anything counts."""
+SPEED_BLOCKS, SPEED_STEPS = 12, 3
+"""Many short blocks: on a machine that others use too, cores become slower by half and fast again within seconds."""
+KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
+
+
+def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
+    """One device, bare parts and tiles in turns; PyTorch's default and the paper's other two plans beside them."""
+    names = session.cluster.names
+    count = len(names)
+    ways = _ways(count)
+    single = subject.single(names[0])
+    in_turn = subject.in_turn(names)
+    with contextlib.ExitStack() as stack:
+        parts = stack.enter_context(Parts.of(subject, ways[0].grid))
+        rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
+        stack.callback(rival.close)
+        pin_process(rival.processes[0].pid, usable()[0])
+        rival.run(1)
+        say("speed, trying grids and where to exchange")
+        trials = [
+            {way: subject.step_seconds(session, subject.tiles(names, way), steps) for way in ways}
+            for _ in range(TUNING)
+        ]
+        tried = {way: statistics.median(one[way] for one in trials) for way in ways}
+        best = min(ways, key=tried.__getitem__)  # chosen before, not by the rounds that count
+        counted = [way for way in ways if way.grid == best.grid]
+        rounds: list[dict[str, float]] = []
+        for block in range(blocks):
+            say(f"speed, block {block + 1} of {blocks}")
+            sides = {
+                "one": lambda: subject.step_seconds(session, single, steps),
+                "parts": lambda: parts.step_seconds(steps),
+            } | {
+                str(way): lambda way=way: subject.step_seconds(session, subject.tiles(names, way), steps)
+                for way in counted
+            } | {
+                "torch": lambda: statistics.median(rival.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
+                "partition": lambda: subject.step_seconds(session, in_turn, steps),
+            }  # fmt: skip
+            rounds.append({name: measured() for name, measured in sides.items()})
+    tiles = str(best)
+
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(one[above] / one[below] for one in rounds)
+
+    speedup, limit = ratio("one", tiles), ratio("one", "parts")
+    return {
+        f"limit_{count}": limit,
+        f"speedup_{count}": speedup,
+        f"efficiency_vs_limit_{count}": speedup / limit,
+        **{f"speedup_{count}_grid_{way}": ratio("one", str(way)) for way in counted},
+        "one_device_step_seconds": statistics.median(one["one"] for one in rounds),
+        "parts_step_seconds": statistics.median(one["parts"] for one in rounds),
+        "tiles_step_seconds": statistics.median(one[tiles] for one in rounds),
+        "torch_default_step_seconds": statistics.median(one["torch"] for one in rounds),
+        f"speedup_{count}_vs_torch_default": ratio("torch", tiles),
+        "batch1_vs_data_parallel": ratio("one", tiles),
+        "batch1_vs_layer_partition": ratio("partition", tiles),
+        "speed_setting": f"{subject}, {count} workers of 1 thread, each pinned to a core; tiles {tiles}, fastest of "
+        f"{', '.join(map(str, ways))}: exchanged before every operator that reads beyond its tile, or beside the sums "
+        "of the batch norm before that, backward the adjoint; SGD without momentum; all have the sample at hand",
+        "limit_setting": f"{count} bare parts of {'x'.join(map(str, parts.subject.shape))}, each by its own worker "
+        "on a core of its own, at once, with nothing exchanged: of every step the slowest part",
+        "torch_default_setting": "the plain module in one process, one thread, default kernels, SGD without momentum",
+        "data_parallel_setting": "a batch of one sample cannot be shared by samples: one device trains it alone",
+        "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),
+        "speed_blocks": f"{blocks} blocks of {steps} steps after {WARM_UP_STEPS} that does not count; "
+        + "; ".join(f"{name} {_listed([one[name] for one in rounds])} s" for name in rounds[0])
+        + f"; tried before: {', '.join(f'{way} {seconds:.4g} s' for way, seconds in tried.items())}",
+    }
+
+
+def _ways(count: int) -> list[Way]:
+    """What is tried: grids as square as can be, either way round, and both places to exchange."""
+    rows, columns = square_grid(count)
+    grids = dict.fromkeys([(rows, columns), (columns, rows)])
+    return [Way(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
+
+
+def _listed(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)
+
+
+def bench_tile(
+    count: int = 2,
+    quick: bool = False,
+    full: bool = False,
+    out: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Figures:
+    """Every figure of `manyhands bench tile`, flat; `full` draws the paper's studies into `out` too."""
+    say = on_progress or (lambda text: None)
+    cores = usable()
+    if count > len(cores):
+        raise BadValue(
+            f"--workers {count}: this machine has {len(cores)} core(s), and two workers on one core measure nothing.",
+            hint=f"Use --workers {len(cores)} or fewer.",
+        )
+    say("choosing kernels")
+    subject = Subject.of(QUICK_SHAPE if quick else SHAPE)
+    choice = chosen_kernels(subject, cores[0], QUICK_KERNEL_SECONDS if quick else KERNEL_SECONDS)
+    subject.kernels = choice.kernels
+    figures: Figures = {
+        "machine": identify(1).text, "kernels": kernels_text(choice), "kernel_gain": choice.gain, "quick": int(quick),
+        PROFILE_MACHINE: profiled_here(),
+    }  # fmt: skip
+    with workers(count) as session:
+        figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)
+        figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
+        figures |= bench_groups(subject, session, square_grid(count), *((1, 1, 1) if quick else (TUNING, 5, 3)), say)
+    figures |= bench_memory(subject, quick, say)
+    figures |= bench_resident(subject, *((1, 2) if quick else (5, 3)), say)
+    if full:
+        figures |= draw_studies(subject, out or Path("tile-studies"), quick, say)
+    return figures

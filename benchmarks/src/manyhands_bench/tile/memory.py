@@ -1,0 +1,120 @@
+"""What a tile holds: peak tensor bytes by part (the paper's Fig. 6.2), and resident memory of the worker's process."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands.executor.log import DeviceLog
+from manyhands.facts.plan import Plan
+from manyhands.session.session import Session
+from manyhands_bench.tile.setup import Figures, Grid, Progress, Subject, Way, grid_text, workers
+
+TWO: Grid = (2, 1)
+MANY: Grid = (6, 4)
+QUICK_MANY: Grid = (2, 2)
+PARTS = ("features", "deltas", "weights", "buffers")
+_RESET_PEAK = "5"
+"""What /proc/PID/clear_refs takes to count the most resident bytes anew."""
+
+
+def bench_memory(subject: Subject, quick: bool, say: Progress) -> Figures:
+    """Peak tensor bytes of one device over those of the largest tile, of two and of many."""
+    many = QUICK_MANY if quick else MANY
+    count = many[0] * many[1]
+    found: dict[int, DeviceLog] = {}
+    with workers(count) as session:
+        names = session.cluster.names
+        plans = {
+            1: subject.single(names[0]),
+            2: subject.tiles(names[:2], Way(TWO)),
+            count: subject.tiles(names, Way(many)),
+        }
+        for tiles, plan in plans.items():
+            say(f"memory of {tiles} tile(s)")
+            found[tiles] = _fullest(subject.run(session, plan, 2, memory=True).logs)
+    figures: Figures = {}
+    for tiles in (2, count):
+        figures[f"memory_ratio_{tiles}"] = found[1].peak_bytes / found[tiles].peak_bytes
+        figures[f"memory_ratio_{tiles}_without_weights"] = _maps(found[1]) / _maps(found[tiles])
+    for tiles, log in found.items():
+        figures[f"memory_bytes_{tiles}"] = log.peak_bytes
+        figures |= {f"memory_{part}_bytes_{tiles}": log.peak_parts.get(part, 0) for part in PARTS}
+    figures["memory_setting"] = (
+        f"{subject}; most tensor bytes alive at once in one step of one device, of the fuller of two tiles "
+        f"({grid_text(TWO)}) and of the fullest of {count} ({grid_text(many)}); weights include their gradients; "
+        "one device's features, deltas and buffers are not told apart: autograd keeps them"
+    )
+    return figures
+
+
+def _fullest(logs: Mapping[str, DeviceLog]) -> DeviceLog:
+    return max(logs.values(), key=lambda log: log.peak_bytes)
+
+
+def _maps(log: DeviceLog) -> int:
+    """Without weights and their gradients."""
+    return log.peak_bytes - log.peak_parts.get("weights", 0)
+
+
+def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) -> Figures:
+    """Resident memory of a worker at its most, above a bare import of torch: one device against a tile of two."""
+    bare = bare_import_bytes()
+    found: dict[str, list[int]] = {"one": [], "tile": []}
+    idle: list[int] = []
+    for repeat in range(repeats):
+        say(f"resident memory, {repeat + 1} of {repeats}")
+        for name, count in (("one", 1), ("tile", 2)):
+            with workers(count, apart=True) as session:  # a process that has done nothing before
+                names = session.cluster.names
+                idle.append(max(_resident(session, "VmRSS").values()))
+                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, Way(TWO))
+                found[name].append(max(resident_peaks(subject, session, plan, steps).values()))
+    one, tile = (statistics.median(found[name]) for name in ("one", "tile"))
+    return {
+        "rss_ratio_2": (one - bare) / (tile - bare),
+        "rss_total_ratio_2": one / tile,
+        "rss_one_bytes": one,
+        "rss_tile_bytes": tile,
+        "rss_bare_import_bytes": bare,
+        "rss_idle_worker_bytes": statistics.median(idle),
+        "rss_setting": f"{subject}; most resident bytes of a worker's process (VmHWM) over preparing and {steps} "
+        f"steps, less those of a process that has imported torch; medians of {repeats} fresh processes",
+    }
+
+
+def resident_peaks(subject: Subject, session: Session, plan: Plan, steps: int) -> dict[str, int]:
+    """Worker -> the most bytes that its process had resident during a run."""
+    for process in _processes(session).values():
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
+    subject.run(session, plan, steps)
+    return {name: bytes for name, bytes in _resident(session, "VmHWM").items() if name in plan.devices}
+
+
+def _processes(session: Session) -> dict[str, int]:
+    return {name: session.coordinator.members[name].facts.pid for name in session.cluster.names}
+
+
+def _resident(session: Session, key: str) -> dict[str, int]:
+    return {name: resident_bytes(process, key) for name, process in _processes(session).items()}
+
+
+def resident_bytes(process: int | str, key: str) -> int:
+    """Of a process, as the kernel counts them now (VmRSS), or the most since that was last reset (VmHWM)."""
+    return _status_bytes(Path(f"/proc/{process}/status").read_text(), key)
+
+
+def _status_bytes(text: str, key: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{key}:"))
+
+
+def bare_import_bytes() -> int:
+    """Resident memory of a process that has imported torch and done nothing."""
+    code = "import torch; print(open('/proc/self/status').read())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    return _status_bytes(said, "VmRSS")

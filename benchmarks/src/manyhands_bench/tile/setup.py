@@ -1,0 +1,234 @@
+"""What the figures of `manyhands bench tile` share: the network, its kernels, pinned workers, and runs over them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.utils.data import Dataset
+
+from manyhands.data.laying import Laying
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph
+from manyhands.job.evaluation import captured
+from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.profiler.kernels import Choice, choose_kernels
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.run import Outcome, Run
+from manyhands.schedule.tiles import TileGeometry
+from manyhands.session.opening import open_session
+from manyhands.session.session import Session
+from manyhands.training.tuning import same_batches
+
+Figures = dict[str, float | int | str]
+Progress = Callable[[str], None]
+Grid = tuple[int, int]
+"""Rows and columns of tiles."""
+
+
+class Way(NamedTuple):
+    """How an image is cut, and where boundary data is exchanged."""
+
+    grid: Grid
+    beside_sums: bool = False
+    """Together with the sums of the batch norm before an operator that reads beyond its tile; else right before it."""
+
+    def __str__(self) -> str:
+        return grid_text(self.grid) + ("_beside_sums" if self.beside_sums else "")
+
+
+MODEL = "yolov2-16"
+SHAPE = (3, 608, 608)
+QUICK_SHAPE = (3, 224, 224)
+OPTIMIZER = Optimizer("SGD", lr=1e-3)
+WARM_UP_STEPS = 1
+"""Steps at the start of every block that do not count."""
+
+
+class SameBatch(Dataset[Any]):
+    """One sample, over and over: what is measured is training, not loading."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.inputs: Any = example_batch(MODEL, 1, input_shape=shape)
+        self.targets = example_target(MODEL, 1, input_shape=shape)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+@dataclass
+class Subject:
+    """The network captured at one image size, with a batch of one sample and the kernels both sides use."""
+
+    shape: tuple[int, ...]
+    graph: Graph
+    data: SameBatch
+    laying: Laying
+    kernels: Mapping[str, Kernel]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], kernels: Mapping[str, Kernel] | None = None) -> Subject:
+        data = SameBatch(shape)
+        torch.manual_seed(0)
+        module, loss = build(MODEL), loss_function(ZOO[MODEL].loss)
+        return cls(
+            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Laying.of(data), kernels or {}
+        )
+
+    def __str__(self) -> str:
+        return f"{MODEL} {'x'.join(map(str, self.shape))} batch 1"
+
+    # Plans
+
+    def plan(self, *stages: Stage, batch_size: int = 1) -> Plan:
+        return resolve(Plan(self.graph.name, batch_size, stages, optimizer_slots=0), self.graph.network)
+
+    def single(self, device: str) -> Plan:
+        return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
+
+    def tiles(self, devices: Sequence[str], way: Way) -> Plan:
+        """Even tiles."""
+        grid = way.grid
+        share = ByTiles((1,) * grid[0], (1,) * grid[1])
+        plan = self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
+        if not way.beside_sums:
+            return plan
+        geometry = TileGeometry(plan, 0, self.graph.network)
+        starts = geometry.start_names(geometry.beside_sums(through_windows=True))
+        share = msgspec.structs.replace(share, forward_groups=starts)
+        return self.plan(msgspec.structs.replace(plan.stages[0], share=share))
+
+    def by_samples(self, devices: Sequence[str], batch_size: int) -> Plan:
+        """Data parallel: as even as can be; where there are fewer samples than devices, the last ones are idle."""
+        count = min(len(devices), batch_size)
+        share = BySamples(tuple(batch_size // count + (place < batch_size % count) for place in range(count)))
+        stage = Stage((0, len(self.graph.network.layers)), tuple(devices[:count]), share)
+        return self.plan(stage, batch_size=batch_size)
+
+    def in_turn(self, devices: Sequence[str]) -> Plan:
+        """Layer partitioning: as many multiply-accumulates for each device as can be, one after another."""
+        layers = self.graph.network.layers
+        work = [sum(op.macs for op in self.graph.network.ops[layer.first : layer.last]) for layer in layers]
+        bounds = [0, *(_at_part(work, number / len(devices)) for number in range(1, len(devices))), len(layers)]
+        return self.plan(*(Stage(pair, (device,)) for pair, device in zip(pairwise(bounds), devices, strict=True)))
+
+    # Runs
+
+    def run(
+        self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False, laid: bool = False
+    ) -> Outcome:
+        """`steps` steps; with `memory` the last of them counts tensor bytes. `laid`: the sample is at hand before the
+        first."""
+        order = Order(
+            graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
+            kernels=dict.fromkeys(plan.devices, self.kernels),
+            trace_steps=range(WARM_UP_STEPS, steps) if trace else range(0), memory_step=steps - 1 if memory else -1,
+            laying=self.laying if laid else None,
+        )  # fmt: skip
+        run = Run(session.coordinator, order)
+        run.prepare()
+        return run.run(same_batches(self.laying, steps, is_laid=laid))
+
+    def step_seconds(self, session: Session, plan: Plan, steps: int) -> float:
+        """PyTorch's process has the sample at hand, so do our workers: whoever feeds them would take their cores."""
+        return steady(self.run(session, plan, steps + WARM_UP_STEPS, laid=True).step_seconds)
+
+
+def _at_part(work: Sequence[int], part: float) -> int:
+    """The layer before which `part` of the work lies, as near as can be; at least one layer lies on either side."""
+    sums = [sum(work[:number]) for number in range(1, len(work))]
+    return 1 + min(range(len(sums)), key=lambda number: abs(sums[number] - part * sum(work)))
+
+
+def steady(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
+
+
+def square_grid(tiles: int) -> Grid:
+    """Rows and columns of so many tiles, as near to a square as can be, no fewer rows than columns."""
+    columns = next(number for number in range(math.isqrt(tiles), 0, -1) if tiles % number == 0)
+    return tiles // columns, columns
+
+
+def grid_text(grid: Grid) -> str:
+    return f"{grid[0]}x{grid[1]}"
+
+
+def usable() -> list[int]:
+    """The cores this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def chosen_kernels(subject: Subject, core: int, seconds: float) -> Choice:
+    """The fastest kernels of one thread on one core, by whole steps, so that they never lose to PyTorch's default."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {core})
+    try:
+        return choose_kernels(subject.graph, 1, threads=1, seconds=seconds)
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+def kernels_text(choice: Choice) -> str:
+    """How many operators run by which kernel."""
+    counts: dict[str, int] = {}
+    for kernel in choice.kernels.values():
+        counts[str(kernel)] = counts.get(str(kernel), 0) + 1
+    found = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "PyTorch's default"
+    return f"{choice.name}: {found}; {choice.gain:.3g} times as fast as the default"
+
+
+@contextlib.contextmanager
+def workers(count: int, *, apart: bool = False) -> Iterator[Session]:
+    """Local workers of one thread, each on a core of its own as far as they go. `apart`: no memory of PyTorch is
+    shared."""
+    with open_session(Cluster.local(count), threads=1, pin=usable(), apart=apart) as session:
+        yield session
+
+
+@dataclass
+class Parts:
+    """A bare part of the image on each core, all trained at once, with nothing exchanged."""
+
+    sessions: list[Session]
+    subject: Subject
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, whole: Subject, grid: Grid) -> Iterator[Parts]:
+        channels, rows, columns = whole.shape
+        subject = Subject.of((channels, rows // grid[0], columns // grid[1]), whole.kernels)
+        cores = usable()
+        with contextlib.ExitStack() as stack:
+            sessions = [
+                stack.enter_context(open_session(Cluster.local(1), threads=1, pin=cores[number : number + 1]))
+                for number in range(grid[0] * grid[1])
+            ]
+            yield cls(sessions, subject)
+
+    def step_seconds(self, steps: int) -> float:
+        """Until the slowest part of a step is done: on a shared machine now one core is slow, now another."""
+
+        def one(session: Session) -> Sequence[float]:
+            plan = self.subject.single(session.cluster.names[0])
+            return self.subject.run(session, plan, steps + WARM_UP_STEPS, laid=True).step_seconds
+
+        with ThreadPoolExecutor(len(self.sessions)) as pool:
+            return steady([max(step) for step in zip(*pool.map(one, self.sessions), strict=True)])

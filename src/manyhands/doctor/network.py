@@ -1,0 +1,205 @@
+"""What a run needs of its workers and of the network between them. Every wait has a limit: silence is a finding."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, PairRate
+from manyhands.doctor.confinement import confinement_check
+from manyhands.doctor.firewall import firewall_here, remedy
+from manyhands.doctor.machine import WORKER_BYTES
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.cluster import Link
+from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.facts.units import format_bytes, format_rate, format_seconds
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.knocking import Answer
+from manyhands.runtime.measuring import knock_between, probe_pair
+from manyhands.runtime.members import Member
+
+MOST_WALL_SECONDS = 2.0
+"""By how much the time of day may differ: what is written of a run is in order by it, nothing else depends on it."""
+MOST_DRIFT_SECONDS = 5e-3
+"""Between two looks a moment apart: timelines of several machines are drawn by these clocks."""
+_DRIFT_LOOK_SECONDS = 0.3
+SLOW_BYTES_PER_SECOND = 125_000.0
+LONG_DELAY_SECONDS = 0.5
+_FIRST_BYTES, _MOST_BYTES = 32_000, 4_000_000
+_LOOK_SECONDS = 0.25
+"""So long a link is to be busy while its rate is measured."""
+PAIRS_SECONDS = 120.0
+"""After so long no other pair is measured."""
+
+Say = Callable[[str], None]
+
+
+def worker_checks(members: Iterable[Member]) -> Iterator[Check]:
+    """What the workers said of their machines when they joined."""
+    own = identify()
+    for member in members:
+        facts = member.facts
+        found = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
+        yield worker_check(member.name, found, facts.torch, own.torch, facts.memory_bytes)
+        if facts.confinement is not None:
+            yield confinement_check(facts.confinement, member.name)
+
+
+def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes: int) -> Check:
+    if memory_bytes < WORKER_BYTES:
+        fix = "Nothing fits beside Python and torch there: use another device."
+        return Check("worker", BROKEN, found, f"{format_bytes(WORKER_BYTES)} of memory", fix, name)
+    if torch.partition("+")[0] != own_torch.partition("+")[0]:
+        fix = f"On {name}: pip install torch=={own_torch.partition('+')[0]}"
+        needed = f"torch {own_torch}, as here: others may round otherwise"
+        return Check("worker", WARNING, found, needed, fix, name)
+    return Check("worker", OK, found, f"torch {own_torch}, as here", where=name)
+
+
+# Clocks
+
+
+def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
+    """Whether clocks can be compared, which is measured twice, and whether it is the same time of day."""
+    wanted = list(names)
+    first = coordinator.set_clocks(wanted)
+    before = {name: coordinator.members[name].clock_offset_seconds for name in first}
+    time.sleep(_DRIFT_LOOK_SECONDS)
+    second = coordinator.set_clocks(list(first))
+    for name in wanted:
+        if name not in second:
+            yield no_answer(coordinator, name, "clock")
+            continue
+        member = coordinator.members[name]
+        drift = member.clock_offset_seconds - before[name]
+        yield clock_check(name, member.wall_offset_seconds, drift, max(first[name], second[name]))
+
+
+def clock_check(name: str, wall_offset: float | None, drift: float, round_trip: float) -> Check:
+    """`wall_offset`: to be added to that machine's time of day to get this one's."""
+    needed = f"the same time of day within {MOST_WALL_SECONDS:g} s"
+    if abs(drift) > max(MOST_DRIFT_SECONDS, round_trip):
+        found = (
+            f"within {_DRIFT_LOOK_SECONDS:g} s its clock went {format_seconds(abs(drift))} another way than this one"
+        )
+        fix = f"Pictures of timelines will be wrong. Is {name} a virtual machine that is paused at times?"
+        return Check("clock", WARNING, found, "clocks that go alike", fix, name)
+    if wall_offset is None:
+        return Check(
+            "clock", WARNING, "it did not say what time it has", needed, "Install the same version there.", name
+        )
+    found = f"{format_seconds(abs(wall_offset))} {'behind' if wall_offset > 0 else 'ahead'}"
+    if abs(wall_offset) > MOST_WALL_SECONDS:
+        return Check("clock", WARNING, found, needed, f"On {name}: sudo timedatectl set-ntp true", name)
+    return Check("clock", OK, f"{found}; there and back in {format_seconds(round_trip)}", needed, where=name)
+
+
+def no_answer(coordinator: Coordinator, name: str, subject: str) -> Check:
+    member = coordinator.members[name]
+    why = coordinator.local.ending(name) or member.reason or "it did not answer within 2 s"
+    said = coordinator.local.last_words(name)[-400:]
+    fix = f"Start it again, and look at what it prints. {said}".strip()
+    return Check(subject, BROKEN, why, "an answer", fix, name)
+
+
+# Pairs
+
+
+def pair_checks(
+    coordinator: Coordinator,
+    names: Iterable[str],
+    links: list[PairRate],
+    say: Say,
+    limit_seconds: float = PAIRS_SECONDS,
+) -> Iterator[Check]:
+    """Can every two connect, and how fast is it between them? Measured rates are put into `links` too."""
+    end = time.monotonic() + limit_seconds
+    say("whether all can reach each other")
+    reached, lost = _knock(coordinator, list(names))
+    for name, why in lost.items():
+        yield Check("worker", BROKEN, why, "a worker that answers", "Start it again, and look at its log.", name)
+    shut = {(one, other) for one, answers in reached.items() for other, answer in answers.items() if not answer.is_open}
+    for source, target in sorted(shut):
+        yield unreached(coordinator, source, target, reached[source][target])
+    there = [name for name in names if name not in lost]
+    pairs = [pair for pair in itertools.combinations(there, 2) if pair not in shut and pair[::-1] not in shut]
+    for number, (one, other) in enumerate(pairs):
+        if time.monotonic() > end:
+            left = len(pairs) - number
+            yield Check("link", WARNING, f"{left} of {len(pairs)} pairs were not measured", "time", "Run it again.")
+            return
+        say(f"the link between {one} and {other} ({number + 1} of {len(pairs)})")
+        try:
+            found = _measure(coordinator, (one, other))
+        except ManyhandsError as error:
+            fix = error.hint or "Start both again; is one of them busy with something else?"
+            yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{one}, {other}")
+            continue
+        links += [
+            PairRate(one, other, found[one].bytes_per_second, found[one].delay_seconds),
+            PairRate(other, one, found[other].bytes_per_second, found[other].delay_seconds),
+        ]
+        yield link_check(one, other, found)
+
+
+def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
+    """What came of connecting, between those who answer; and why the others do not."""
+    lost: dict[str, str] = {}
+    while True:
+        there = [name for name in names if name not in lost]
+        try:
+            return knock_between(coordinator, there) if there else {}, lost
+        except ManyhandsError as error:
+            gone = {name: error.message for name in there if coordinator.members[name].is_lost}
+            if not gone:  # nobody is lost, and somebody does not say a word: all are told of it
+                return {}, lost | dict.fromkeys(there, error.message)
+            lost |= gone
+
+
+def unreached(coordinator: Coordinator, source: str, target: str, answer: Answer) -> Check:
+    """A pair that cannot connect, and how to mend it."""
+    tool = firewall_here() if target == COORDINATOR else ""
+    host = coordinator.members[source].address[0] if source != COORDINATOR else "the coordinator's address"
+    if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
+        host = member.channel.local_host
+    fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
+    found = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
+    return Check("reach", BROKEN, found, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
+
+
+def _shown(name: str) -> str:
+    return HERE if name == COORDINATOR else name
+
+
+def _measure(coordinator: Coordinator, pair: tuple[str, str]) -> dict[str, Link]:
+    """A short look, then one as long as the link is fast."""
+    found = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
+    sizes = {name: _size(link) for name, link in found.items()}
+    if min(sizes.values()) <= _FIRST_BYTES:
+        return found
+    return probe_pair(coordinator, pair, sizes)
+
+
+def _size(link: Link) -> int:
+    return int(min(_MOST_BYTES, max(_FIRST_BYTES, link.bytes_per_second * _LOOK_SECONDS)))
+
+
+def link_check(one: str, other: str, found: Mapping[str, Link]) -> Check:
+    """Both ways of a pair."""
+    rates = [found[name].bytes_per_second for name in (one, other)]
+    delay = max(found[name].delay_seconds for name in (one, other))
+    text = f"{format_rate(rates[0])} there, {format_rate(rates[1])} back, {format_seconds(delay)} one way"
+    needed = f"{format_rate(SLOW_BYTES_PER_SECOND)} or more, at most {format_seconds(LONG_DELAY_SECONDS)}"
+    where = f"{one}, {other}"
+    if min(rates) < SLOW_BYTES_PER_SECOND or delay > LONG_DELAY_SECONDS:
+        fix = "Use a cable or another Wi-Fi channel; `manyhands plan --what-if` says what a faster link would bring."
+        return Check("link", WARNING, text, needed, fix, where)
+    return Check("link", OK, text, needed, where=where)
+
+
+def lost_before_joining(error: ManyhandsError) -> Check:
+    """A worker on this machine that ended before it was there."""
+    fix = f"Its last words: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
+    return Check("worker", BROKEN, error.message, "workers that start", fix or "Run again with --debug.")

@@ -1,0 +1,291 @@
+"""`manyhands doctor`: would a run work here, on these machines, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Diagnosis
+from manyhands.doctor.machine import machine_checks
+from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, TimedOut
+from manyhands.files.documents import load_cluster
+from manyhands.session.joining import refuse_preset
+
+if TYPE_CHECKING:
+    from manyhands.facts.cluster import Cluster
+    from manyhands.runtime.coordinator import Coordinator
+
+JOIN_SECONDS = 120.0
+WORKERS = 2
+MOST_WORKERS = 64
+DISCOVERY_SECONDS = 4.0
+MULTICAST = "multicast DNS, for workers that find the coordinator; --join works without"
+Say = Callable[[str], None]
+OnCheck = Callable[[Check], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Whose health it is about: this machine's and that of workers started here, of those that join, or of a lab."""
+
+    workers: int | None = None
+    """Started on this machine; None: two, unless others are meant."""
+    cluster: str = ""
+    listen: str = ""
+    devices: int = 1
+    """How many join."""
+    token: str = ""
+    lab: str = ""
+    join: str = ""
+    """A coordinator that a worker of this machine would join: HOST:PORT."""
+    wait_seconds: float = JOIN_SECONDS
+
+    def check(self) -> None:
+        given = {"--workers": self.workers is not None, "--listen": bool(self.listen or self.cluster),
+                 "--lab": bool(self.lab), "--join": bool(self.join)}  # fmt: skip
+        both = [name for name, is_given in given.items() if is_given]
+        if len(both) > 1:
+            raise BadValue(f"{both[0]} and {both[1]} ask for different workers.", hint="Give one of them.")
+        if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
+            raise BadValue(f"--workers is {self.workers}; it must be 0 to {MOST_WORKERS}.")
+        if self.devices < 1:
+            raise BadValue(f"--devices is {self.devices}; it must be at least 1.")
+        if not 0 < self.wait_seconds <= 3600:
+            raise BadValue(f"--wait is {self.wait_seconds:g}; it must be above 0 and at most 3600 seconds.")
+        if self.cluster:
+            refuse_preset(load_cluster(self.cluster), self.listen)
+
+    @property
+    def started_here(self) -> int:
+        """Workers on this machine."""
+        if self.listen or self.cluster or self.lab or self.join:
+            return 0
+        return WORKERS if self.workers is None else self.workers
+
+
+def examine(asked: Asked, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Diagnosis:
+    """Look at everything. `say`: what is being looked at now; `on_check`: each finding as soon as it is there."""
+    asked.check()
+    found = Diagnosis()
+    for check in _checks(asked, found, say):
+        found.checks.append(check)
+        on_check(check)
+    return found
+
+
+def _checks(asked: Asked, found: Diagnosis, say: Say) -> Iterator[Check]:
+    say("this machine")
+    yield from machine_checks(asked.started_here)
+    if any(check.subject in ("torch", "packages", "Python") for check in found.broken):
+        fix = "Mend what is broken above first."
+        yield Check("workers", WARNING, "not looked at: none would start", "Python, torch and packages", fix)
+        return
+    if asked.join:
+        yield join_check(asked.join)
+        yield discovery_check(say)
+        return
+    if asked.workers == 0:
+        yield discovery_check(say)
+        return
+    with tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs, contextlib.ExitStack() as stack:
+        events: list[str] = []
+        try:
+            coordinator = stack.enter_context(_workers(asked, Path(logs), say, events))
+        except ManyhandsError as error:
+            yield _not_there(asked, error)
+            return
+        yield from _joined(asked, coordinator, events)
+        yield from _network(coordinator, found, say)
+    yield discovery_check(say)
+
+
+def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[Check]:
+    from manyhands.doctor import network
+
+    members = sorted(coordinator.alive(), key=lambda member: (len(member.name), member.name))  # local-2 before local-10
+    if not members:
+        return
+    yield from network.worker_checks(members)
+    names = [member.name for member in members]
+    say("clocks")
+    yield from network.clock_checks(coordinator, names)
+    yield from network.pair_checks(coordinator, names, found.links, say)
+
+
+# Workers, wherever they are
+
+
+@contextlib.contextmanager
+def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
+    """A coordinator; those of other machines may not all have come when their time is up."""
+    from manyhands.facts.cluster import Cluster
+    from manyhands.runtime.coordinator import Coordinator
+
+    if asked.lab:
+        from manyhands.session.lab_session import lab_cluster, lab_session
+
+        say(f"the lab {asked.lab}")
+        with lab_session(lab_cluster(asked.lab), logs=logs, say=say, limit_seconds=asked.wait_seconds) as session:
+            yield session.coordinator
+        return
+    cluster = load_cluster(asked.cluster) if asked.cluster else None
+    is_local = cluster is not None and all(device.kind == "local" for device in cluster.devices)
+    if asked.started_here or is_local:
+        machines = cluster or Cluster.local(asked.started_here)
+        say(f"starting {len(machines.devices)} worker(s)")
+        with Coordinator.local_cluster(machines, logs=logs, limit_seconds=asked.wait_seconds) as coordinator:
+            yield coordinator
+        return
+    with _listening(asked, cluster, say, events) as coordinator:
+        yield coordinator
+
+
+@contextlib.contextmanager
+def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.household import household_token
+    from manyhands.session.joining import join_text, parse_address
+
+    host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
+    token = asked.token or household_token(events.append)
+    with Coordinator(host, port, token, on_event=events.append) as coordinator:
+        wanted = list(cluster.names) if cluster is not None else asked.devices
+        named = " --name NAME" if cluster is not None else ""
+        who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"
+        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n{join_text(coordinator, named)}")
+        if isinstance(wanted, list):
+            coordinator.wanted = set(wanted)
+        with contextlib.suppress(TimedOut):  # which is a finding
+            coordinator.wait_for(wanted, asked.wait_seconds)
+        yield coordinator
+
+
+def _not_there(asked: Asked, error: ManyhandsError) -> Check:
+    if isinstance(error, AddressTaken):
+        fix = error.hint or "Give another port: --listen HOST:PORT"
+        return Check("workers", BROKEN, error.message, f"a free port at {asked.listen or '0.0.0.0:7077'}", fix)
+    from manyhands.doctor.network import lost_before_joining
+
+    return lost_before_joining(error)
+
+
+def _joined(asked: Asked, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
+    """Whether all came who were waited for, and who was turned away."""
+    there = sorted(member.name for member in coordinator.alive())
+    wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(asked.devices)]
+    if not (asked.listen or asked.cluster):
+        yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(there)} that join")
+        return
+    for text in events:
+        if text.startswith("refused") or "turned away" in text:
+            yield Check("workers", WARNING, text, "workers that may join", "See the message at that worker.")
+    missing = [name for name in wanted if name not in there] if coordinator.wanted else wanted[len(there) :]
+    if not missing:
+        yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(wanted)} that join")
+        return
+    yield missing_check(coordinator, there, missing, len(wanted), asked.wait_seconds)
+
+
+def missing_check(coordinator: Coordinator, there: list[str], missing: list[str], count: int, waited: float) -> Check:
+    from manyhands.doctor.firewall import firewall_here, opening
+    from manyhands.engine.security import is_loopback
+
+    host, port = coordinator.address[:2]
+    found = f"{len(there)} of {count} joined within {waited:g} s"
+    if coordinator.wanted:
+        found += f"; {', '.join(missing)} did not"
+    fix = f"On each device: {coordinator.join_command()}\nWhat stands in its way: manyhands doctor --join HOST:{port}"
+    if is_loopback(host):
+        fix += f"\n{host} is for workers of this machine only; for others: --listen 0.0.0.0:{port}"
+    else:
+        tool = firewall_here()
+        which = f" ({tool} is on)" if tool else ", one of"
+        lines = "\n".join(opening("DEVICE", port, tool))
+        fix += f"\nIf that times out or is refused, open port {port} on {HERE}{which}:\n{lines}"
+    return Check("workers", BROKEN, found, f"{count} that join", fix)
+
+
+# This machine as one of the workers
+
+
+def join_check(address: str) -> Check:
+    """Whether a coordinator's port can be reached from here."""
+    from manyhands.doctor.firewall import remedy
+    from manyhands.runtime.coordinator import DEFAULT_PORT
+    from manyhands.runtime.knocking import knock
+    from manyhands.session.joining import parse_address
+
+    host, port = parse_address(address, DEFAULT_PORT)
+    answer = knock(host, port)
+    where = f"{host}:{port}"
+    if answer.is_open:
+        found = f"{where} answers, after {answer.seconds * 1000:.1f} ms"
+        return Check("coordinator", OK, found, "a port that is open", where=where)
+    fix = remedy(answer, HERE, _own_address(host, port), "the coordinator's machine", fixed_port=True)
+    if answer.outcome == "refused":
+        fix = f"Is the coordinator running (manyhands train --listen 0.0.0.0:{port})? {fix}"
+    found = f"{where}: {answer.outcome} ({answer.text})"
+    return Check("coordinator", BROKEN, found, "a port that is open", fix, where)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine that somebody there would see: connecting a UDP socket sends nothing."""
+    import socket
+
+    with contextlib.suppress(OSError, OverflowError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return "THIS_DEVICE"
+
+
+def discovery_check(say: Say) -> Check:
+    """Whether what is announced by multicast DNS is heard, here at least; without it workers are given --join."""
+    import importlib.util
+
+    if importlib.util.find_spec("zeroconf") is None:
+        return Check("mDNS", WARNING, "zeroconf is not installed", MULTICAST, "pip install zeroconf, or give --join")
+    from manyhands.runtime.discovery import interface_asked
+
+    say("multicast DNS")
+    try:
+        interface = interface_asked()
+    except ManyhandsError as error:
+        return Check("mDNS", WARNING, error.message, MULTICAST, error.hint)
+    if interface is None:
+        return Check("mDNS", WARNING, "switched off by MANYHANDS_DISCOVERY", MULTICAST, "unset MANYHANDS_DISCOVERY")
+    return discovery_verdict(_is_heard(interface))
+
+
+def _is_heard(interface: str) -> str:
+    """Why an announcement of our own does not come back; empty where it does."""
+    import time
+
+    from manyhands.engine.security import new_token
+    from manyhands.runtime.discovery import PROBE, Announcer, Lookout
+
+    said: list[str] = []
+    host = interface or "0.0.0.0"
+    end = time.monotonic() + DISCOVERY_SECONDS
+    try:
+        announced = Announcer((host, 9), new_token(), "doctor", said.append, interface, PROBE)
+        with Lookout(PROBE) as lookout, announced as announcer:
+            while (left := end - time.monotonic()) > 0:
+                if any(one.salt == announcer.salt for one in lookout.seen()):
+                    return ""
+                lookout.wait(min(left, 0.2))
+    except (OSError, ManyhandsError) as error:
+        return str(error)
+    return said[0] if said else f"nothing was heard of an announcement within {DISCOVERY_SECONDS:g} s"
+
+
+def discovery_verdict(why: str) -> Check:
+    if not why:
+        return Check("mDNS", OK, "what is announced here is heard here", MULTICAST)
+    fix = "Let UDP port 5353 through (sudo ufw allow 5353/udp), or give workers --join HOST:PORT"
+    return Check("mDNS", WARNING, why, MULTICAST, fix)

@@ -1,0 +1,249 @@
+"""What limits a simulated step, in words: the largest parts of its critical path, each with who and how much.
+
+The parts add up to the whole step, so the first is what to make faster. That it does help is checked by simulating the
+same plan with just that twice as fast (`checked`); memory is another matter, see explain.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Literal
+
+from manyhands.explaining.critical_path import GRADIENT_SUMS, Leg, critical_path
+from manyhands.explaining.what_if import with_network, with_speed
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.network import Network
+from manyhands.facts.plan import BySamples, Plan
+from manyhands.facts.plan_check import layer_range
+from manyhands.facts.profile import Profile
+from manyhands.facts.units import format_bytes, format_rate, format_seconds
+from manyhands.simulator.result import Simulation
+from manyhands.simulator.simulate import MOST_SPANS, simulate
+
+TWICE = 2.0
+ABOUT_AS_BUSY = 0.9
+"""Devices of a stage that compute so much of what the busiest does are limits as it is."""
+WORTH_SAYING = 0.02
+MOST_CHECKED = 3
+HELPS = 1.01
+"""A limit is binding if a step is that much faster without it."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that a step waits for."""
+
+    kind: Literal["compute", "transfer", "delay", "memory", "energy"]
+    part: float
+    """Of the step: of its critical path. Of memory: of the budget; of energy: of the joules."""
+    text: str
+    subject: str = ""
+    """The same without its part: 'the sum of 98 MB of weight gradients'."""
+    devices: tuple[str, ...] = ()
+    seconds: float = 0.0
+    stage: int | None = None
+    use: str = ""
+    """What a transfer is for."""
+    bytes: float = 0.0
+    relaxed: str = ""
+    """What was changed to check it: 'laptop twice as fast'."""
+    relaxed_seconds: float | None = None
+    """Of a step then, simulated; None: not checked."""
+    speed_up: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "devices": list(self.devices)}
+
+
+@dataclass
+class _Sum:
+    """Legs of one sort."""
+
+    seconds: float = 0.0
+    by_device: Counter[str] = field(default_factory=Counter)
+    by_pair: Counter[tuple[str, str]] = field(default_factory=Counter)
+    by_stage: Counter[int] = field(default_factory=Counter)
+    count: int = 0
+
+
+def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str = "step") -> list[Limit]:
+    """What a simulation with spans spent its time on, the most first. `what` is what took that time, as a word.
+
+    Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
+    """
+    told = _Teller(result, plan, network, cluster, what)
+    if len(result.spans) >= MOST_SPANS:
+        return [told.busiest()]
+    sums: defaultdict[tuple[str, str | int], _Sum] = defaultdict(_Sum)
+    for leg in critical_path(result, cluster):
+        own = sums[leg.kind, _sort(leg)]
+        own.seconds += leg.seconds
+        own.count += 1
+        own.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
+        own.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
+        own.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
+    found = [told.limit(kind, sort, own) for (kind, sort), own in sums.items() if own.seconds > 0]
+    return sorted(found, key=lambda limit: -limit.seconds)
+
+
+def _sort(leg: Leg) -> str | int:
+    """Computing is told by stage, transfers by what they are for, delays all together."""
+    if leg.kind == "compute":
+        return leg.stage
+    return leg.use if leg.kind == "transfer" else ""
+
+
+class _Teller:
+    def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str) -> None:
+        self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, what
+
+    def limit(self, kind: str, sort: str | int, own: _Sum) -> Limit:
+        part = own.seconds / self.result.seconds
+        if kind == "compute":
+            return self._compute(int(sort), own, part)
+        if kind == "transfer":
+            return self._transfer(str(sort), own, part)
+        longest = max(self.cluster.link_between(a, b).delay_seconds if b else 0.0 for a, b in own.by_pair)
+        subject = f"waiting for links' delays ({own.count} times up to {format_seconds(longest)})"
+        return Limit("delay", part, f"{subject} is {self._of(part)}", subject, tuple(own.by_device), own.seconds)
+
+    def busiest(self) -> Limit:
+        own = max(self.result.devices.values(), key=lambda one: one.busy_seconds)
+        part = own.busy_seconds / self.result.seconds
+        text = f"{own.device} computes {self._of(part)}"
+        return Limit("compute", part, text, f"computing on {own.device}", (own.device,), own.busy_seconds)
+
+    def _of(self, part: float) -> str:
+        return f"{percent(part)} of the {self.what}"
+
+    def _compute(self, stage: int, own: _Sum, part: float) -> Limit:
+        """A stage, and which of its devices the others wait for."""
+        devices = tuple(name for name, _ in own.by_device.most_common())
+        is_one_of_many = len(self.plan.stages) > 1 and stage >= 0
+        if own.by_device[devices[0]] >= ABOUT_AS_BUSY * own.seconds:
+            devices = devices[:1]
+            where = f"stage {stage} on " if is_one_of_many else ""
+            beside = len(as_busy(devices, stage, self.result, self.plan)) - 1
+            others = f", {beside} other{'s' * (beside > 1)} about as long" if beside else ""
+            text = f"{where}{devices[0]} computes {self._of(part)}{others}"
+            subject = f"computing {where}{'' if where else 'on '}{devices[0]}{self._share(stage, devices[0])}"
+        else:
+            subject = f"computing{f' stage {stage}' if is_one_of_many else ''}"
+            text = f"{subject} is {self._of(part)} ({_listed(devices)} are waited for in turn)"
+            subject += f" ({_listed(devices)} in turn)"
+        return Limit("compute", part, text, subject, devices, own.seconds, stage if stage >= 0 else None)
+
+    def _share(self, stage: int, device: str) -> str:
+        """' (2 of 8 samples)', where that explains how long it takes."""
+        if stage < 0:
+            return ""
+        own = self.plan.stages[stage]
+        if not isinstance(own.share, BySamples) or device not in own.devices:
+            return ""
+        return f" ({own.share.samples[own.devices.index(device)]} of {sum(own.share.samples)} samples)"
+
+    def _transfer(self, use: str, own: _Sum, part: float) -> Limit:
+        """Gradients' sums by their stage; anything else by the port or link that it fills most."""
+        stage = own.by_stage.most_common(1)[0][0]
+        name, rate, carried, devices = self._crossed(own)
+        carries = f"{name} carries {format_bytes(carried)}{f' at {format_rate(rate)}' if rate < inf else ''}"
+        if use == GRADIENT_SUMS:
+            first, last = layer_range(self.plan.stages[stage])
+            ops = self.network.layers[first].first, self.network.layers[last - 1].last
+            weights = map(self.network.weights.__getitem__, self.network.weights_of(*ops))
+            size = sum(weight.bytes for weight in weights if weight.trainable)
+            whose = f"stage {stage}'s" if len(self.plan.stages) > 1 else "the"
+            subject = f"the sum of {whose} {format_bytes(size)} of weight gradients"
+            text = f"{subject} ends the {self.what}: {percent(part)} of it ({carries})"
+            return Limit("transfer", part, text, f"{subject} ({carries})", devices, own.seconds, stage, use, size)
+        text = f"{carries}: waiting for {use} is {self._of(part)}"
+        return Limit(
+            "transfer", part, text, f"waiting for {use} ({carries})", devices, own.seconds, None, use, carried
+        )  # fmt: skip
+
+    def _crossed(self, own: _Sum) -> tuple[str, float, float, tuple[str, ...]]:
+        """Of the ports and links that at least half of these transfers cross, the one that carries most for its rate:
+        its name, its rate, its bytes in a step, and whose it is."""
+        waited: Counter[tuple[str, ...]] = Counter()
+        rates: dict[tuple[str, ...], float] = {}
+        for (a, b), seconds in own.by_pair.items():
+            for key, rate in self._resources(a, b):
+                waited[key] += seconds
+                rates[key] = rate
+        carried: Counter[tuple[str, ...]] = Counter()
+        for (a, b), count in self.result.bytes_between.items():
+            for key, _ in self._resources(a, b):
+                carried[key] += count  # type: ignore[assignment]
+        enough = max(waited.values()) / 2
+        often = [key for key in waited if waited[key] >= enough]
+        key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
+        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}"}[key[0]].format(*key[1:])
+        return name, rates[key], carried[key], key[1:]
+
+    def _resources(self, a: str, b: str) -> list[tuple[tuple[str, ...], float]]:
+        sender, receiver = self.cluster.device(a), self.cluster.device(b)
+        link = self.cluster.link_between(a, b).bytes_per_second
+        if sender.host_name == receiver.host_name:
+            return [(("link", a, b), link)]
+        return [
+            (("up", sender.host_name), sender.up_bytes_per_second),
+            (("down", receiver.host_name), receiver.down_bytes_per_second),
+            (("link", sender.host_name, receiver.host_name), link),
+        ]
+
+
+def percent(part: float) -> str:
+    return "under 1 %" if part < 0.01 else f"{100 * part:.0f} %"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= 3:
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"{names[0]}, {names[1]} and {len(names) - 2} others"
+
+
+def checked(
+    limits: Sequence[Limit], result: Simulation, plan: Plan, network: Network, cluster: Cluster, profile: Profile
+) -> list[Limit]:
+    """The limits, the first few simulated again without them: those that help before those that do not."""
+    tried = [
+        _check(limit, result, plan, network, cluster, profile)
+        for limit in limits[:MOST_CHECKED]
+        if limit.part >= WORTH_SAYING
+    ]
+    helps = [limit for limit in tried if (limit.speed_up or 0.0) >= HELPS]
+    rest = [limit for limit in tried if limit not in helps]
+    return [*helps, *rest, *limits[len(tried) :]]
+
+
+def _check(limit: Limit, result: Simulation, plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> Limit:
+    if limit.kind == "compute":
+        names = as_busy(limit.devices, limit.stage, result, plan)
+        relaxed = f"{_all_of(names, plan, limit.stage)} twice as fast"
+        cluster, profile = with_speed(cluster, profile, names, TWICE)
+    elif limit.kind == "transfer":
+        relaxed = "links and ports twice as fast"
+        cluster = with_network(cluster, rate=TWICE)
+    else:
+        relaxed = "half the delay"
+        cluster = with_network(cluster, delay=1 / TWICE)
+    seconds = simulate(plan, network, cluster, profile, keep_spans=False).seconds
+    times = result.seconds / seconds if seconds else inf
+    return replace(limit, relaxed=relaxed, relaxed_seconds=seconds, speed_up=times)
+
+
+def as_busy(devices: Sequence[str], stage: int | None, result: Simulation, plan: Plan) -> tuple[str, ...]:
+    """The devices the others wait for, and those of their stage that would be waited for next."""
+    beside = plan.stages[stage].devices if stage is not None and stage >= 0 else ()
+    busy = {name: result.devices[name].busy_seconds for name in {*devices, *beside}}
+    enough = ABOUT_AS_BUSY * max(busy[name] for name in devices)
+    return tuple(name for name in plan.devices if busy.get(name, 0.0) >= enough or name in devices)
+
+
+def _all_of(names: Sequence[str], plan: Plan, stage: int | None) -> str:
+    if len(names) > 3 and stage is not None and len(names) == len(plan.stages[stage].devices):
+        return f"all {len(names)} devices of stage {stage}"
+    return _listed(names)

@@ -1,0 +1,369 @@
+"""`mh.infer`: a network over a cluster, a stream of samples in and answers out in order."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.data.loader import length
+from manyhands.executor.log import DeviceLog
+from manyhands.executor.messages import runs_here
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadData, CaptureFailed, ManyhandsError, unknown
+from manyhands.facts.lab import LabCluster
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+from manyhands.graph.batching import joined, named_sample
+from manyhands.graph.capture import capture
+from manyhands.graph.folding import at_rest
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+from manyhands.inference.pulling import Pulled
+from manyhands.inference.replanning import InferenceReplanner
+from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
+from manyhands.planner.inference import INFERENCE_STRATEGIES, objective_named
+from manyhands.plans.inference import plan_for, sample_seconds, stream_seconds
+from manyhands.plans.planning import read_plan
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.crew import Endurance
+from manyhands.runtime.living import rounds_between_looks
+from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState
+from manyhands.runtime.streaming import MOST_WAITING, SUBMIT_SECONDS, Streaming
+from manyhands.session.measuring import measure_who_stays
+from manyhands.session.opening import expect_session, open_session
+from manyhands.session.session import Say, Session
+
+THROUGHPUT_LADDER = (1, 4)
+"""Numbers of samples that are measured where several may share a batch."""
+MANY_ROUNDS = 10**6
+"""Nobody knows how many there will be."""
+MOST_OF_A_SAMPLE = 2**28
+"""Bytes of inputs that may be one sample, whose batch axis was forgotten."""
+
+
+def infer(
+    model: nn.Module | Graph,
+    inputs: torch.Tensor | Dataset[Any] | Iterable[Any],
+    *,
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
+    plan: Plan | str | Path = "auto",
+    objective: str = "latency",
+    granularity: str = "blocks",
+    name: str = "",
+    say: Say | None = None,
+) -> Any:
+    """What `model` returns for `inputs`, in evaluation mode, computed by the cluster. The model is unchanged.
+
+    inputs      a tensor with samples on its first axis, a data set (its inputs), or samples one after another
+    cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
+    plan        a Plan, a plan file, or a strategy: "auto" (whatever is fastest), "single", "tiles", "channels", ...
+    objective   what "auto" looks at: "latency" of one sample, or "throughput"
+
+    Returns a tensor with samples on its first axis, or what else the model returns, as it returns it.
+    """
+    samples = samples_of(inputs)
+    first = next(samples, None)
+    if first is None:
+        raise BadData("There are no samples.", hint="Give one at least.")
+    objective_named(objective)
+    if not isinstance(model, Graph):
+        expect_session(cluster)
+    graph = _graph_of(model, inputs, first, granularity=granularity, name=name)
+    with Inference.open(graph, cluster=cluster, plan=plan, objective=objective, say=say) as running:
+        return joined(running.graph, list(running.map(itertools.chain([first], samples))))
+
+
+def samples_of(inputs: torch.Tensor | Dataset[Any] | Iterable[Any]) -> Iterator[Any]:
+    """Samples one after another."""
+    if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
+        rows = torch.as_tensor(inputs)
+        if not rows.dim():
+            raise BadData("The inputs are one number.", hint="Give a tensor whose first axis is the samples'.")
+        return iter(rows)
+    if isinstance(inputs, Dataset):
+        return (_input(inputs[index]) for index in range(length(inputs)))
+    if isinstance(inputs, (dict, str, bytes)) or not isinstance(inputs, Iterable):
+        raise BadData(
+            f"The inputs are a {type(inputs).__name__}; they must be a tensor, a data set, or samples in a row.",
+            hint="Of a model with several inputs each sample is a tuple or a dict of tensors.",
+        )
+    return iter(inputs)
+
+
+def _input(sample: Any) -> Any:
+    """Of a data set's (input, target)."""
+    return sample[0] if isinstance(sample, (tuple, list)) else sample
+
+
+def _graph_of(model: nn.Module | Graph, inputs: Any, first: Any, *, granularity: str, name: str) -> Graph:
+    """The graph of a model that takes such samples."""
+
+    def taking(sample: Any) -> Graph:
+        graph = model
+        if not isinstance(graph, Graph):
+            graph = captured_at_rest(graph, sample, granularity=granularity, name=name)
+        named_sample(graph, sample)
+        return graph
+
+    try:
+        return taking(first)
+    except (BadData, CaptureFailed) as error:
+        if not hasattr(inputs, "__array__") or not _fits(taking, torch.as_tensor(inputs)):
+            raise
+        shape = ", ".join(map(str, inputs.shape))
+        raise BadData(
+            f"The inputs have shape ({shape}), as one sample has: the batch axis is missing. "
+            f"The model takes (samples, {shape}).",
+            hint="For one sample give x[None], or x.unsqueeze(0).",
+        ) from error
+
+
+def _fits(taking: Callable[[Any], Graph], sample: torch.Tensor) -> bool:
+    """Whether all of what was given is one sample; too much for one is not tried."""
+    if sample.nbytes > MOST_OF_A_SAMPLE:
+        return False
+    try:
+        taking(sample)
+    except ManyhandsError:
+        return False
+    return True
+
+
+def captured_at_rest(model: nn.Module, example: Any, *, granularity: str, name: str) -> Graph:
+    """The graph of a model for samples like this one; floats are taken in the model's own type."""
+    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return capture(model, _repeated(cast(example, floats)), granularity=granularity, name=name)
+
+
+def _repeated(sample: Any) -> Any:
+    """A batch of one sample over and over."""
+    if isinstance(sample, dict):
+        return {key: _repeated(part) for key, part in sample.items()}
+    if isinstance(sample, (tuple, list)):
+        return tuple(_repeated(part) for part in sample)
+    try:
+        tensor = torch.as_tensor(sample)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadData(f"A sample is a {type(sample).__name__}; it must be a tensor.") from error
+    return tensor.unsqueeze(0).repeat(EXAMPLE_SAMPLES, *[1] * tensor.dim())
+
+
+class Inference:
+    """A network that answers: samples from any thread, answers in order, each once, whatever becomes of devices.
+
+        with Inference.open(model, example, cluster=mh.Cluster.local(4)) as running:
+            future = running.submit(sample)
+            for answer in running.map(samples): ...
+
+    What a sample is: see graph/batching.py.
+    """
+
+    def __init__(
+        self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, objective: str,
+        predicted_seconds: float, streaming: Streaming, ending: contextlib.ExitStack,
+    ) -> None:  # fmt: skip
+        self.session, self.graph, self.cluster, self.profile = session, graph, cluster, profile
+        self.objective = objective
+        self.predicted_seconds = predicted_seconds
+        """Of a sample alone, or from one answer to the next of a stream, whichever was the objective; by the first
+        plan."""
+        self.streaming = streaming
+        self._ending = ending
+
+    @classmethod
+    def open(
+        cls,
+        model: nn.Module | Graph,
+        example: Any = None,
+        *,
+        cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
+        plan: Plan | str | Path = "auto",
+        objective: str = "latency",
+        granularity: str = "blocks",
+        name: str = "",
+        say: Say | None = None,
+        most_waiting: int = MOST_WAITING,
+        limit_seconds: float = WAIT_LIMIT_SECONDS,
+        min_devices: int = 1,
+        max_devices: int | None = None,
+        memory: bool = False,
+        home: str = "",
+    ) -> Inference:
+        """Capture, measure, plan and hand out the parts: it answers when this returns. As `infer`, and:
+
+        example         one sample; a Graph needs none
+        most_waiting    samples that wait; whoever has more waits with them
+        limit_seconds   how long nothing may come of samples under way
+        min_devices     with fewer left it waits a minute for others to join, then ends; where nobody can, at once
+        max_devices     more are not used, though they join; None: all are
+        memory          count the bytes that each device holds, with the first samples (see `logs`)
+        home            the device that has the samples, as far as planning goes (strategy "split")
+        """
+        objective_named(objective)
+        if isinstance(model, Graph):
+            graph = model
+        else:
+            expect_session(cluster)
+            graph = captured_at_rest(model, example, granularity=granularity, name=name)
+        strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
+        if strategy:  # a plan of one's own is for the network as it was captured
+            graph = at_rest(graph)
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(open_session(cluster, say=say))
+            endurance = Endurance("auto", min_devices, max_devices, session.rejoin_seconds)
+            session.begin(endurance)
+            ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
+            machines, profile = measure_who_stays(
+                session, graph, ladder[-1], endurance if strategy else None, ladder=ladder, say=say, training=False
+            )
+            chosen = _planned(plan, graph, machines, profile, objective, home)
+            seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
+            replan = InferenceReplanner(session, graph, machines, profile, objective, strategy or "auto", home)
+            order = Order(
+                graph, chosen, RunState(Weights.copied(graph).tensors), 0, kernels=replan.kernels(chosen),
+                memory_step=0 if memory else -1, wait_limit_seconds=limit_seconds,
+                watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
+            )  # fmt: skip
+            streaming = Streaming(
+                session.coordinator, order, replan, endurance, most_waiting=most_waiting, tell=_teller(say),
+            )  # fmt: skip
+            stack.callback(streaming.close, cancel=True)
+            streaming.start()
+            return cls(session, graph, machines, profile, objective, seconds, streaming, stack.pop_all())
+
+    def __enter__(self) -> Inference:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Everything that was asked is answered first, or with `cancel` dropped. Workers started here have ended then.
+
+        What is asked by others meanwhile is refused.
+        """
+        try:
+            self.streaming.close(cancel=cancel)
+        finally:
+            self._ending.close()
+
+    def submit(self, sample: Any, limit_seconds: float = SUBMIT_SECONDS) -> Future[Any]:
+        """The answer to one sample, when it is there. From any thread; waits while too many samples do.
+
+        A sample that does not fit is refused here: BadData.
+        """
+        return self.streaming.submit(named_sample(self.graph, sample), limit_seconds)
+
+    def map(self, samples: Iterable[Any]) -> Iterator[Any]:
+        """Answers in the order of the samples, each as soon as it is there. Samples may take their time to come."""
+        pulled = Pulled(self.submit, samples, 2 * self.streaming.most_waiting, lambda: self.streaming.error)
+        try:
+            yield from pulled.answers()
+        finally:
+            pulled.stop()
+
+    def predicted_of(self, samples: int) -> float:
+        """Simulated seconds a sample by the first plan: of so many in a row, where throughput is the objective."""
+        if self.objective == "latency":
+            return self.predicted_seconds
+        first = self.streaming.order.plan
+        return stream_seconds(first, self.graph.network, self.cluster, self.profile, samples) / samples
+
+    @property
+    def plan(self) -> Plan:
+        """That of now."""
+        return self.streaming.plan
+
+    @property
+    def answered(self) -> int:
+        """Samples."""
+        return self.streaming.answered_samples
+
+    @property
+    def waiting(self) -> int:
+        """Samples that nobody works on yet."""
+        return self.streaming.waiting
+
+    @property
+    def stage_rates(self) -> list[float | None]:
+        """Of each stage of the plan: samples per second that it could do; None: not known yet."""
+        return self.streaming.pace.rates(self.plan)
+
+    @property
+    def reruns(self) -> int:
+        """How often a sample was run again, because a device was lost."""
+        return self.streaming.reruns
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """Of each change of devices: seconds, devices, who was lost, how many samples were run again."""
+        return self.streaming.recoveries
+
+    @property
+    def logs(self) -> Mapping[str, DeviceLog]:
+        """What each device has done by the last plan, once this is closed."""
+        return self.streaming.logs
+
+    @property
+    def bytes_between(self) -> Counter[tuple[str, str]]:
+        """(from, to) -> bytes, once this is closed; the coordinator's apart from what it sent itself."""
+        return self.streaming.bytes_between
+
+
+def _planned(
+    plan: Plan | str | Path, graph: Graph, cluster: Cluster, profile: Profile, objective: str, home: str
+) -> Plan:
+    network = graph.network
+    if isinstance(plan, Plan):
+        chosen = plan
+    elif str(plan) in INFERENCE_STRATEGIES:
+        chosen = plan_for(network, cluster, profile, objective=objective, strategy=str(plan), home=home).plan
+    else:
+        chosen = read_plan(_plan_file(str(plan)), network, cluster)
+    chosen = resolve(inference_plan(chosen) if chosen.is_training else chosen, network, cluster)
+    runs_here(chosen, network)
+    return chosen
+
+
+def _plan_file(name: str) -> Path:
+    path = Path(name)
+    if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
+        raise unknown("plan file or strategy", name, INFERENCE_STRATEGIES)
+    return path
+
+
+def told(event: str, facts: Mapping[str, Any]) -> str:
+    """What happened to the workers of a stream, in words; empty for what nobody needs to hear."""
+    if event == "lost":
+        return str(facts["reason"])
+    if event == "recovered":
+        again = f", {facts['samples']} sample(s) run again" if facts["samples"] else ""
+        return f"Going on with {', '.join(facts['devices'])} after {facts['seconds']:.2f} s{again}."
+    if event == "waiting":
+        return f"{facts['workers']} worker(s) left, {facts['least']} needed: waiting {facts['seconds']:g} s for others."
+    if event == "note":
+        return str(facts["text"])
+    words = {"joined": "joins", "leaving": "leaves", "left": "has left"}
+    return f"{facts['device']} {words[event]}." if event in words else ""
+
+
+def _teller(say: Say | None) -> Any:
+    def tell(event: str, /, **facts: Any) -> None:
+        text = told(event, facts)
+        if say is not None and text:
+            say(text)
+
+    return tell

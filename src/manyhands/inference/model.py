@@ -1,0 +1,295 @@
+"""A network to be run, by names: the model, its weights, what it takes for a sample, what its classes are called.
+
+A run's folder knows all of it. Weights alone say how many classes and channels the model was built with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.data.sets import NAMES, STAND_INS
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
+from manyhands.inference.lines import Labels
+from manyhands.job.named import Wish, load_data
+from manyhands.models.registry import ZOO, entry_of, from_file
+from manyhands.plans.networks import parse_input
+from manyhands.runtime.record import read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from manyhands.data.sets import DataSets
+    from manyhands.data.wanted import Sample, Wanted
+
+MODEL = "tiny"
+_SHOWN = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A network with its weights, ready to be captured."""
+
+    name: str
+    model: nn.Module
+    example: Sample
+    wanted: Wanted | dict[str, Wanted]
+    labels: Labels
+    note: str
+    """Where the weights are from."""
+
+
+def load_known(model: str = "", weights: str = "", shape: str = "", *, source: str = "", resize: bool = False) -> Known:
+    """What was typed. `source`: the inputs, whose shape is taken where nothing else says it; `resize`: pictures of
+    another height and width are made to fit."""
+    from manyhands.models import registry
+
+    run, state, note = _weights(Path(weights).expanduser()) if weights else (None, {}, "")
+    name = _same_model(model, run, weights)
+    entry = entry_of(name)
+    given = parse_input(shape) or (parse_input(run.input) if run is not None else None)
+    data = _loaded(run) if run is not None and name not in ZOO else None
+    is_guessed = given is None and data is None and entry is None
+    if given is None and (data is not None or entry is None):
+        given = data.input_shape if data is not None else _shape_of(name, source)
+    module = _built(name, state, run, data, weights)
+    module.eval()
+    try:
+        batch = registry.example_batch(name, 2, input_shape=given)
+    except (ValueError, RuntimeError) as error:
+        raise BadValue(
+            f"{name} does not take samples of {'x'.join(map(str, given or ()))}: {error}.", hint="Give --shape."
+        ) from error
+    example, wanted = _of_one(module, batch, run.data if run is not None else "")
+    if is_guessed and given is not None and not isinstance(example, dict):
+        _check_guess(module, example, name, source)
+    are_classes = entry is None or entry.loss == "cross_entropy"
+    named = run.data if run is not None else source if source in (*NAMES, *STAND_INS) else ""
+    names = data.classes if data is not None else _class_names(named) if named else ()
+    if not weights:
+        note = "The weights are random: the answers mean nothing. Give trained ones with --weights."
+    return Known(name, module, example, _resizing(wanted) if resize else wanted, Labels(names, are_classes), note)
+
+
+def _same_model(model: str, run: Wish | None, weights: str) -> str:
+    if run is not None and model and model != run.model:
+        raise BadValue(f"{weights} is a run of {run.model}; --model is {model}.", hint="Leave out --model.")
+    if run is not None and not model:
+        return from_file(run.model, weights)
+    return model or MODEL
+
+
+def _shape_of(name: str, source: str) -> tuple[int, ...] | None:
+    """What the inputs are, unless the model's module says itself what it takes."""
+    from manyhands.data.sample_arrays import shape_in
+    from manyhands.data.sets import load
+    from manyhands.models.registry import factory, original_name
+
+    factory(name)  # imports its module
+    if not source or hasattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch"):
+        return None
+    return load(source).input_shape if source in (*NAMES, *STAND_INS) else shape_in(source)
+
+
+def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> None:
+    """Where the file alone says what a sample is: that the model runs on samples on its first axis."""
+    import torch
+
+    from manyhands.data.wanted import shape_text
+
+    try:
+        with torch.no_grad():
+            module(torch.stack([example, example]))
+    except Exception as error:  # a module may raise anything
+        raise BadValue(
+            f"{name} does not run on samples of {shape_text(example.shape)}, which {source} has on its first axis: "
+            f"{(str(error).splitlines() or ['?'])[0]:.200}",
+            hint="Say what one sample is, like --shape 3x32x32: the file holds one, or several on one more axis.",
+        ) from error
+
+
+# Weights
+
+
+def _weights(path: Path) -> tuple[Wish | None, dict[str, Tensor], str]:
+    """Of a run's newest checkpoint, of one checkpoint's folder, or of a file; and the run, where it is known."""
+    from manyhands.executor import checkpoint
+
+    if not path.exists():
+        raise BadFile(
+            f"{path}: there is no such run folder or file of weights.",
+            hint="List runs: ls runs\nTrain: manyhands train",
+        )
+    if path.is_file():
+        return None, _tensors(path), f"Weights of {path}."
+    if (path / checkpoint.MODEL_FILE).is_file():
+        folder = path.absolute().parent.parent
+        run = _run(folder) if (folder / "config.yaml").exists() else None
+        return run, checkpoint.load(path).model, f"Weights of {path}."
+    newest = checkpoint.load_newest(path)
+    if newest is None:
+        raise BadFile(f"{path}: has no checkpoint.", hint="Give a run folder, or a .safetensors file.")
+    note = f"Weights of {newest.path}, after {newest.checkpoint.step} steps."
+    run = _run(path) if (path / "config.yaml").exists() else None
+    return run, newest.checkpoint.model, f"{newest.note}\n{note}".strip()
+
+
+def _run(folder: Path) -> Wish | None:
+    """What the run was asked for, if it was by names."""
+    known = read_config(folder).get("wish")
+    if not isinstance(known, dict):
+        return None
+    fields = {key: known[key] for key in ("model", "data", "input") if isinstance(known.get(key), str)}
+    return Wish(**fields)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except Exception as error:  # the format's reader raises its own error, and whatever PyTorch does
+        raise BadFile(
+            f"{path}: is not a safetensors file: {error!s:.200}.",
+            hint="safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')",
+        ) from error
+    return tensors
+
+
+def _loaded(run: Wish) -> DataSets | None:
+    """The data of a run: for a model from elsewhere it says what shapes and sizes there are."""
+    with contextlib.suppress(BadFile, UnknownName):  # it may be gone since
+        return load_data(run)
+    return None
+
+
+# The model
+
+
+def _built(name: str, state: Mapping[str, Tensor], run: Wish | None, data: DataSets | None, weights: str) -> nn.Module:
+    """The model with the weights in it."""
+    import torch
+
+    from manyhands.job.named import build_model
+    from manyhands.models import registry
+
+    torch.manual_seed(0)
+    module = build_model(name, data) if data is not None else registry.build(name)
+    if not state:
+        return module
+    options = _options(name, module, state)
+    if options:
+        module = registry.build(name, **options)
+    if _misfits(module, state) and data is None and run is not None and (found := _loaded(run)) is not None:
+        module = build_model(name, found)
+    if misfits := _misfits(module, state):
+        more = f" and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
+        raise BadFile(
+            f"{weights}: does not fit {name}: {'; '.join(misfits[:_SHOWN])}{more}.",
+            hint="Give the model that the weights were trained with: --model NAME",
+        )
+    module.load_state_dict(dict(state))
+    return module
+
+
+def _misfits(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    own = module.state_dict()
+    found = [f"'{key}' is missing" for key in own if key not in state]
+    found += [f"'{key}' is not in it" for key in state if key not in own]
+    found += [
+        f"'{key}' is {_by(given)}, not {_by(own[key])}"
+        for key, given in state.items()
+        if key in own and given.shape != own[key].shape
+    ]
+    return found
+
+
+def _by(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "one number"
+
+
+def _options(name: str, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many classes and channels the weights were made for, where the model can be told."""
+    from manyhands.models import registry
+
+    found: dict[str, set[int]] = {"num_classes": set(), "channels": set()}
+    for key, own in module.state_dict().items():
+        given = state.get(key)
+        if given is None or given.dim() != own.dim() or given.shape == own.shape:
+            continue
+        differs = [axis for axis in range(own.dim()) if given.shape[axis] != own.shape[axis]]
+        if differs in ([0], [1]):
+            found["num_classes" if differs == [0] else "channels"].add(given.shape[differs[0]])
+    taken: Mapping[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
+        taken = inspect.signature(registry.factory(name)).parameters
+    if name.partition(":")[0] in ("torchvision", "timm"):
+        taken = {"num_classes": None}
+    return {key: sizes.pop() for key, sizes in found.items() if len(sizes) == 1 and key in taken}
+
+
+def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, Wanted | dict[str, Wanted]]:
+    """One sample of an example batch, and what samples must be; floats are of the model's own type."""
+    import torch
+
+    from manyhands.data import digits, pictures
+    from manyhands.data.wanted import Wanted
+
+    floats = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    pixels = (pictures.PIXEL_MEAN, pictures.PIXEL_STANDARD_DEVIATION)
+    if data.partition(":")[0] == "digits":  # enlarged pictures of its own brightness
+        pixels = (digits.PIXEL_MEAN, digits.PIXEL_STANDARD_DEVIATION)
+
+    def one(tensor: Tensor) -> tuple[Tensor, Wanted]:
+        kind = floats if tensor.is_floating_point() else tensor.dtype
+        return tensor[0].to(kind), Wanted(tuple(tensor.shape[1:]), kind, *pixels)
+
+    if isinstance(batch, dict):
+        pairs = {key: one(tensor) for key, tensor in batch.items()}
+        return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
+    if not isinstance(batch, torch.Tensor):
+        raise BadValue(
+            f"The model takes a {type(batch).__name__} for a batch, which no file here holds.",
+            hint="In Python: mh.infer(model, inputs).",
+        )
+    return one(batch)
+
+
+def _resizing(wanted: Wanted | dict[str, Wanted]) -> Wanted | dict[str, Wanted]:
+    """The same, with pictures resized; of several arrays those that are pictures."""
+    if not isinstance(wanted, dict):
+        return wanted.resizing()
+    pictures = {key: own.resizing() for key, own in wanted.items() if own.can_resize}
+    if not pictures:
+        raise BadValue(f"--resize: the network takes no pictures, but {', '.join(wanted)}.", hint="Leave it out.")
+    return wanted | pictures
+
+
+# Classes
+
+
+def _class_names(data: str) -> tuple[str, ...]:
+    """Of a run's data, without looking at a picture; nothing where it is gone, or has none."""
+    path = Path(data).expanduser()
+    if data not in (*NAMES, *STAND_INS) and path.is_dir() and (names := _folders(path)):
+        return names
+    with contextlib.suppress(ManyhandsError, OSError):
+        from manyhands.data.sets import load
+
+        return load(data).classes
+    return ()
+
+
+def _folders(path: Path) -> tuple[str, ...]:
+    """One for each class: those in train/, or those here."""
+    for folder in (path / "train", path):
+        with contextlib.suppress(OSError):
+            names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+            if names:
+                return tuple(names)
+    return ()

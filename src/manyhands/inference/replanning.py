@@ -1,0 +1,70 @@
+"""Plans an inference stream again when devices come or go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import ManyhandsError, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Kernel, Profile
+from manyhands.planner.inference import (
+    INFERENCE_STRATEGIES,
+)
+from manyhands.plans.inference import plan_for
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
+    from manyhands.session.session import Session
+
+
+def replan_inference(
+    plan: Plan,
+    network: Network,
+    cluster: Cluster,
+    profile: Profile,
+    objective: str = "latency",
+    strategy: str = "auto",
+    home: str = "",
+) -> Plan:
+    """A plan for the devices of `cluster`, those that are left: by the same strategy, or where that has none, by any.
+
+    A stream's answers come by themselves, so nothing of the old plan has to be kept.
+    """
+    if strategy not in INFERENCE_STRATEGIES:
+        raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
+    home = home if home in cluster.names else ""
+    tries = dict.fromkeys((strategy, "auto") if len(cluster.names) > 1 else ("single",))
+    refusal: ManyhandsError | None = None
+    for name in tries:
+        try:
+            return plan_for(network, cluster, profile, objective=objective, strategy=name, home=home).plan
+        except ManyhandsError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+class InferenceReplanner:
+    """Plans for whoever is there, asked when a stream's workers change: knows every device that was ever there."""
+
+    def __init__(
+        self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, objective: str = "latency",
+        strategy: str = "auto", home: str = "",
+    ) -> None:  # fmt: skip
+        from manyhands.job.replanning import Replanner
+
+        self.objective, self.strategy, self.home = objective, strategy, home
+        self._network = graph.network
+        self._known = Replanner(session, graph, cluster, profile, strategy, None, 0.0, 0, training=False)
+
+    def __call__(self, plan: Plan, names: tuple[str, ...]) -> tuple[Plan, dict[str, Mapping[str, Kernel]]]:
+        """A plan for the devices named, and their kernels; a device that nobody has measured yet is measured."""
+        cluster, profile = self._known.present(plan, names)
+        found = replan_inference(plan, self._network, cluster, profile, self.objective, self.strategy, self.home)
+        return found, self.kernels(found)
+
+    def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
+        return self._known.kernels(plan)

@@ -1,0 +1,457 @@
+"""One job of training with its workers at hand: follow it to the end, keep its folder, say what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.utils.data import Dataset
+
+from manyhands.data.laying import HINT, Laying, Numbered
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.rewinding import Rewindable
+from manyhands.executor import checkpoint
+from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
+from manyhands.executor.shelf import shelf_bytes
+from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.prediction_accuracy import Honesty, compared, correct_profiles, sentence
+from manyhands.explaining.tile_report import planned_traffic
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Plan, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Kernel, Profile
+from manyhands.facts.units import format_bytes
+from manyhands.files.documents import write_document
+from manyhands.graph.graph import Graph
+from manyhands.graph.unsupported import refuse_unsupported
+from manyhands.graph.verify import Verified
+from manyhands.graph.weights import Weights
+from manyhands.job.aftermath import Aftermath
+from manyhands.job.evaluation import EvaluateResult, captured, evaluate_in, inference_plan
+from manyhands.job.options import Lasting, Options, check_same, resumed_from
+from manyhands.job.replanning import Replanner, chosen_backups, happened
+from manyhands.job.result import TrainResult
+from manyhands.job.resume_hint import Words, point_to_checkpoint
+from manyhands.job.self_check import verified
+from manyhands.job.stopping import stopping
+from manyhands.observe.live import RunState as Ending
+from manyhands.observe.recent import remember
+from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
+from manyhands.plans.planning import simulate
+from manyhands.runtime.journey import Journey, Pilot, Replan, Travelled
+from manyhands.runtime.living import Living, rounds_between_looks
+from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
+from manyhands.schedule.checker import check
+from manyhands.schedule.policy import Schedule
+from manyhands.session.session import Say, Session
+
+WARM_UP_STEPS = 2
+TRACED_STEPS = 3
+
+OnStep = Callable[[int, float, float], None]
+"""Step, loss, seconds."""
+OnPlanned = Callable[["Planned"], None]
+OnOpened = Callable[[Path], str | None]
+"""Told the run's folder before anything happens; returns where the run is shown, if it is."""
+
+
+class Guide(Replan, Protocol):
+    """Knows plans for whoever is there, and what is known of them."""
+
+    def kernels(self, plan: Plan) -> Mapping[str, Mapping[str, Kernel]]: ...
+
+    def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A job that is about to begin, or to go on: what it is of, and the folder it is written to."""
+
+    graph: Graph
+    record: RunRecord
+    start: RunState
+    folder: Path
+    last_step: int
+    is_resumed: bool
+
+
+@contextlib.contextmanager
+def opened(
+    options: Options,
+    *,
+    folder: str | Path | None,
+    resume: bool | str | Path,
+    granularity: str,
+    name: str,
+    say: Say | None,
+    command: str = "train",
+    typed: Mapping[str, Any] | None = None,
+    on_captured: Callable[[Graph], None] = lambda graph: None,
+    on_opened: OnOpened | None = None,
+    tensorboard: bool = False,
+    verify: bool | None = None,
+) -> Iterator[Opened]:
+    """Capture the model, make the folder. An error in the middle says where to go on from; `typed`: in the words of the
+    command line that it was started by. `on_captured` may refuse before anything is made; `on_opened` is told of the
+    folder, and may say where it is shown."""
+    if tensorboard:
+        need_tensorboard()
+    refuse_unsupported(options.model)
+    folder, resumed = resumed_from(folder, resume, say)
+    last_step = options.last_step
+    graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
+    on_captured(graph)
+    check = verified(graph, options, verify)
+    start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
+    if resumed is not None:
+        check_same(resumed, options, last_step)
+    is_new = folder is None or not Path(folder).exists()
+    where = Path(folder) if folder is not None else new_folder(command, graph.name)
+    record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
+    if tensorboard:
+        record.board = TensorBoard(where, start.steps_done)
+    living = record.living = Living(
+        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
+        batch_size=options.batch_size,
+    )  # fmt: skip
+    ending: tuple[Ending, str] = ("ended", "")
+    try:
+        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        _record_check(record, check, say if verify is not False else None)
+        remember(where)
+        if on_opened is not None:
+            living.shown_at(on_opened(where) or "")
+        living.said("starting workers")
+        yield Opened(graph, record, start, where, last_step, resumed is not None)
+    except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt)
+        ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
+        words = Words(command, where, typed)
+        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (_stopped(record, last_step, words.resume),)
+            else:
+                record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+        if isinstance(error, ManyhandsError):
+            point_to_checkpoint(error, words, options.optimizer)
+        raise
+    finally:
+        living.close(*ending)
+        with Aftermath([], record, say).surviving("The run's files could not be closed"):
+            record.close()
+        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
+    """What the self-check found goes into the folder; that it could not be made is said too."""
+    if not check.note:
+        record.event(
+            "verified", samples=check.samples, seconds=check.seconds, largest_relative_difference=check.difference
+        )
+        return
+    text = f"The captured graph was not compared with the module: {check.note}."
+    record.event("note", text=text)
+    if say is not None:
+        say(text)
+
+
+def _stopped(record: RunRecord, last_step: int, how: str) -> str:
+    """Somebody ended it: which step the last checkpoint is of, and how to go on, for whoever did."""
+    newest = checkpoint.latest(record.folder)
+    if newest is None:
+        record.event("stopped", step=0, steps=last_step)
+        return "It had not begun: nothing is kept."
+    step = int(newest.name.rpartition("-")[2])
+    record.event("stopped", step=step, steps=last_step, checkpoint=str(newest.relative_to(record.folder)))
+    if step >= last_step:
+        return f"All {last_step} steps are done. Checkpoint: {newest}"
+    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {how}"
+
+
+def cuts_statistics(plan: Plan, network: Network) -> bool:
+    """Whether batch norm sees less than a batch."""
+    return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
+
+
+def _was_finite(tensor: torch.Tensor) -> bool:
+    """A constant such as a mask may hold infinities from the beginning."""
+    return bool(torch.isfinite(tensor).all())
+
+
+@dataclass
+class Job:
+    """One call of `train`, or of its like."""
+
+    options: Options
+    graph: Graph
+    session: Session
+    record: RunRecord
+    start: RunState
+    last_step: int
+    folder: Path
+    say: Say | None
+    test: Dataset[Any] | None
+    limit_seconds: float
+
+    def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> Planned:
+        """What a resolved plan would do, once it is sure that all of it can be done."""
+        network = self.graph.network
+        runs_here(plan, network)
+        if self.test is not None:  # what would go wrong after training is found before it
+            runs_here(resolve(inference_plan(plan), network), network)
+            if not length(self.test):
+                raise BadData("The held-out data set is empty.", hint="Leave test out.")
+        if cuts_statistics(plan, network):
+            note = (
+                f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
+            )
+            self.record.event("note", text=note)
+            if self.say is not None:
+                self.say(note)
+        schedule = Schedule(plan, network)
+        if schedule.is_fixed:
+            check(schedule, cluster)
+        prediction = simulate(plan, network, cluster, profile)
+        steps = self.last_step - self.start.steps_done
+        return Planned(plan, network, cluster, profile, prediction, steps, self.folder)
+
+    def run(
+        self, planned: Planned, on_step: OnStep | None, strategy: str, lasting: Lasting
+    ) -> tuple[TrainResult, Planned]:
+        """Train to the end. The plan may be another one then: what is given back is the last."""
+        options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
+        every = self.checkpoint_every(planned)
+        first, last = self.start.steps_done, self.last_step
+        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
+        replanner = self.replanner(planned, strategy, lasting)
+        order = Order(
+            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
+            seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
+            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
+            backup_every=self.backup_every(planned, lasting), predicted_seconds=planned.prediction.seconds,
+            watch_every=rounds_between_looks(
+                planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
+            ),
+        )  # fmt: skip
+        if options.feed == "start":
+            order.laying = self._laying(planned)
+        fed = options.data if order.laying is None else Numbered(options.data)
+        self._show(planned)
+
+        def stepped(step: int, loss: float | None, seconds: float) -> None:
+            staleness = journey.outcome.staleness[-1] if journey.outcome.staleness else None
+            self.record.step(step, step // steps_per_epoch, loss, seconds, options.batch_size, staleness)
+            stop.is_patient = True
+            if on_step is not None:
+                with stop.asked_by():
+                    on_step(step, loss if loss is not None else float("nan"), seconds)
+
+        if first == 0:
+            self._keep(self.start)
+        endurance = lasting.endurance(self.session.rejoin_seconds)
+        with (
+            stopping() as stop,
+            Rewindable(lambda step: Prefetcher(fed, options.order, step, last), first) as batches,
+        ):
+            journey = Journey(
+                self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
+                on_snapshot=self._keep, tell=self.tell, pilot=self.pilot(), living=self.record.living,
+                should_stop=lambda: stop.is_wanted(self.say),
+            )  # fmt: skip
+            try:
+                outcome = journey.run()
+            finally:
+                stop.is_patient = False
+        assert outcome.state is not None
+        assert outcome.plan is not None
+        self.trained = outcome.state
+        Weights(self.trained.weights).load_into(options.model, self.graph)
+        if stop.is_asked:
+            raise KeyboardInterrupt
+        if outcome.plan != planned.plan:
+            cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
+            prediction = simulate(outcome.plan, planned.network, cluster, profile)
+            planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
+        return self._result(planned, outcome), planned
+
+    def _laying(self, planned: Planned) -> Laying:
+        """All samples, if there is room for them at every device beside what the plan needs."""
+        self._doing("reading all samples, to lay them out at the devices")
+        found = Laying.of(self.options.data)
+        lowering = Schedule(planned.plan, planned.network).lowering
+        sizes = {}
+        for name in planned.plan.devices:
+            sizes[name] = shelf_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
+            needed, memory = planned.prediction.devices[name].peak_bytes, planned.cluster.device(name).memory_bytes
+            if needed + sizes[name] > memory:
+                raise OutOfMemory(
+                    f"{name} would hold {format_bytes(sizes[name])} of samples beside the {format_bytes(needed)} that "
+                    f"the plan needs; it has {format_bytes(memory)}.",
+                    hint=HINT,
+                )
+        self.record.event("laid", samples=found.count, bytes=sizes)
+        if self.say is not None:
+            listed = ", ".join(f"{format_bytes(size)} at {name}" for name, size in sizes.items() if size)
+            self.say(f"{found.count:,} samples are laid out before the first step: {listed}")
+        return found
+
+    # What other kinds of jobs do otherwise
+
+    def checkpoint_every(self, planned: Planned) -> int:
+        """Steps between two checkpoints."""
+        return self.options.checkpoint_steps(planned.step_seconds)
+
+    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+        """Steps between two copies that are kept against losses."""
+        return chosen_backups(
+            planned.plan, planned.network, planned.cluster, planned.prediction.seconds, lasting.backup_every
+        )
+
+    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+        """Who is asked for a plan when workers change."""
+        return Replanner(
+            self.session, self.graph, planned.cluster, planned.profile, strategy, self.options.optimizer,
+            planned.prediction.seconds, lasting.backup_every,
+        )  # fmt: skip
+
+    def pilot(self) -> Pilot | None:
+        """Who steers while they stay."""
+        return None
+
+    def tell(self, event: str, /, **facts: Any) -> None:
+        """What happened to the workers: into the folder, and to whoever looks on."""
+        self.record.event(event, **facts)
+        living = self.record.living
+        if event == "replanned":
+            write_document(self.folder / "plan.yaml", facts["plan"])
+            if living is not None:
+                living.replanned(Plan.from_dict(facts["plan"]))
+        text = happened(event, facts)
+        if living is not None and text:
+            living.waits(text) if event == "waiting" else living.said(text)
+        if text and self.say is not None:
+            self.say(text)
+
+    def __post_init__(self) -> None:
+        if self.record.living is not None:
+            self.record.living.coordinated_by(self.session.coordinator)
+        self._doing("measuring and planning")
+
+    def _doing(self, text: str) -> None:
+        if self.record.living is not None:
+            self.record.living.said(text)
+
+    def _show(self, planned: Planned) -> None:
+        """Others see now what is to be run, and by whom."""
+        living = self.record.living
+        if living is not None:
+            living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
+
+    def _keep(self, found: RunState) -> None:
+        options = self.options
+        self._check_finite(found)
+        self.checkpoint = self.record.checkpoint(
+            options.model, self.graph, found, options.optimizer, options.seed, options.facts
+        )
+
+    def _check_finite(self, found: RunState) -> None:
+        """What no step can go on from is no checkpoint."""
+        if not found.steps_done:
+            return
+        network = self.graph.network
+        for layer in network.layers:
+            for name in network.weights_of(layer.first, layer.last):
+                tensor = found.weights[name]
+                if (
+                    tensor.is_floating_point()
+                    and not bool(torch.isfinite(tensor).all())
+                    and _was_finite(self.graph.state[name])
+                ):
+                    raise NotFinite(
+                        f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
+                        hint="Lower the learning rate, or look at the data of the steps before.",
+                    )
+
+    def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:
+        steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
+        seconds = statistics.median(steady)
+        schedule = Schedule(planned.plan, planned.network)
+        travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
+        traffic = planned_traffic(schedule, self.graph, is_laid=self.options.feed == "start")
+        result = TrainResult(
+            losses=self.record.losses(), plan=planned.plan, folder=self.folder,
+            throughput=self.options.batch_size * len(steady) / sum(steady),
+            predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
+            planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
+            scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
+            staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
+            honesty=compared(planned, schedule, outcome.logs, outcome.step_seconds),
+        )  # fmt: skip
+        with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
+            for text in traffic.differences(outcome.logs, planned.plan):
+                self.record.event("note", text=text)
+            self.record.devices(outcome.logs, travels, traffic.to_dict())
+        return result
+
+    def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
+        """After the last step: held-out data, pictures. The weights are kept by now: what fails is said, no more."""
+        after = Aftermath(result.problems, self.record, self.say)
+        if self.test is not None:
+            self._doing("evaluating on held-out data")
+            with after.surviving("The held-out data could not be evaluated"):
+                result.test = self.evaluated(planned, self.test, loss)
+        if result.test is not None:
+            with after.surviving("The accuracy could not be written to the run's folder"):
+                self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
+        if result.honesty is not None:
+            with after.surviving("Predicted beside measured could not be written"):
+                self._be_honest(planned, result, result.honesty)
+        self._doing("drawing pictures")
+        with after.surviving("The pictures could not be written"):
+            self.write_pictures(planned, result)
+        with after.surviving("The end of the run could not be written to its folder"):
+            self.record.event("finished", steps=result.steps)
+
+    def _be_honest(self, planned: Planned, result: TrainResult, found: Honesty) -> None:
+        """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
+        steps = 0
+        if not result.recoveries:
+            steps = correct_profiles(self.session, self.graph, planned, self.options.optimizer, found)
+        write_document(self.folder / "stages.json", {**found.to_dict(), "corrected_from_steps": steps})
+        learnt = f"The stored profile was corrected from {steps} steps." if steps else ""
+        if text := sentence(found, self.folder, learnt):
+            self.record.event("note", text=text)
+            if self.say is not None:
+                self.say(text)
+
+    def evaluated(self, planned: Planned, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
+        """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""
+        trained = self.trained.weights
+        try:
+            return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
+        except WorkerLost as error:
+            names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
+            if not names:
+                raise
+            self.tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
+            stage = Stage((0, len(self.graph.network.layers)), (names[0],))
+            alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
+            return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
+
+    def write_pictures(self, planned: Planned, result: TrainResult) -> None:
+        from manyhands.job.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
+
+        note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)
+        if note and self.say is not None:
+            self.say(note)

@@ -1,0 +1,260 @@
+"""`mh.evaluate`: the network over held-out data, computed by the cluster's workers as a stream of inferences."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.data.given import given
+from manyhands.data.loader import Prefetcher, example, length
+from manyhands.data.order import BatchOrder
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.lab import LabCluster
+from manyhands.facts.plan import Codec, Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile
+from manyhands.graph.batching import bound_inputs
+from manyhands.graph.capture import capture
+from manyhands.graph.graph import Graph
+from manyhands.graph.labels import check_labels
+from manyhands.graph.loss import ignored_class
+from manyhands.graph.tape import outputs_of
+from manyhands.plans.planning import is_strategy, plan_file, read_plan
+from manyhands.plans.planning import plan as make_plan
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.stream_run import StreamRun
+from manyhands.session.measuring import measure
+from manyhands.session.opening import expect_session, open_session
+from manyhands.session.session import Say, Session
+
+EXAMPLE_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Loss and accuracy over a data set."""
+
+    samples: int
+    loss: float | None
+    """The mean over all samples, where a loss was given."""
+    accuracy: float | None
+    """The part of samples whose largest output is the target, where targets are class numbers."""
+    seconds: float
+
+
+class _Padded(Dataset[Any]):
+    """A data set made a whole number of batches long by repeating its last sample; what that gives is thrown away."""
+
+    def __init__(self, data: Dataset[Any], samples: int, batch_size: int) -> None:
+        self.data, self.samples = data, samples
+        self.length = math.ceil(samples / batch_size) * batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[min(index, self.samples - 1)]
+
+
+def captured(
+    model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
+) -> Graph:
+    """The graph of a model and its loss for this data; floats are taken in the model's own type."""
+    inputs, targets = example(data, EXAMPLE_SAMPLES)
+    floats = floats_of(model)
+    inputs = cast(inputs, floats)
+    if loss is None:
+        return capture(model, inputs, granularity=granularity, name=name)
+    return capture(model, inputs, loss=loss, target=cast(targets, floats), granularity=granularity, name=name)
+
+
+def floats_of(model: nn.Module) -> torch.dtype:
+    """The type in which a model computes."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+def cast(value: Any, floats: torch.dtype) -> Any:
+    """Tensors of floats, in whatever structure, as another type of floats."""
+    if isinstance(value, torch.Tensor):
+        return value.to(floats) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast(item, floats) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(item, floats) for item in value)
+    return value
+
+
+def inference_plan(plan: Plan) -> Plan:
+    """The same stages and shares as a stream: one micro-batch after another, forward only, nothing packed."""
+    return msgspec.structs.replace(
+        plan, order="stream", batch_size=plan.micro_batch_size, micro_batches=1, homes={}, warm_up="2(P-p)-1",
+        stages=tuple(msgspec.structs.replace(stage, codec=Codec()) for stage in plan.stages),
+    )  # fmt: skip
+
+
+def evaluate_in(
+    session: Session,
+    graph: Graph,
+    plan: Plan,
+    weights: Mapping[str, torch.Tensor],
+    data: Dataset[Any],
+    loss: Callable[..., torch.Tensor] | None,
+    profile: Profile,
+) -> EvaluateResult:
+    """Evaluate on workers that are at hand, by a plan's stages and shares."""
+    stream = resolve(inference_plan(plan), graph.network)
+    samples, size = length(data), stream.batch_size
+    padded = _Padded(data, samples, size)
+    steps = len(padded) // size
+    kernels = {name: profile.of(name).kernels for name in stream.devices}
+    order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
+    tally = _Tally(graph, loss, samples, size)
+    with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
+        run = StreamRun(session.coordinator, order, _Batches(graph, batches, steps, tally))
+        run.prepare()
+        start = time.monotonic()
+        run.stream()
+    return EvaluateResult(samples, tally.loss, tally.accuracy, time.monotonic() - start)
+
+
+class _Batches:
+    """A data set as a flow: inputs travel, targets stay here until their answer comes."""
+
+    def __init__(self, graph: Graph, batches: Iterator[Any], steps: int, tally: _Tally) -> None:
+        self.graph, self.batches, self.left, self.tally = graph, batches, steps, tally
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0
+
+    def ready_in(self, size: int) -> float:
+        return 0.0 if self.left else math.inf
+
+    def take(self, step: int, size: int) -> Mapping[str, torch.Tensor]:
+        step, inputs, targets = next(self.batches)
+        check_labels(self.graph, targets, f"The targets of batch {step}")
+        self.tally.targets[step] = targets
+        self.left -= 1
+        return bound_inputs(self.graph, inputs)
+
+    def answered(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
+        self.tally.take(step, outputs)
+
+    def check(self) -> None:
+        """All answers are wanted."""
+
+
+class _Tally:
+    """Adds up losses and right answers."""
+
+    def __init__(self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int) -> None:
+        self.graph, self.function, self.samples, self.size = graph, loss, samples, size
+        self.targets: dict[int, Any] = {}
+        """Of batches under way."""
+        self._is_whole = loss is not None and (graph.loss_combination == "whole" or ignored_class(graph) is not None)
+        """The loss of all samples does not follow from those of batches: everything is kept until the end."""
+        self._kept: list[tuple[Any, Any]] = []
+        self._loss = 0.0
+        self._right = 0
+        self._answers = 0
+
+    def take(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
+        count = min(self.size, self.samples - step * self.size)
+        target = _first(self.targets.pop(step), count)
+        output = _first(outputs_of(self.graph, outputs), count)
+        if self._is_whole:
+            self._kept.append((output, target))
+        elif self.function is not None:
+            value = self._loss_of(output, target)
+            self._loss += value if self.graph.loss_combination == "sum" else value * count
+        is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dim() == 1
+        if isinstance(output, torch.Tensor) and output.dim() == 2 and is_classes:
+            self._right += int((output.argmax(1) == target).sum())
+            self._answers += count
+
+    def _loss_of(self, output: Any, target: Any) -> float:
+        assert self.function is not None
+        floats = next((leaf.dtype for leaf in _leaves(output) if leaf.is_floating_point()), torch.get_default_dtype())
+        with torch.no_grad():
+            return float(self.function(output, cast(target, floats)))
+
+    @property
+    def loss(self) -> float | None:
+        if self._kept:
+            return self._loss_of(*(_joined([pair[part] for pair in self._kept]) for part in (0, 1)))
+        return self._loss / self.samples if self.function is not None else None
+
+    @property
+    def accuracy(self) -> float | None:
+        return self._right / self._answers if self._answers else None
+
+
+def _first(value: Any, count: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:count]
+    if isinstance(value, dict):
+        return {key: _first(item, count) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first(item, count) for item in value)
+    return value
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches one after another."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
+    return type(parts[0])(_joined([part[place] for part in parts]) for place in range(len(parts[0])))
+
+
+def evaluate(
+    model: nn.Module,
+    data: Dataset[Any],
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    batch_size: int = 64,
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
+    plan: Plan | str | Path = "samples",
+    granularity: str = "blocks",
+    name: str = "",
+    say: Say | None = None,
+) -> EvaluateResult:
+    """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
+    data = given(data).data
+    expect_session(cluster)
+    graph = captured(model, data, loss, granularity=granularity, name=name)
+    network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers
+    size = min(batch_size, length(data))
+    with open_session(cluster, say=say) as session:
+        machines, profile = measure(session, graph, size, say=say)
+        if isinstance(plan, Plan):
+            chosen = plan
+        elif is_strategy(str(plan)):
+            chosen = make_plan(
+                network, machines, batch_size=size, strategy=str(plan), profile=profile, optimizer_slots=0
+            ).plan
+        else:
+            chosen = read_plan(plan_file(str(plan)), network, machines)
+        return evaluate_in(session, graph, resolve(chosen, network, machines), graph.state, data, loss, profile)

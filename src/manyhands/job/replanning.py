@@ -1,0 +1,148 @@
+"""Plans for whoever is there: asked when a job's workers change while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from manyhands.executor.messages import runs_here
+from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.network import Network
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import DeviceProfile, Kernel, Profile
+from manyhands.graph.graph import Graph
+from manyhands.planner.replanning import replanned
+from manyhands.plans.planning import simulate
+from manyhands.runtime.journey import Change
+from manyhands.runtime.measuring import measure_on
+from manyhands.schedule.backup import holders, rounds_between
+from manyhands.schedule.policy import Schedule
+from manyhands.session.measuring import MEASURE_SECONDS, stored_kernels
+from manyhands.session.session import Session
+
+
+def happened(event: str, facts: Mapping[str, Any]) -> str:
+    """What happened to the workers, in words; empty for what nobody needs to hear."""
+    if event == "lost":
+        return str(facts["reason"])
+    if event == "recovered":
+        devices, again = facts["devices"], facts["replayed"]
+        repeated = f", {again} step(s) run again" if again else ""
+        return (
+            f"Going on with {', '.join(devices)} from step {facts['step']} after {facts['seconds']:.2f} s "
+            f"({facts['how']} re-planning{repeated})."
+        )
+    if event == "waiting":
+        return f"{facts['workers']} worker(s) left, {facts['least']} needed: waiting {facts['seconds']:g} s for others."
+    if event == "rewound":
+        return f"{facts['reason'][:1].upper()}{facts['reason'][1:]}, of step {facts['step']}."
+    if event == "note":
+        return str(facts["text"])
+    words = {"joined": "joins", "leaving": "leaves and hands over", "left": "has left"}
+    return f"{facts['device']} {words[event]}." if event in words else ""
+
+
+class Replanner:
+    """Knows every device that was ever there, and what it measured."""
+
+    def __init__(
+        self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, strategy: str,
+        optimizer: Optimizer | None, seconds: float, backup_every: int | None, *, training: bool = True,
+    ) -> None:  # fmt: skip
+        self.session, self.graph, self.cluster = session, graph, cluster
+        self.strategy, self.optimizer, self.backup_every = strategy, optimizer, backup_every
+        self.training = training
+        self.profiles: dict[str, DeviceProfile] = dict(profile.devices)
+        self._base: tuple[Plan, float] | None = None
+        """The plan that is mended, and what a round of it was predicted to take: the one that was planned last, so that
+        its shape returns when everybody is back."""
+        self._seconds = seconds
+        self._machines = {
+            name: (member.facts.machine, member.facts.compute) for name, member in session.coordinator.members.items()
+        }
+
+    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change:
+        network = self.graph.network
+        base, seconds = self._base = self._base or (plan, self._seconds)
+        cluster, profile = self.present(plan, names)
+
+        def price(candidate: Plan) -> float:
+            runs_here(resolve(candidate, network, cluster), network)
+            return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
+
+        found = replanned(
+            base, network, cluster, Profile(self.profiles), price=price, how=how, strategy=self.strategy,
+            reference_seconds=seconds,
+        )  # fmt: skip
+        if found.how == "heavy":
+            self._base = (found.plan, found.seconds)
+        chosen = resolve(found.plan, network, cluster)
+        every = chosen_backups(chosen, network, cluster, found.seconds, self.backup_every)
+        return Change(chosen, self.kernels(chosen), found.how, found.reason, every)
+
+    def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
+        return {name: self.profiles[name].kernels for name in plan.devices}
+
+    def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]:
+        """The devices that are there, as a cluster; those nobody has measured yet are measured."""
+        known = {device.name: device for device in self.cluster.devices}
+        for name in names:
+            if name not in known:
+                known[name] = self._like(name)
+        for name in names:
+            if name not in self.profiles:
+                self.profiles[name] = self._profile(name, plan)
+        links = tuple(one for one in self.cluster.links if one.sender in known and one.receiver in known)
+        self.cluster = Cluster(self.cluster.name, tuple(known.values()), self.cluster.link, links)
+        there = set(names)
+        devices = tuple(device for device in self.cluster.devices if device.name in there)
+        own = tuple(one for one in links if one.sender in there and one.receiver in there)
+        cluster = Cluster(self.cluster.name, devices, self.cluster.link, own)
+        return cluster, Profile({name: self.profiles[name] for name in cluster.names})
+
+    def _like(self, name: str) -> Device:
+        """A new worker as a device, with the ports of one that is known on such a machine."""
+        member = self.session.coordinator.members[name]
+        for device in self.cluster.devices:
+            if self._machines.get(device.name) == (member.facts.machine, member.facts.compute):
+                return msgspec.structs.replace(device, name=name)
+        return member.device
+
+    def _profile(self, name: str, plan: Plan) -> DeviceProfile:
+        """That of a worker on such a machine, or a measurement."""
+        member = self.session.coordinator.members[name]
+        machine = (member.facts.machine, member.facts.compute)
+        for other, own in self.profiles.items():
+            if self._machines.get(other) == machine:
+                self._machines[name] = machine
+                return msgspec.structs.replace(own, device=name)
+        share = max(1, plan.micro_batch_size // max(1, len(plan.devices)))
+        ladder = tuple(sorted({share, plan.micro_batch_size}))
+        found = measure_on(
+            self.session.coordinator, self.graph, [name], ladder=ladder, seconds=MEASURE_SECONDS,
+            kernels=stored_kernels(self.graph, self.session.threads, training=self.training),
+            optimizer=self.optimizer, training=self.training,
+        )[name]  # fmt: skip
+        self._machines[name] = machine
+        return msgspec.structs.replace(found.profile, device=name)
+
+
+def chosen_backups(plan: Plan, network: Network, cluster: Cluster, seconds: float, wanted: int | None = None) -> int:
+    """Rounds between two backups: as wanted, or so that they are hardly felt; 0 where nobody is left to hold any."""
+    if len(plan.devices) < 2 or wanted == 0:
+        return 0
+    if wanted is not None:
+        return wanted
+    work = Schedule(plan, network).lowering.work
+    weights = {name: work[name].weights() for name in plan.devices}
+    sizes = {name: sum(network.weights[one].bytes for one in own) for name, own in weights.items()}
+    slots = 1 + plan.optimizer_slots
+    every = rounds_between(slots * max(sizes.values()), float("inf"), seconds)
+    for device, holder in holders(plan, weights).items():
+        rate = cluster.bytes_per_second_between(device, holder)
+        every = max(every, rounds_between(slots * sizes[device], rate, seconds))
+    return every

@@ -1,0 +1,73 @@
+"""What an error in the middle of a run says of its checkpoint: what to type to go on, or to begin again otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.executor import checkpoint
+from manyhands.executor.optimizers import with_lower_rate
+from manyhands.facts.errors import BadFile, DataNotFinite, ManyhandsError, NotFinite
+from manyhands.facts.optimizer import Optimizer
+from manyhands.job.resuming import resume_command
+
+
+@dataclass(frozen=True)
+class Words:
+    """A job as its user types it: on the command line (`typed`: what it was started with, by field), or in Python."""
+
+    command: str
+    folder: Path
+    typed: Mapping[str, Any] | None
+
+    @property
+    def resume(self) -> str:
+        """How to go on with the run."""
+        if self.typed is not None:
+            return resume_command(self._words, self.folder, self.typed)
+        return f"{self._call}(..., resume='{self.folder}')"
+
+    def another(self, optimizer: Optimizer, newest: Path) -> str:
+        """A new run like this one with another optimiser; where a run can be given weights, from a checkpoint's."""
+        weights = (
+            "" if self._is_train else f" --weights {newest}" if self.typed is not None else f", weights='{newest}'"
+        )
+        if self.typed is not None:
+            return f"manyhands {self._words} ... --optimizer {optimizer.to_text()} --out {self.folder}-2{weights}"
+        return f"{self._call}(..., optimizer=mh.{optimizer!r}, folder='{self.folder}-2'{weights})"
+
+    @property
+    def _is_train(self) -> bool:
+        return self.command == "train"
+
+    @property
+    def _words(self) -> str:
+        return "train" if self._is_train else f"{self.command} train"
+
+    @property
+    def _call(self) -> str:
+        return "mh.train" if self._is_train else f"mh.{self.command}_train"
+
+
+def point_to_checkpoint(error: ManyhandsError, words: Words, optimizer: Optimizer) -> None:
+    """Add to the error's hint where the newest checkpoint is, and what to do from there. A run is deterministic: one
+    whose numbers were not finite would, unchanged, come to the same numbers again."""
+    newest = None
+    with contextlib.suppress(BadFile):
+        newest = checkpoint.latest(words.folder)
+    if newest is None:
+        return
+    lines = [error.hint, f"Checkpoint: {newest}"]
+    if isinstance(error, NotFinite):
+        lines[-1] += " (from before it; unchanged, the run comes to the same numbers again)"
+        if not isinstance(error, DataNotFinite):
+            lines.append(
+                f"With a lower learning rate it is a new run: {words.another(with_lower_rate(optimizer), newest)}"
+            )
+        lines.append(f"Once the data is mended, go on with: {words.resume}")
+    else:
+        lines.append(f"Go on with: {words.resume}")
+    error.hint = "\n".join(lines).strip()

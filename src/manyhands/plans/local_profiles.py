@@ -1,0 +1,120 @@
+"""What is known of workers of this machine before any is started, for plans of `local:N`.
+
+In this order: what a run of as many workers has measured of this network and kept, what `manyhands profile` has, an
+estimate from the speed of this machine's cores. A catalogue's numbers would be somebody else's machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.network import Network
+from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.files.documents import cache_folder, read_document, write_document
+from manyhands.plans.local_cluster import measured_cluster, threads_each
+from manyhands.profiler.store import load_profile, profile_path
+from manyhands.profiler.this_machine import Machine, identify
+
+
+@dataclass(frozen=True)
+class LocalTimes:
+    """Local workers with what is known of them, and where that is from, for people."""
+
+    cluster: Cluster
+    profile: Profile
+    note: str
+
+
+def is_plain_local(cluster: Cluster) -> bool:
+    """Whether this is `local:N` as it is named: its numbers are nobody's yet. A file's own numbers count."""
+    return cluster == Cluster.local(len(cluster.devices))
+
+
+def local_times(network: Network, cluster: Cluster, *, training: bool = True) -> LocalTimes:
+    """The workers of this machine that `local:N` stands for, measured where anything of it was, else estimated."""
+    count = len(cluster.devices)
+    threads = threads_each(count)
+    machine = identify(threads)
+    workers = f"{count} worker(s) of {threads} thread(s) on {machine.cores} core(s)"
+    for path, how in _stored(network, machine, count, training):
+        try:
+            found = load_profile(path, network, machine)
+        except ManyhandsError:
+            continue  # as a run does: what cannot be used is measured again
+        own = {name: msgspec.structs.replace(found, device=name) for name in cluster.names}
+        note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
+        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(own), note)
+    machines = _with_links(measured_cluster(cluster), _known_links(cluster, machine))
+    note = (
+        f"Times: estimated from the measured speed of this machine ({machine.text}), {workers}. "
+        f"To measure {network.name}: manyhands profile --model {network.name} --threads {threads}, or a run."
+    )
+    return LocalTimes(machines, estimate_cluster(network, machines), note)
+
+
+def _stored(network: Network, machine: Machine, count: int, training: bool) -> Iterator[tuple[Path, str]]:
+    """Profiles of this network on this machine, the most fitting first, and how each was measured."""
+    for wanted in (training, True) if not training else (True,):
+        base = profile_path(network, machine, training=wanted)
+        of = "" if wanted == training else ", its forward passes in training"
+        runs = [
+            path
+            for path in base.parent.glob(f"{base.stem}_{count}workers_cpu_*.json")
+            if not path.name.endswith(".rate.json")
+        ]
+        for path in sorted(runs, key=_written, reverse=True):
+            yield path, f"by a run of as many workers{of}"
+        if base.exists():
+            yield base, f"by manyhands profile, alone{of}"
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# Links
+
+
+def keep_links(cluster: Cluster, threads: int) -> None:
+    """Keep what a run found of its local workers' links and memory, for plans that are made without starting any."""
+    path = _links_path(identify(threads), len(cluster.devices))
+    try:
+        write_document(path, cluster.to_dict())
+    except BadFile:
+        return  # a cache that cannot be written only costs time
+
+
+def _links_path(machine: Machine, count: int) -> Path:
+    return cache_folder() / "machines" / f"{machine.slug}_{count}workers.json"
+
+
+def _known_links(cluster: Cluster, machine: Machine) -> Cluster | None:
+    """The workers as the last run of as many found their links; how fast they compute is in profiles, not here."""
+    try:
+        found = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
+    except ManyhandsError:
+        return None
+    return found if found.names == cluster.names else None
+
+
+def _with_links(measured: Cluster, known: Cluster | None) -> Cluster:
+    """Workers whose speed was measured, with the links that a run found, if one did."""
+    if known is None:
+        return measured
+    devices = tuple(
+        msgspec.structs.replace(
+            own, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
+            memory_bytes_per_second=speed.memory_bytes_per_second,
+        )
+        for own, speed in zip(known.devices, measured.devices, strict=True)
+    )  # fmt: skip
+    return Cluster(known.name, devices, known.link, known.links)

@@ -1,0 +1,217 @@
+"""Tiles for people: what is typed and written about grids and groups, and `mh.tile_plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from manyhands.facts.boxes import cut_points
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadPlan, BadValue, OutOfMemory
+from manyhands.facts.network import Network
+from manyhands.facts.plan import ByTiles, LayerName, Plan
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
+from manyhands.planner.task import TileWish
+from manyhands.planner.tiles import TilePrices, with_groups
+from manyhands.plans.planning import cluster_of, network_of, plan, simulate
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
+
+
+def tile_plan(
+    graph: Graph | Network | str,
+    cluster: Cluster | str | Path,
+    grid: tuple[int, int],
+    rows: Sequence[float] | None = None,
+    columns: Sequence[float] | None = None,
+    forward_groups: Sequence[LayerName] | None = None,
+    backward_groups: Sequence[LayerName] | None = None,
+    *,
+    batch_size: int = 1,
+    reduce: Literal["allreduce", "gateway"] = "allreduce",
+) -> Plan:
+    """A plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
+
+    What cannot be tiled follows on the fastest of them. A plan of tiles fits any batch size.
+
+    rows, columns     relative heights and widths; None: in proportion to the devices' speed
+    forward_groups    layers, by number or name, or operators by name, at which boundary data is exchanged; the first
+                      must be the first layer. None: before every operator that reads beyond its own tile
+    backward_groups   the same for gradients; None: the adjoint of forward
+    reduce            how weight gradients are added up: by all, or by a gateway, the first device
+    """
+    network = network_of(graph)
+    machines = cluster_of(cluster)
+    wish = TileWish(
+        _grid(grid), _weights("rows", rows, grid[0]), _weights("columns", columns, grid[1]),
+        None if forward_groups is None else tuple(forward_groups),
+        None if backward_groups is None else tuple(backward_groups), is_grouped=True,
+    )  # fmt: skip
+    made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=wish).plan
+    stages = (msgspec.structs.replace(made.stages[0], reduce=reduce), *made.stages[1:])
+    return resolve(msgspec.structs.replace(made, stages=stages), network, machines)
+
+
+def _grid(given: tuple[int, int]) -> tuple[int, int]:
+    if len(given) != 2 or not all(isinstance(n, int) and n >= 1 for n in given):
+        raise BadValue(f"grid is {given!r}; it must be two whole numbers of at least 1: (rows, columns).")
+    return (given[0], given[1])
+
+
+def _weights(what: str, given: Sequence[float] | None, count: int) -> tuple[float, ...] | None:
+    if given is not None and len(given) != count:
+        numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
+        raise BadPlan(f"{what} has {numbers}; the grid has {count} {what.removeprefix('--')}.")
+    return None if given is None else tuple(given)
+
+
+def parse_grid(text: str) -> tuple[int, int]:
+    """'3x2' -> (3, 2): three rows of two tiles."""
+    match = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", text.strip())
+    grid = (int(match[1]), int(match[2])) if match else (0, 0)
+    if min(grid) < 1:
+        raise BadValue(
+            f"--grid '{text}' is not a grid of tiles.", hint="Write it like 3x2 (rows x columns), both at least 1."
+        )
+    return grid
+
+
+def parse_costs(text: str) -> Costs:
+    """'0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(number >= 0 for number in numbers):
+        raise BadValue(
+            f"--costs '{text}' is not three numbers, each at least 0.",
+            hint="Write the costs of a multiply-accumulate, a boundary element and an exchange, like 0.1,2,0.",
+        )
+    return Costs(*numbers)
+
+
+def parse_tile_costs(
+    strategy: str, grid: str | None, costs: str, beside: Mapping[str, object]
+) -> tuple[tuple[int, int], Costs]:
+    """The grid and the costs that a user typed; `beside` are options that make a plan, which is not done here."""
+    prices = parse_costs(costs)
+    if strategy != "tiles" or grid is None:
+        given = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
+        raise BadValue(
+            f"--costs {costs} prices the tiles of a grid, but was given with {given}.",
+            hint="Write it like --share tiles --grid 3x3 --costs 0,1,0.",
+        )
+    said = [option for option, value in beside.items() if value]
+    if said:
+        raise BadValue(
+            f"{' and '.join(said)} cannot be given beside --costs, which makes no plan: it prices one interior tile."
+        )
+    return parse_grid(grid), prices
+
+
+def tile_groups(network: Network | str, grid: tuple[int, int], costs: Costs) -> TileGroups:
+    """Where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
+    return group_tiles(kernel_layers(network_of(network)), grid, costs)
+
+
+def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]:
+    """Groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan names
+    them: layers of the network at its granularity or, inside one, operators."""
+    document: dict[str, Any] = {
+        "model": network.name,
+        "input": network.input_text,
+        "granularity": network.granularity,
+        "grid": list(groups.grid),
+        "costs": asdict(groups.costs),
+        "layers": [
+            {
+                "name": layer.name,
+                "kind": "pooling" if layer.is_pool else "convolution",
+                "kernel": list(layer.kernel),
+                "stride": list(layer.stride),
+                "input": [layer.channels_in, *layer.input_size],
+                "output": [layer.channels_out, *layer.output_size],
+                "tile": list(tile),
+                "operators": [op.name for op in network.ops[slice(*layer.operators)]],
+            }
+            for layer, tile in zip(groups.layers, groups.tiles)
+        ],
+    }
+    for direction, found in (("forward", groups.forward), ("backward", groups.backward)):
+        document |= {
+            f"{direction}_groups": list(found.best.starts),
+            f"{direction}_group_names": [groups.layers[start].name for start in found.best.starts],
+            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, found.best.starts)),
+            f"{direction}_exchanges": list(found.exchanges),
+            f"{direction}_cost": found.best.cost,
+            f"{direction}_cost_one_group": found.one_group,
+            f"{direction}_cost_every_layer": found.every_layer,
+        }
+    return document
+
+
+def parse_weights(option: str, text: str) -> tuple[float, ...]:
+    """'2,1' -> (2, 1): relative heights of rows, or widths of columns."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (0.0,)
+    if not all(0 < number < float("inf") for number in found):
+        raise BadValue(f"{option} '{text}' is not a list of numbers > 0.", hint="Write it like 2,1,1.")
+    return found
+
+
+def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileWish:
+    """What a user typed of a grid. Rows or columns alone say how many there are."""
+    heights = parse_weights("--rows", rows) if rows else None
+    widths = parse_weights("--columns", columns) if columns else None
+    if grid is None and heights is None and widths is None:
+        return TileWish()
+    shape = parse_grid(grid) if grid is not None else (len(heights or (1,)), len(widths or (1,)))
+    return TileWish(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
+
+
+def check_tiles(network: Network, wish: TileWish | None) -> None:
+    """Before anybody starts: every tile that was asked for has something of the picture."""
+    image = network.tensors[network.inputs[0]]
+    if wish is None or wish.grid is None or len(image.shape) != 4:
+        return
+    for what, count, weights, extent in (
+        ("rows", wish.grid[0], wish.rows, image.shape[2]), ("columns", wish.grid[1], wish.columns, image.shape[3]),
+    ):  # fmt: skip
+        if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
+            cut = f" as {','.join(f'{one:g}' for one in weights)}" if weights else ""
+            raise BadPlan(
+                f"{count} {what} of tiles cannot be cut out of the {extent} {what} of '{image.name}'{cut}: a tile "
+                f"would have 0 {what}.",
+                hint="Give a smaller grid, or tiles that differ less.",
+            )
+
+
+def priced_groups(made: Plan, network: Network, cluster: Cluster, profile: Profile | None) -> list[dict[str, Any]]:
+    """Groupings of a plan's tiles as the planner prices them, and simulated: corner cases and optima.
+
+    `fetched_seconds`: for activations that a larger backward group fetches to stay exact; the paper leaves them out.
+    """
+    stage = next((i for i, one in enumerate(made.stages) if isinstance(one.share, ByTiles)), None)
+    if stage is None:
+        return []
+    known = profile or estimate_cluster(network, cluster)
+    rows = []
+    for groups in TilePrices(made, stage, network, cluster, known).groupings():
+        grouped = with_groups(made, stage, groups)
+        try:
+            seconds = simulate(grouped, network, cluster, known, keep_spans=False, within_memory=True).seconds
+        except OutOfMemory:
+            seconds = None
+        rows.append({**asdict(groups), "simulated_seconds": seconds, "chosen": grouped == made})
+    return rows

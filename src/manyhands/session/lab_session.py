@@ -1,0 +1,177 @@
+"""Clusters played on this machine: a lab brought up for a session, with workers on its devices, and taken down again.
+
+Where there can be no lab (no root, no Linux), the workers are plain processes whose links are shaped inside of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from manyhands.engine.security import new_secret
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadValue, LabError, WorkerLost
+from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
+from manyhands.facts.units import format_bytes
+from manyhands.files.documents import load_cluster
+from manyhands.files.traces import read_link_trace
+from manyhands.lab.lab import DESK, Lab, missing
+from manyhands.lab.spaces import entered
+from manyhands.profiler.this_machine import this_machine
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.processes import WorkerProcess
+from manyhands.session.session import Say, Session
+
+THREADS = 1
+"""Of a worker in the lab: a device's share of the processor is one of time, not of cores."""
+TENSORS_PART = 0.8
+"""Of a device's free memory, what tensors may fill: with a U-Net whose tensors were 0.95 GB by plan, a process grew by
+1.22 GB."""
+SILENCE_SECONDS = 5.0
+"""A device with a tenth of a core may take its time to say that it is there."""
+
+
+def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, traces: tuple[str, ...] = ()) -> LabCluster:
+    """What was typed: a preset or file, and traces as FILE, DEVICE=FILE or DEVICE=UP_FILE,DOWN_FILE."""
+    cluster = load_cluster(source)
+    if all(device.kind == "local" for device in cluster.devices):
+        raise BadValue(
+            f"{source} is this machine itself, as fast as it is: nothing to play.",
+            hint="Name a preset (manyhands devices lists them) or a cluster.yaml.",
+        )
+    limited = [device.name for device in cluster.devices if device.up_bytes_per_second < float("inf")]
+    found: dict[str, str] = {}
+    for text in traces:
+        device, _, file = text.rpartition("=")
+        device = device or ("edge" if "edge" in cluster.names else limited[0] if limited else cluster.names[0])
+        files = [file] if "," not in file or Path(file).is_file() else file.split(",")
+        for one in files:
+            if not Path(one).is_file():
+                raise BadValue(
+                    f"--trace {text}: there is no file {one}.", hint="Write FILE, DEVICE=FILE or DEVICE=UP,DOWN."
+                )
+        found[device] = ",".join(str(Path(one).absolute()) for one in files)
+        read_link_trace(found[device])
+    return Cluster.lab(cluster, scale=scale, slots=slots, traces=found)
+
+
+def play_here(asked: LabCluster) -> Played:
+    """On this machine's cores, whose speed is measured once and kept."""
+    return play(asked, core_gflops=this_machine(threads=1).gflops, cores=sorted(os.sched_getaffinity(0)))
+
+
+def bring_up(asked: LabCluster, *, name: str = "", source: str = "") -> Lab:
+    """A lab that stays until it is taken down."""
+    check_possible()
+    return Lab.up(play_here(asked), name or asked.cluster.name, source=source)
+
+
+def check_possible() -> None:
+    """Raise LabError where this machine cannot play a lab."""
+    if why := missing():
+        raise LabError(f"There can be no lab here: {why}")
+
+
+def _patience(played: Played) -> float:
+    """How many times longer than usual to wait for anybody. What a whole core does in two seconds without hearing, a
+    device with a tenth of one does in twenty."""
+    return max(1.0, played.scale, 2.0 / (played.slowest_share * SILENCE_SECONDS))
+
+
+@contextlib.contextmanager
+def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds: float) -> Iterator[Session]:
+    """Workers on the devices of a lab that is there only for them; else plain processes behind shaped links."""
+    if why := missing():
+        say(
+            f"There can be no lab here: {why}\nPlain processes stand in for the devices: their links are shaped, but "
+            f"their speed and memory are this machine's{', and no trace is followed' if asked.traces else ''}."
+        )
+        with _shaped(asked, logs, limit_seconds) as session:
+            yield session
+        return
+    played = play_here(asked)
+    say(f"Lab {asked.cluster.name}, {scale_text(played.scale)}.")
+    with (
+        Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
+        entered(lab.spaces.namespace(DESK)),
+        Coordinator(
+            lab.address(DESK),
+            0,
+            new_secret(),
+            logs=logs,
+            patience=_patience(played),
+            silence_seconds=SILENCE_SECONDS,
+            announce=False,
+        ) as coordinator,
+    ):
+        coordinator.wanted = set(played.workers.names)
+        wanted = [
+            WorkerProcess(played.workers_of(device), before=lab.words(device), device=device)
+            for device in played.network.names
+        ]
+        try:
+            coordinator.start_workers(wanted, THREADS, limit_seconds)
+            lab.settle()  # importing torch took the whole core
+            yield Session(
+                coordinator, _budgeted(played, lab), False, THREADS, has_links=True, scale=played.scale,
+                kind=f"lab-{_digest(played)}-",
+            )  # fmt: skip
+        except WorkerLost as error:
+            raise _explained(error, lab) from error
+
+
+def _digest(played: Played) -> str:
+    """Tells apart what profiles may not be shared between: the same name at another speed."""
+    return hashlib.sha256(repr((played.scale, played.slots, played.seats)).encode()).hexdigest()[:12]
+
+
+def _budgeted(played: Played, lab: Lab) -> Cluster:
+    """What each worker may plan with: its device's memory without what Python and torch take of it already, and
+    without what allocator, kernels and messages take beside tensors."""
+    devices = []
+    for device in played.network.devices:
+        taken = lab.groups.statistics(lab.name, device.name).memory_bytes
+        free = device.memory_bytes - taken
+        if free <= 0:
+            raise LabError(
+                f"{device.name} has {format_bytes(device.memory_bytes)}, all of which {played.slots} worker(s) take "
+                "before they have anything to do.",
+                hint="Give it fewer --slots.",
+            )
+        devices.append(msgspec.structs.replace(device, memory_bytes=int(TENSORS_PART * free)))
+    network = played.network
+    name = network.name if played.scale == 1 else f"{network.name} (time scale {played.scale:g})"
+    return with_slots(Cluster(name, tuple(devices), network.link, network.links), played.slots)
+
+
+def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
+    """What the lab knows of its devices: who was killed for memory, cut off or frozen."""
+    for device in lab.status():
+        why = ""
+        if device.group.oom_kills:
+            why = f"ran out of its {format_bytes(lab.played.seat(device.name).memory_bytes)} of memory"
+        elif device.is_cut:
+            why = "is cut off from the lab's network"
+        elif device.group.is_frozen:
+            why = "is frozen in the lab"
+        if why:
+            return WorkerLost(f"{error.message} {device.name} {why}.", hint=error.hint)
+    return error
+
+
+@contextlib.contextmanager
+def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
+    scale = asked.scale or 1.0
+    cluster = with_slots(scaled(asked.cluster, scale), asked.slots)
+    with Coordinator(logs=logs, patience=max(1.0, scale)) as coordinator:
+        coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
+        coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)
+        yield Session(
+            coordinator, cluster, False, THREADS, has_links=True, scale=scale, stands_in=True,
+            kind=f"shaped-{len(cluster.names)}workers-",
+        )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Measures the layers and links of a session's devices, and keeps what was measured for the next run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.errors import BadFile, ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
+from manyhands.files.documents import read_document, write_document
+from manyhands.graph.graph import Graph
+from manyhands.plans.local_profiles import keep_links
+from manyhands.profiler.store import load_profile, profile_path, save_profile
+from manyhands.profiler.this_machine import identify
+from manyhands.runtime.crew import Endurance
+from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.session.session import Say, Session
+
+WORTH_PROBING = 6_000_000
+"""Bytes per second of the slowest link from which on it is measured what messages cost devices."""
+
+
+MEASURE_SECONDS = 6.0
+
+
+def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapping[str, Kernel]:
+    """The kernels that `manyhands profile` found for this network on this machine, if it was run; else the default."""
+    path = profile_path(graph.network, identify(threads or None), training=training)
+    try:
+        return load_profile(path, graph.network).kernels if path.exists() else {}
+    except BadFile:
+        return {}
+
+
+def measure_who_stays(
+    session: Session, graph: Graph, batch_size: int, endurance: Endurance | None, *, optimizer: Optimizer | None = None,
+    say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
+) -> tuple[Cluster, Profile]:  # fmt: skip
+    """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited
+    for. `endurance`: None where a plan is given, which names everybody it needs."""
+    while True:
+        try:
+            return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
+        except (WorkerLost, TimedOut):
+            gone = session.go_on_without_lost(endurance) if endurance is not None else []
+            if not gone and (endurance is None or not session.wait_for_enough(endurance)):
+                raise
+            if gone and say is not None:
+                say(f"Beginning without {', '.join(gone)}: {len(session.cluster.names)} device(s) left.")
+
+
+def measure(
+    session: Session,
+    graph: Graph,
+    batch_size: int,
+    *,
+    optimizer: Optimizer | None = None,
+    say: Say | None = None,
+    seconds: float | None = None,
+    refresh: bool = False,
+    ladder: tuple[int, ...] = (),
+    kernels: Mapping[str, Kernel] | None = None,
+    training: bool = True,
+) -> tuple[Cluster, Profile]:
+    """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused.
+
+    `ladder`: numbers of samples up to a device's share that are measured; by default one, half an even share, and that.
+    `kernels`: by default those that were found for this machine; others are measured anew, and not kept.
+    `training`: False for inference: forward passes in evaluation mode, kept apart.
+    """
+    count = len(session.cluster.devices)
+    shares = ladder or tuple(sorted({1, max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
+    known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
+    if known is None:
+        if say is not None:
+            say(f"measuring {graph.name} on {count} worker(s) at once")
+        own = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
+        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, own, training)
+        if kernels is None:
+            _keep(session, graph, known, optimizer, training)
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
+        for device in session.cluster.devices
+    )
+    cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
+    if count > 1:
+        cluster = _with_message_costs(session, cluster) if session.has_links else _with_links(session, cluster)
+        if _is_plain(session):
+            keep_links(cluster, session.threads)
+    return cluster, Profile({name: known[name][0] for name in cluster.names})  # not as answers came
+
+
+def _is_plain(session: Session) -> bool:
+    """Whether these are local workers as `local:N` names them: on processors alone, none slower than it could be."""
+    members = [session.coordinator.members[name].facts for name in session.cluster.names]
+    return session.is_local and all(one.compute == "cpu" and one.slowdown == 1 for one in members)
+
+
+def _with_links(session: Session, cluster: Cluster) -> Cluster:
+    """The cluster with ports and delays as the workers find them when all exchange data at once, and every pair's link.
+
+    Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not:
+    that is measured too.
+    """
+    found = probe_links(session.coordinator, cluster.names)
+    delay = statistics.median(one.delay_seconds for one in found.values())
+    usual = statistics.median(one.bytes_per_second for one in found.values())
+    copying = statistics.median(one.lost_seconds_per_byte for one in found.values()) * 1e9
+    devices = []
+    for device in cluster.devices:
+        own = found[device.name]
+        rate, lost = own.bytes_per_second, own.lost_seconds_per_byte * 1e9
+        if session.is_local:  # equal hardware: a difference is noise
+            rate, lost = usual, copying
+        devices.append(
+            msgspec.structs.replace(
+                device, up_bytes_per_second=rate, down_bytes_per_second=rate,
+                copy_seconds_per_gigabyte=lost,
+            )
+        )  # fmt: skip
+    links = [DirectedLink(name, other, link) for name, one in found.items() for other, link in one.links.items()]
+    if session.is_local or any(device.host for device in devices):  # one machine's pairs are alike
+        links = []
+    usual_link = Link(max(one.bytes_per_second for one in found.values()), delay)
+    return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
+
+
+def _with_message_costs(session: Session, cluster: Cluster) -> Cluster:
+    """A cluster whose links are known, with what messages cost its devices beside the links' time: computing lost to
+    each message and each byte. Where links are so slow that this is next to nothing, it is not looked at."""
+    slowest = min(cluster.bytes_per_second_between(a, b) for a in cluster.names for b in cluster.names if a != b)
+    if slowest < WORTH_PROBING:
+        return cluster
+    found = probe_links(session.coordinator, cluster.names)
+    devices = []
+    for device in cluster.devices:
+        own = found[device.name]
+        others = [name for name in cluster.names if name != device.name]
+        delay = max(cluster.link_between(device.name, other).delay_seconds for other in others)
+        each = max(0.0, own.delay_seconds - delay) / (2 * len(others))
+        lost = own.lost_seconds_per_byte * 1e9
+        devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
+
+
+def _measured(
+    session: Session,
+    graph: Graph,
+    shares: tuple[int, ...],
+    batch_size: int,
+    seconds: float,
+    optimizer: Optimizer | None,
+    kernels: Mapping[str, Kernel],
+    training: bool,
+) -> _Known:
+    """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
+    crowded = session.is_local and len(session.cluster.devices) > 1
+    ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
+    found = measure_on(
+        session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels,
+        optimizer=optimizer, training=training,
+    )  # fmt: skip
+    known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
+    if not crowded:
+        return known
+    known = _alike(session, known)
+    if batch_size > shares[-1]:
+        for names in _equal(session):
+            alone = measure_on(
+                session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels,
+                optimizer=optimizer, training=training,
+            )[names[0]].profile  # fmt: skip
+            known |= {name: (_joined(known[name][0], alone), known[name][1]) for name in names}
+    return known
+
+
+def _joined(shares: DeviceProfile, alone: DeviceProfile) -> DeviceProfile:
+    """One profile whose ladder goes from the shares up to the whole batch."""
+    layers = tuple(
+        LayerTiming(one.layer, (*one.ladder, *(timing for timing in other.ladder)))
+        for one, other in zip(shares.layers, alone.layers, strict=True)
+    )
+    return msgspec.structs.replace(shares, layers=layers, peak_bytes=shares.peak_bytes | alone.peak_bytes)
+
+
+def _equal(session: Session) -> list[list[str]]:
+    """Workers on one machine by what they compute with, and how much slower than they could."""
+    groups: dict[tuple[str, float], list[str]] = {}
+    for device in session.cluster.devices:
+        slowdown = session.coordinator.members[device.name].facts.slowdown
+        groups.setdefault((device.compute.partition(":")[0], slowdown), []).append(device.name)
+    return list(groups.values())
+
+
+def _alike(session: Session, known: _Known) -> _Known:
+    """Workers on equal hardware get equal numbers, the medians: a difference between them is noise."""
+    found: _Known = {}
+    for names in _equal(session):
+        profiles = [known[name][0] for name in names]
+        rate = statistics.median(known[name][1] for name in names)
+        spread = statistics.median(one.spread for one in profiles)
+        common = msgspec.structs.replace(profiles[0], layers=_median(profiles), spread=spread)
+        found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
+    return {name: found[name] for name in session.cluster.names}
+
+
+def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
+    rungs = min(len(profile.layers[0].ladder) for profile in profiles)
+    layers = []
+    for layers_alike in zip(*(profile.layers for profile in profiles)):
+        ladder = tuple(
+            Timing(
+                layers_alike[0].ladder[rung].samples,
+                statistics.median(one.ladder[rung].forward_seconds for one in layers_alike),
+                statistics.median(one.ladder[rung].backward_seconds for one in layers_alike),
+            )
+            for rung in range(rungs)
+        )
+        layers.append(LayerTiming(layers_alike[0].layer, ladder))
+    return tuple(layers)
+
+
+def profile_place(
+    session: Session, graph: Graph, name: str, optimizer: Optimizer | None, training: bool = True
+) -> Path:
+    """Where a device's profile is kept: by machine and network, and by what else changes it. Local workers on equal
+    hardware have one in common."""
+    facts = session.coordinator.members[name].facts
+    base = profile_path(graph.network, identify(session.threads or None), training=training)
+    kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
+    if facts.slowdown != 1:
+        kind += f"_slow{facts.slowdown:g}"
+    stepping = hashlib.sha256(repr(optimizer).encode()).hexdigest()[:8] if optimizer is not None else "still"
+    return base.with_name(f"{base.stem}_{kind}_{facts.compute.replace(':', '')}_{stepping}.json")
+
+
+def _rate_path(path: Path) -> Path:
+    return path.with_suffix(".rate.json")
+
+
+def _load(
+    session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None, training: bool
+) -> _Known | None:
+    kernels = dict(stored_kernels(graph, session.threads, training=training))
+    found: _Known = {}
+    for name in session.cluster.names:
+        path = profile_place(session, graph, name, optimizer, training)
+        try:
+            profile = load_profile(path, graph.network)
+            raw = read_document(_rate_path(path))
+        except ManyhandsError:
+            return None
+        sizes = {timing.samples for timing in profile.layers[0].ladder}
+        if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(shares):
+            return None
+        if not isinstance(raw, float) or profile.kernels != kernels:
+            return None
+        found[name] = (msgspec.structs.replace(profile, device=name), raw)
+    return found
+
+
+def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None, training: bool) -> None:
+    with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
+        for name, (profile, rate) in known.items():
+            path = profile_place(session, graph, name, optimizer, training)
+            save_profile(profile, path)
+            write_document(_rate_path(path), rate)
+
+
+_Known = dict[str, tuple[DeviceProfile, float]]

@@ -1,0 +1,115 @@
+"""Opens a session: starts the workers of a cluster on this machine or in a lab, or waits for those that join."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadValue
+from manyhands.facts.lab import LabCluster
+from manyhands.files.documents import load_cluster
+from manyhands.plans.local_cluster import threads_each
+from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.household import household_token
+from manyhands.runtime.nursery import NoNursery, nursery_for
+from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.session.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
+from manyhands.session.session import Say, Session, usable_cores
+
+MOST_DEFAULT_WORKERS = 4
+
+
+CROWD = 2
+"""With more workers than so many on a core each is slow to speak, and waited for longer."""
+
+
+def expect_session(cluster: object) -> None:
+    """A session will be opened: what workers of this machine need is loaded while the caller does something else."""
+    if cluster is None:
+        cluster = _usual()
+    if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
+        with contextlib.suppress(NoNursery):
+            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices))
+
+
+def _usual() -> Cluster:
+    return Cluster.local(min(MOST_DEFAULT_WORKERS, usable_cores()))
+
+
+@contextlib.contextmanager
+def open_session(
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None,
+    *,
+    logs: Path | None = None,
+    say: Say | None = None,
+    limit_seconds: float = JOIN_SECONDS,
+    threads: int = 0,
+    pin: Sequence[int] = (),
+    silence_seconds: float = SILENCE_SECONDS,
+    slowdowns: Mapping[str, float] | None = None,
+    apart: bool = False,
+) -> Iterator[Session]:
+    """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
+
+    `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
+    worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
+    that says nothing for so long is lost. `slowdowns`: local device -> how many times slower it computes than it could.
+    `apart`: each local worker loads PyTorch by itself.
+    """
+    if isinstance(cluster, Coordinator):
+        cluster.wait_for_replacements()
+        yield Session(cluster, cluster.cluster(), False, 0)
+        return
+    if isinstance(cluster, LabCluster):
+        from manyhands.session.lab_session import lab_session
+
+        with lab_session(cluster, logs=logs, say=say or (lambda text: None), limit_seconds=limit_seconds) as session:
+            yield session
+        return
+    if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
+        raise BadValue(
+            f"cluster is a {type(cluster).__name__}; it must be a Cluster, a file, or a Coordinator.",
+            hint="Write cluster=mh.Cluster.local(4).",
+        )
+    if cluster is None:
+        cluster = _usual()
+    elif not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster)
+    if all(device.kind == "local" for device in cluster.devices):
+        threads = threads or threads_each(len(cluster.devices))
+        with Coordinator.local_cluster(
+            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
+            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
+        ) as coordinator:  # fmt: skip
+            if pin:
+                coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
+            yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
+        return
+    refuse_preset(cluster)
+    host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
+    said = say or (lambda text: None)
+    with Coordinator(
+        host, port, os.environ.get("MANYHANDS_TOKEN", "") or household_token(said), silence_seconds=silence_seconds,
+        beat_seconds=beat_for(silence_seconds), title=cluster.name, on_event=said,
+    ) as coordinator:  # fmt: skip
+        coordinator.wanted = set(cluster.names)
+        said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")
+        coordinator.wait_for(cluster.names, limit_seconds)
+        yield Session(coordinator, cluster, False, 0, has_links=True)
+
+
+def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
+    """Workers of one machine share its memory."""
+    count = sum(device.compute == "cpu" for device in cluster.devices)
+    devices = []
+    for device in cluster.devices:
+        own = coordinator.members[device.name].facts.memory_bytes
+        budget = own // count if device.compute == "cpu" else own
+        devices.append(msgspec.structs.replace(device, memory_bytes=budget))
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)

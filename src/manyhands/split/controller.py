@@ -1,0 +1,324 @@
+"""The pilot of a split: told what arrives, asked when to change, and what the next plan is.
+
+It belongs to the thread that runs the job. What it decides is Algorithm 2's or a rival's (planner/), what it knows of
+the link comes from real transfers: those of the job, or a short exchange while the job pauses, where the edge works
+alone and nothing else would tell.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, WorkerLost, unknown
+from manyhands.facts.plan import Plan
+from manyhands.facts.profile import Kernel, Profile
+from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
+from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
+from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
+from manyhands.runtime.control import Arrival
+from manyhands.runtime.journey import Change
+from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
+from manyhands.split.plans import Ends, Phases
+from manyhands.split.session import Looked
+
+FIRST_TAU = 100.0
+"""Iterations that a deployment is taken to last before any has been seen to."""
+REDEPLOY_SECONDS = 0.1
+"""What a change takes beside the layers that travel, until one was seen."""
+
+BACKUP_PART = 0.01
+"""Of the link's time that copies of state may take."""
+SELDOM_SECONDS = 600.0
+"""Copies that would be further apart are not made: checkpoints are, too."""
+
+Probe = Callable[[int, int], tuple[Looked, Looked]]
+"""Send so many bytes up and down, or more of them, only to learn the rates."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user fixed, and what is left to decide."""
+
+    cut: int | None = None
+    """None: any."""
+    widths: tuple[int, ...] = WIDTHS
+    rival: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rival and self.rival not in RIVALS:
+            raise unknown("rival", self.rival, RIVALS)
+        if self.rival and self.cut is not None:
+            raise BadValue(f"rival {self.rival} decides where to cut.", hint='Leave out cut, or write cut="auto".')
+
+    @property
+    def is_static(self) -> bool:
+        """Whether rates change nothing."""
+        return self.rival in STATIC or (self.cut is not None and len(self.widths) == 1)
+
+    @property
+    def chooser(self) -> Chooser:
+        if self.rival:
+            return RIVALS[self.rival]
+        return choose if self.cut is None else _At(self.cut)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Algorithm 2 where the cut is given: only the width is left, and K is as it is."""
+
+    cut: int
+
+    def __call__(
+        self, profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
+        widths: Sequence[int] = WIDTHS, *, drains: bool = False,
+    ) -> Deployment:  # fmt: skip
+        if self.cut == profile.edge_only:
+            return Deployment(self.cut)
+        if len(widths) == 1:
+            return Deployment(self.cut, k, widths[0])
+        own = msgspec.structs.replace(profile, cuts=(profile.cuts[profile.index(self.cut)],))
+        return choose(own, rates, tau, current, k, widths, lower_k=False, drains=drains)
+
+
+@dataclass
+class Redeployed:
+    """One change, as it is told."""
+
+    step: int
+    before: Deployment
+    after: Deployment
+    reason: str
+    """"rates", "phase", "lost", "back"."""
+    seconds: float = 0.0
+    bytes_moved: int = 0
+
+
+class SplitPilot:
+    """Both a `Pilot` and a `Replan` of a journey."""
+
+    def __init__(
+        self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: Wanted, phases: Phases,
+        steps_per_epoch: int, measured: Profile, cluster: Cluster, *, first_step: int = 0, last_step: int | None = None,
+        backup_every: int | None = 0, probe: Probe | None = None, clock: Callable[[], float] = time.monotonic,
+        meters: tuple[Meter, Meter] | None = None, **engine: Any,
+    ) -> None:  # fmt: skip
+        self.ends, self.wanted, self.phases, self.steps_per_epoch = ends, wanted, phases, steps_per_epoch
+        self.measured, self.cluster = measured, cluster
+        self.probe, self.clock, self.backup_every = probe, clock, backup_every
+        self.steps = first_step
+        k, drains = self.k_at(first_step), ends.mode == "grouped"
+        chooser = wanted.chooser
+        first = chooser(profile, rates, FIRST_TAU, None, k, wanted.widths, drains=drains)
+        up, down = meters or (Meter(), Meter())
+        self.engine = Engine(
+            profile, Rates(rates, up=up, down=down), first, k=k, widths=wanted.widths, chooser=chooser, drains=drains,
+            tau=FIRST_TAU, ends_at=last_step, **engine,
+        )  # fmt: skip
+        self.engine.probe(clock())  # the link was looked at just now
+        self.deployment = first
+        """What is running."""
+        self.plan = ends.plan(first, self.batch_seconds(first))
+        self.changes: list[Redeployed] = []
+        self.cuts: list[tuple[int, int]] = [(first_step, first.cut)]
+        self._wanted_sizes = (0, 0)
+        self._pending: Redeployed | None = None
+
+    def k_at(self, step: int) -> Bound:
+        """K of the epoch that a step is in, unless a rival has its own."""
+        if self.wanted.rival in ("k0", "unbounded"):
+            return 0 if self.wanted.rival == "k0" else None
+        epoch = step // self.steps_per_epoch
+        return next(k for start, k in reversed(self.phases) if start <= epoch)
+
+    def batch_seconds(self, deployment: Deployment) -> float:
+        """What a mini-batch is predicted to take at the rates of now."""
+        engine = self.engine
+        rates = engine.rates.now(self.clock())
+        found = seconds_of(engine.profile, rates, FIRST_TAU, deployment, drains=engine.drains) / FIRST_TAU
+        return found if found < float("inf") else 0.0
+
+    # While a round runs
+
+    def stop_at(self, step: int) -> int | None:
+        """Where another K begins."""
+        starts = [epoch * self.steps_per_epoch for epoch, _ in self.phases]
+        return next((one for one in starts if one > step), None)
+
+    def should_change(self, steps_done: int) -> bool:
+        self.steps = steps_done
+        if self.wanted.is_static or not self.engine.is_linked:
+            return False
+        now = self.clock()
+        if self.ends.is_alone(self.engine.current) and self.probe is not None and not any(self._wanted_sizes):
+            self._wanted_sizes = self.engine.probe(now)
+        if any(self._wanted_sizes):
+            return True
+        return self.engine.look(now, steps_done) is not None or self.engine.current != self.deployment
+
+    def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
+        """What came over the link, and how long that took."""
+        now, rates = self.clock(), self.engine.rates
+        ways = {(self.ends.server, self.ends.edge): rates.up, (self.ends.edge, self.ends.server): rates.down}
+        for one in sorted(arrivals, key=lambda one: -one.ago):
+            meter = ways.get((device, one.source))
+            if meter is not None and one.seconds > 0:
+                ended = now - one.ago
+                meter.transfer(one.bytes, ended - one.seconds, ended)
+
+    def began(self, plan: Plan, steps_done: int) -> None:
+        """The first round of a generation is done: getting there is over."""
+        self.steps = steps_done
+        self.engine.deployed(self.clock())
+
+    def stepped(self, step: int) -> None:
+        self.steps = step + 1
+
+    def told(self, facts: Mapping[str, Any]) -> Redeployed | None:
+        """How getting there went, as the journey tells it; what is to be told of it, if the deployment is another."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.step, pending.seconds = int(facts["step"]), float(facts["seconds"])
+        pending.bytes_moved = int(facts["bytes_moved"])
+        self.changes.append(pending)
+        if pending.after.cut != self.cuts[-1][1]:
+            self.cuts.append((pending.step, pending.after.cut))
+        if pending.reason == "rates":
+            self._learn_cost(pending)
+        return pending
+
+    def _learn_cost(self, change: Redeployed) -> None:
+        """What a change takes beside its bytes: half as it was known, half as it was now."""
+        engine = self.engine
+        rates, is_up = engine.rates.now(self.clock()), self._goes_up(change)
+        rate = rates.up_bytes_per_second if is_up else rates.down_bytes_per_second
+        moving = change.bytes_moved / rate if rate else change.seconds
+        fixed = (engine.profile.redeploy_seconds + max(0.0, change.seconds - moving)) / 2
+        engine.profile = msgspec.structs.replace(engine.profile, redeploy_seconds=fixed)
+
+    def _goes_up(self, change: Redeployed) -> bool:
+        """Whether layers go from the edge to the server."""
+        return (change.after.cut < change.before.cut) == (self.ends.edge_side == "upstream")
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Of layers that changed sides: up and down. What comes from the edge's own checkpoint crosses no link."""
+        up = sum(one.bytes_moved for one in self.changes if self._goes_up(one))
+        down = sum(one.bytes_moved for one in self.changes if not self._goes_up(one) and one.reason != "lost")
+        return up, down
+
+    # Between rounds
+
+    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change:
+        now, engine = self.clock(), self.engine
+        if self.ends.edge not in names:
+            raise WorkerLost(f"{self.ends.edge} is lost, and the data is there.", hint="Start it again, and resume.")
+        engine.k = self.k_at(self.steps)
+        if self.ends.server not in names:
+            chosen, reason = self._alone(now), "lost"
+        elif not engine.is_linked:
+            engine.found(now)
+            self._ask_link(engine.probe(now))
+            chosen, reason = self._chosen(), "back"
+        else:
+            if any(self._wanted_sizes):
+                self._ask_link(self._wanted_sizes)
+            chosen = engine.current if self._is_within(engine.current) else self._chosen()
+            reason = "phase" if chosen.cut == self.deployment.cut and chosen.k != self.deployment.k else "rates"
+        self._wanted_sizes = (0, 0)
+        return self._change(chosen, reason)
+
+    def _change(self, chosen: Deployment, reason: str) -> Change:
+        before = self._pending.before if self._pending is not None else self.deployment
+        if chosen != self.engine.current:
+            self.engine.take(chosen, self.clock(), self.steps)
+        self._pending = Redeployed(self.steps, before, chosen, reason) if chosen != before else None
+        self.deployment = chosen
+        self.plan = self.ends.plan(chosen, self.batch_seconds(chosen))
+        return Change(self.plan, self.kernels(self.plan), "redeployed", reason, self.backups())
+
+    def _is_within(self, deployment: Deployment) -> bool:
+        """Whether a deployment is as K wants it: below it, or at it where the cut is given and K is as it is."""
+        k = self.engine.k
+        if self.ends.is_alone(deployment) or self.wanted.rival in STATIC:
+            return True
+        if self.wanted.cut is not None:
+            return deployment.k == k
+        return k is None or (deployment.k is not None and deployment.k <= k)
+
+    def _chosen(self) -> Deployment:
+        """The best now, without waiting for it to last: the job pauses anyway."""
+        engine = self.engine
+        rates, tau = engine.rates.now(self.clock()), engine.horizon(self.steps)
+        current: Deployment | None = engine.current
+        if self.wanted.rival in STATIC:  # as it was at the beginning
+            current, rates = None, engine.rates.first
+        return engine.chooser(engine.profile, rates, tau, current, engine.k, engine.widths, drains=engine.drains)
+
+    def _alone(self, now: float) -> Deployment:
+        found = self.engine.lost(now, self.steps)
+        if found is None:
+            raise OutOfMemory(
+                f"{self.ends.server} is lost, and the memory of {self.ends.edge} is too small for all of "
+                f"{self.ends.network}.",
+                hint="Start the server again, and go on with this run.",
+            )
+        return found
+
+    def backups(self) -> int:
+        """Steps between two copies that the ends keep of each other's state: as the user says, or so that they take
+        next to nothing of the link's time; 0: none, where that would be too seldom to be of use."""
+        deployment, profile = self.deployment, self.engine.profile
+        if self.ends.is_alone(deployment):
+            return 0
+        if self.backup_every is not None:
+            return self.backup_every
+        rates, step_seconds = self.engine.rates.now(self.clock()), max(self.batch_seconds(deployment), 1e-6)
+        before = float(profile.running_bytes[deployment.cut])
+        after = float(profile.running_bytes[-1]) - before
+        at_edge, at_server = (before, after) if self.ends.edge_side == "upstream" else (after, before)
+        ways = ((at_edge, rates.up_bytes_per_second), (at_server, rates.down_bytes_per_second))
+        seconds = max(size / max(min(rate, COPY_BYTES_PER_SECOND), 1.0) for size, rate in ways) / BACKUP_PART
+        return max(1, math.ceil(seconds / step_seconds)) if seconds <= SELDOM_SECONDS else 0
+
+    def can_work_alone(self) -> bool:
+        """Whether the edge's memory is large enough for everything."""
+        engine = self.engine
+        lonely = [cut for cut in engine.profile.cuts if cut.layer == self.ends.alone]
+        memory = engine.profile.memory_bytes
+        return bool(lonely) and (memory is None or lonely[0].edge_bytes <= memory)
+
+    def _ask_link(self, sizes: tuple[int, int]) -> None:
+        """Send something only to learn the rates. What does not come in time is a link that gives next to nothing."""
+        if self.probe is None or not any(sizes):
+            return
+        rates, began = self.engine.rates, self.clock()
+        try:
+            found = self.probe(*sizes)
+        except TimedOut:
+            now = self.clock()
+            for meter, size in zip((rates.up, rates.down), sizes):
+                if size:  # at best it ends now
+                    meter.transfer(size, began, now)
+            self.engine.probed(now, has_arrived=False)
+            return
+        now = self.clock()
+        self.engine.probed(now, has_arrived=True)
+        for meter, one in zip((rates.up, rates.down), found):
+            if one.seconds > 0:  # a link too fast to measure counts as if it had been measured for long enough
+                times = max(1.0, LEAST_SECONDS / one.seconds)
+                meter.transfer(times * one.byte_count, now - times * one.seconds, now)
+
+    # What the job needs of a re-planner
+
+    def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
+        return {name: self.measured.of(name).kernels for name in plan.devices}
+
+    def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]:
+        return self.cluster, self.measured

@@ -1,0 +1,150 @@
+"""The two ends of a split made ready: processes of this machine, or an edge here and a cloud that is dialled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.engine.keys import Role
+from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.errors import BadValue
+from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
+from manyhands.planner.split import LinkRates
+from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.measuring import probe_pair
+from manyhands.runtime.processes import WorkerProcess
+from manyhands.session.joining import parse_address
+from manyhands.session.session import Say, Session
+
+LOCAL_SILENCE_SECONDS = 5.0
+"""An end of this machine that says nothing for so long is lost: both share its cores, with whoever else is there."""
+
+EDGE, SERVER = "edge", "server"
+INVITE_SECONDS = 30.0
+ENOUGH_SECONDS = 0.05
+"""A transfer that takes so long tells the rate of its link."""
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Where the server listens, and what it must be told."""
+
+    host: str
+    port: int
+    token: str
+
+    @classmethod
+    def parse(cls, address: str, token: str) -> Cloud:
+        from manyhands.runtime.device_book import knows_any
+        from manyhands.runtime.serving import LISTEN_PORT
+
+        if not token and not knows_any(Role.WORKER):
+            raise BadValue(
+                f"The cloud at {address:.80} wants a token; `manyhands split serve` tells it there.",
+                hint="Give it once: --token-file FILE, MANYHANDS_TOKEN, or --token TOKEN.",
+            )
+
+        return cls(*parse_address(address, LISTEN_PORT), token)
+
+
+class Looked(NamedTuple):
+    """What was sent one way to learn its rate, and how long that took; 0 bytes: nothing was."""
+
+    byte_count: int
+    seconds: float
+    delay_seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.byte_count / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Two:
+    """A session whose members are an edge and a server."""
+
+    session: Session
+    edge: str = EDGE
+    server: str = SERVER
+
+
+@contextlib.contextmanager
+def open_two(
+    cloud: Cloud | None = None,
+    *,
+    edge_slowdown: float = 1.0,
+    server_slowdown: float = 1.0,
+    threads: int = 1,
+    logs: Path | None = None,
+    say: Say | None = None,
+    limit_seconds: float = JOIN_SECONDS,
+    silence_seconds: float = LOCAL_SILENCE_SECONDS,
+) -> Iterator[Two]:
+    """The edge is a process of this machine. So is the server, unless a cloud is named: that one is dialled, and again
+    whenever it is lost. A slowdown makes an end take so many times as long: for a device that is not at hand."""
+    for name, factor in (("edge_slowdown", edge_slowdown), ("server_slowdown", server_slowdown)):
+        if not 1 <= factor < float("inf"):
+            raise BadValue(f"{name} is {factor}; it must be 1 or more.")
+    with Coordinator(
+        logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds), on_event=None
+    ) as coordinator:
+        workers = [WorkerProcess((EDGE,), slowdown=edge_slowdown)]
+        if cloud is None:
+            workers.append(WorkerProcess((SERVER,), slowdown=server_slowdown))
+        coordinator.wanted = {name for one in workers for name in one.names}
+        coordinator.start_workers(workers, threads, limit_seconds)
+        server = SERVER
+        if cloud is not None:
+            if say is not None:
+                say(f"dialling the cloud at {cloud.host}:{cloud.port}")
+            server = coordinator.invite(cloud.host, cloud.port, cloud.token, limit_seconds=INVITE_SECONDS)
+            coordinator.keep_inviting(cloud.host, cloud.port, cloud.token)
+        yield two(coordinator, EDGE, server, threads)
+
+
+def two(coordinator: Coordinator, edge: str, server: str, threads: int = 0) -> Two:
+    """Of members that are there. Each is measured for itself: they may be as unequal as they like."""
+    known = {member.name: member.device for member in coordinator.alive()}
+    for name in (edge, server):
+        if name not in known:
+            raise BadValue(f"No worker called {name} has joined; there are {', '.join(known) or 'none'}.")
+    cluster = Cluster.local(1).with_devices("split", (known[edge], known[server]))
+    return Two(Session(coordinator, cluster, False, threads, has_links=True, kind="split-"), edge, server)
+
+
+def linked(cluster: Cluster, edge: str, server: str, rates: LinkRates) -> Cluster:
+    """The cluster with the link between the two as it is known."""
+    delay = rates.delay_seconds
+    up, down = (Link(max(one, 1.0), delay) for one in (rates.up_bytes_per_second, rates.down_bytes_per_second))
+    devices = tuple(
+        msgspec.structs.replace(one, up_bytes_per_second=float("inf"), down_bytes_per_second=float("inf"))
+        for one in cluster.devices
+    )
+    links = (DirectedLink(edge, server, up), DirectedLink(server, edge, down))
+    return Cluster(cluster.name, devices, cluster.link, links)
+
+
+def look_at_link(
+    coordinator: Coordinator, edge: str, server: str, up: int = LEAST_PROBE_BYTES, down: int = LEAST_PROBE_BYTES
+) -> tuple[Looked, Looked]:
+    """Send so many bytes up and down, and more and more of them until they take long enough to tell. Nothing else may
+    run meanwhile."""
+    sizes = {edge: up, server: down}
+    found = {edge: Looked(0, 0.0, 0.0), server: Looked(0, 0.0, 0.0)}
+    while any(sizes.values()):
+        for name, link in probe_pair(coordinator, (edge, server), sizes).items():
+            size, seconds = sizes[name], sizes[name] / link.bytes_per_second
+            found[name] = Looked(size, seconds, link.delay_seconds)
+            is_enough = seconds >= ENOUGH_SECONDS or size >= MOST_PROBE_BYTES
+            sizes[name] = 0 if is_enough else min(4 * size, MOST_PROBE_BYTES)
+    return found[edge], found[server]
+
+
+def rates_of(up: Looked, down: Looked) -> LinkRates:
+    """What a look in both directions says."""
+    return LinkRates(up.rate, down.rate, min(up.delay_seconds, down.delay_seconds))

@@ -1,0 +1,277 @@
+"""Several edges, each with features of its own of the same samples, and a server that joins them: one training job.
+
+Every edge runs the layers that read its inputs, ahead of the gradients as K lets it; the server has the rest and the
+loss (schedule/replay.py). K may go by epoch; where the network is cut follows from who has what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from manyhands.executor.optimizers import slots
+from manyhands.explaining.planned_run import Planned
+from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.errors import BadValue, WorkerLost, unknown
+from manyhands.facts.network import Network
+from manyhands.facts.plan import Codec, Plan, Replay, Stage
+from manyhands.facts.plan_check import resolve
+from manyhands.facts.profile import Kernel, Profile
+from manyhands.facts.trace import LinkTrace
+from manyhands.job.base import Guide, Job, OnStep
+from manyhands.job.options import Lasting
+from manyhands.job.result import TrainResult
+from manyhands.planner.split import Bound, Deployment
+from manyhands.plans.planning import batch_norm_named
+from manyhands.runtime.control import Arrival, Reshape, Shape
+from manyhands.runtime.following import Following
+from manyhands.runtime.journey import Change, Pilot
+from manyhands.runtime.members import Member
+from manyhands.session.measuring import measure
+from manyhands.split.job import LEAST_BITS, Asked, SplitResult
+from manyhands.split.plans import CONVENTIONAL, Ends, Phases, mode_of
+from manyhands.split.session import look_at_link, rates_of
+from manyhands.split.silos import Joined, check_again
+
+RIVALS: dict[str, dict[str, Any]] = {
+    CONVENTIONAL: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},
+}  # fmt: skip
+
+
+def as_rival(asked: Asked) -> Asked:
+    """What a rival fixes."""
+    if not asked.rival:
+        return asked
+    if asked.rival not in RIVALS:
+        raise unknown("rival among silos", asked.rival, RIVALS)
+    return replace(asked, rival="", **RIVALS[asked.rival])
+
+
+def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: str, codec: Codec) -> tuple[Stage, ...]:
+    """For each edge the layers that read its inputs alone, one edge after another; the rest for the server."""
+    places: dict[str, tuple[int, int]] = {}
+    edge, cut = "", 0
+    owners = list(_owners(network, {name: own for name, own in holders.items() if name != server}))
+    for index, allowed in enumerate(owners):
+        if len(allowed) > 1:  # made from what several have: it goes with what comes next
+            later = next((own for own in owners[index:] if len(own) < 2), allowed)
+            allowed = later & allowed or allowed
+        if edge not in allowed:
+            edge = next((name for name in sorted(allowed) if name not in places), "")
+        if not edge:
+            break
+        places[edge] = (places.get(edge, (cut, cut))[0], index + 1)
+        cut = index + 1
+    missing = [name for name in holders if name != server and name not in places]
+    if missing or cut == len(network.layers):
+        who = ", ".join(missing) or server
+        raise BadValue(
+            f"{network.name} gives {who} no layers of its own.",
+            hint="forward must run each device's inputs through layers of their own, and join what these give.",
+        )
+    _check_raw(network, places)
+    bounds = [first for first, _ in places.values()] + [cut]
+    edges = (Stage((first, last), (name,)) for name, first, last in zip(places, bounds, bounds[1:], strict=False))
+    return (*edges, Stage((cut, len(network.layers)), (server,), codec=codec))
+
+
+def _owners(network: Network, holders: Mapping[str, Sequence[str]]) -> Iterator[frozenset[str]]:
+    """For each layer, the edges that have all it is made from; constants are with everybody."""
+    known = {one: frozenset(edge for edge, own in holders.items() if one in own) for one in network.inputs}
+    for layer in network.layers:
+        found = frozenset(holders)
+        for op in network.ops[layer.first : layer.last]:
+            own = frozenset(holders).intersection(*(known[name] for name in op.inputs))
+            known |= dict.fromkeys(op.outputs, own)
+            found &= own
+        yield found
+
+
+def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
+    """Data itself, or what was made of it without a weight, does not leave."""
+    raw = set(network.inputs)
+    for op in network.ops:
+        if not op.weights and op.inputs and all(name in raw for name in op.inputs):
+            raw.update(op.outputs)
+    for edge, (first, last) in places.items():
+        start, end = network.layers[first].first, network.layers[last - 1].last
+        made = {name for op in network.ops[start:end] for name in op.outputs}
+        leaks = [name for name in network.crossing(end) if name in made and name in raw]
+        if leaks:
+            raise BadValue(
+                f"{edge} would send its data itself ({', '.join(leaks)}): no layer with weights reads it first.",
+                hint="Give every device's inputs a layer of their own in forward.",
+            )
+
+
+class SiloPilot:
+    """Both the `Pilot` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
+
+    def __init__(
+        self, stages: tuple[Stage, ...], ends: Ends, phases: Phases, steps_per_epoch: int, measured: Profile,
+        cluster: Cluster, joined: Joined, own: Dataset[Any] | None, first_step: int,
+    ) -> None:  # fmt: skip
+        self.stages, self.ends, self.phases, self.steps_per_epoch = stages, ends, phases, steps_per_epoch
+        self.measured, self.cluster, self.joined, self.own = measured, cluster, joined, own
+        self.steps = first_step
+        self._members = self._present()
+        self.plan = self.plan_at(first_step)
+
+    def _present(self) -> set[Member]:
+        return set(self.joined.session.coordinator.alive())
+
+    def k_at(self, step: int) -> Bound:
+        epoch = step // self.steps_per_epoch
+        return next(k for start, k in reversed(self.phases) if start <= epoch)
+
+    def plan_at(self, step: int) -> Plan:
+        k, ends = self.k_at(step), self.ends
+        batches = ends.round_batches(k)
+        return Plan(
+            ends.network, batches * ends.batch_size, self.stages, micro_batches=batches, order="replay",
+            replay=Replay(k, ends.mode), optimizer_slots=ends.optimizer_slots, batch_norm=ends.batch_norm,
+        )  # fmt: skip
+
+    def stop_at(self, step: int) -> int | None:
+        starts = [epoch * self.steps_per_epoch for epoch, _ in self.phases]
+        return next((one for one in starts if one > step), None)
+
+    def should_change(self, steps_done: int) -> bool:
+        self.steps = steps_done
+        return False
+
+    def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
+        pass
+
+    def began(self, plan: Plan, steps_done: int) -> None:
+        self.steps = steps_done
+
+    def stepped(self, step: int) -> None:
+        self.steps = step + 1
+
+    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change:
+        missing = [name for name in self.plan.devices if name not in names]
+        if missing:
+            raise WorkerLost(f"{', '.join(missing)} is lost, and its data with it.", hint="Start it again, and resume.")
+        if (present := self._present()) != self._members:
+            check_again(self.joined.session.coordinator, self.joined, self.own)
+            self._members = present
+        self.plan = self.plan_at(self.steps)
+        return Change(self.plan, self.kernels(self.plan), "redeployed", "phase", 0)
+
+    def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
+        return {name: self.measured.of(name).kernels for name in plan.devices}
+
+    def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]:
+        return self.cluster, self.measured
+
+
+class SiloJob(Job):
+    """One call of `split_train` with two edges or more."""
+
+    asked: Asked
+    joined: Joined
+    trace: LinkTrace | None
+    steering: SiloPilot
+    last_planned: Planned
+
+    def ask(self, asked: Asked, joined: Joined, trace: LinkTrace | None, own: Dataset[Any] | None) -> None:
+        self.asked, self.joined, self.trace, self.own = as_rival(asked), joined, trace, own
+        if self.asked.cut != "auto" or self.asked.edge_side != "upstream":
+            raise BadValue("With several edges the network is cut where their features meet.", hint="Leave out cut.")
+
+    def prepared(self) -> Planned:
+        asked, network, options, found = self.asked, self.graph.network, self.options, self.joined
+        size = options.batch_size
+        bits = LEAST_BITS if asked.bits == "auto" else int(asked.bits)
+        codec = Codec(bits, asked.error_feedback, asked.pack_gradients)
+        stages = silo_stages(network, found.holders, found.server, codec)
+        cluster, profile = measure(
+            self.session, self.graph, size, optimizer=options.optimizer, say=self.say, ladder=(size,)
+        )
+        cluster = self._linked(cluster)
+        ends = Ends(
+            network.name, len(network.layers), size, mode=mode_of(asked.mode),
+            optimizer_slots=slots(options.optimizer), batch_norm=batch_norm_named(options.batch_norm),
+        )  # fmt: skip
+        self.steering = SiloPilot(
+            stages, ends, asked.phases, options.order.steps_per_epoch, profile, cluster, found, self.own,
+            self.start.steps_done,
+        )  # fmt: skip
+        return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)
+
+    def _linked(self, cluster: Cluster) -> Cluster:
+        """Each edge's link to the server as it is, or as the trace has it."""
+        links = []
+        for edge in self.joined.edges:
+            if self.trace is not None:
+                up, down, delay = self.trace.up.mean, self.trace.down.mean, self.asked.delay_seconds
+            else:
+                rates = rates_of(*look_at_link(self.session.coordinator, edge, self.joined.server))
+                up, down, delay = rates.up_bytes_per_second, rates.down_bytes_per_second, rates.delay_seconds
+            links += [
+                DirectedLink(edge, self.joined.server, Link(max(up, 1.0), delay)),
+                DirectedLink(self.joined.server, edge, Link(max(down, 1.0), delay)),
+            ]
+        return Cluster(cluster.name, cluster.devices, cluster.link, tuple(links))
+
+    # What `Job.run` asks
+
+    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+        return self.steering
+
+    def pilot(self) -> Pilot | None:
+        return self.steering
+
+    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+        return 0
+
+    def train(self, planned: Planned, on_step: OnStep | None) -> SplitResult:
+        seconds: list[float] = []
+
+        def stepped(step: int, loss: float, took: float) -> None:
+            self.steering.stepped(step)
+            seconds.append(took)
+            if on_step is not None:
+                on_step(step, loss, took)
+
+        count = len(self.joined.edges) + 1
+        with self._following():
+            found, self.last_planned = self.run(planned, stepped, "auto", Lasting("auto", 0, count, count))
+        server, between = self.joined.server, found.bytes_between
+        stage = planned.plan.stages[-1]
+        cut = stage.layers[0]
+        assert isinstance(cut, int), "resolved plans name layers by their numbers"
+        return SplitResult(
+            **{one.name: getattr(found, one.name) for one in fields(TrainResult)},
+            cuts=[(self.start.steps_done, cut)], step_seconds=seconds,
+            bytes_up=sum(size for (_, to), size in between.items() if to == server),
+            bytes_down=sum(size for (source, _), size in between.items() if source == server),
+            deployment=Deployment(cut, self.steering.plan.replay.k, stage.codec.bits),
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _following(self) -> Iterator[None]:
+        """Every edge has a link of its own that follows the trace."""
+        if self.trace is None:
+            yield
+            return
+        server, coordinator = self.joined.server, self.session.coordinator
+        try:
+            with contextlib.ExitStack() as stack:
+                for edge in self.joined.edges:
+                    stack.enter_context(
+                        Following(
+                            coordinator, self.trace, up=(edge, server), down=(server, edge),
+                            delay_seconds=self.asked.delay_seconds,
+                        )
+                    )  # fmt: skip
+                yield
+        finally:
+            for edge in self.joined.edges:
+                for sender, receiver in ((edge, server), (server, edge)):
+                    coordinator.say(sender, Reshape({receiver: Shape(None, 0.0)}), 2.0)

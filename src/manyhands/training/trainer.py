@@ -1,0 +1,223 @@
+"""`mh.Trainer(devices=4, max_epochs=2).fit(module, loader)`: modules in Lightning's way, on a cluster.
+
+Of the module three things are used: `forward`, `training_step(batch, batch_idx)`, which calls it once and returns the
+loss, and `configure_optimizers()`. Lightning itself is not needed, and not imported.
+
+    training_step((x, y), i):             the network is forward(x): captured, planned and shared as any other
+        out = self(x)                     out is what the network gave
+        return cross_entropy(out, y)      the rest is the loss of (out, y)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.errors import BadValue
+from manyhands.facts.optimizer import Optimizer
+from manyhands.job.result import TrainResult
+from manyhands.training.schedulers import Configuring, check_begun
+from manyhands.training.train import train
+
+NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimisers that say how, not what, is computed; workers choose."""
+QUIET = ("log", "log_dict", "print")
+"""What a LightningModule calls while it computes; the run's folder has the loss."""
+NOT_CALLED = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping",
+    "configure_callbacks", "configure_model", "transfer_batch_to_device", "teardown",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+    "on_before_batch_transfer", "on_after_batch_transfer", "on_fit_start", "on_fit_end", "on_train_start",
+    "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",
+    "on_load_checkpoint", "on_save_checkpoint",
+)  # fmt: skip
+"""Lightning's hooks that may change what is trained, and that nobody calls here: a module that has one is refused."""
+NOT_USED = ("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start",
+            "on_validation_epoch_end")  # fmt: skip
+"""What only measures: held-out data is evaluated with training_step's loss, and accuracy where there are classes."""
+
+
+class Trainer:
+    """Trains modules on several devices. What it does not know by Lightning's names it hands to `mh.train`.
+
+    devices     how many local workers; or a cluster as `mh.train` takes it, with cluster=
+    max_epochs  passes over the data; max_steps: steps instead
+    """
+
+    def __init__(self, *, devices: int | None = None, max_epochs: int = 1, max_steps: int = -1, **options: Any) -> None:
+        if devices is not None and "cluster" in options:
+            raise BadValue(f"devices is {devices}, and a cluster is given.", hint="Leave one of them out.")
+        known = set(inspect.signature(train).parameters) - {"model", "data", "loss", "optimizer", "epochs", "steps"}
+        for name in options:
+            if name not in known:
+                raise BadValue(f"Trainer has no option {name}.", hint=f"It takes: {', '.join(sorted(known))}.")
+        self._options = options
+        if devices is not None:
+            self._options = {**options, "cluster": Cluster.local(devices)}
+        self._epochs, self._steps = max_epochs, max_steps if max_steps != -1 else None
+
+    def fit(self, module: nn.Module, train_dataloaders: Any = None, val_dataloaders: Any = None) -> TrainResult:
+        """Train; the module holds the trained weights when this returns. Data may be data sets, too, if batch_size is
+        given; left out, the module's own `train_dataloader()` is asked. Held-out data is evaluated at the end."""
+        for name in ("training_step", "configure_optimizers"):
+            if not callable(getattr(module, name, None)):
+                raise BadValue(
+                    f"{type(module).__name__} has no {name}.",
+                    hint="Write one as for Lightning, or call mh.train(model, data, loss=..., optimizer=...).",
+                )
+        _refuse_hooks(module)
+        if _overrides(module, "prepare_data"):
+            module.prepare_data()  # type: ignore[operator]
+        if _overrides(module, "setup"):
+            module.setup("fit")  # type: ignore[operator]
+        data = train_dataloaders if train_dataloaders is not None else _asked(module, "train_dataloader")
+        if data is None:
+            raise BadValue("There is no data.", hint="Write trainer.fit(module, DataLoader(data, batch_size=64)).")
+        held_out = val_dataloaders if val_dataloaders is not None else _asked(module, "val_dataloader")
+        unused = [name for name in NOT_USED if _overrides(module, name)]
+        if held_out is not None and unused:
+            warnings.warn(
+                f"{' and '.join(unused)} of {type(module).__name__} will not be called: held-out data is evaluated "
+                "after training, with training_step's loss.",
+                stacklevel=2,
+            )
+        options = {**self._options, **({"test": held_out} if held_out is not None else {})}
+        return train(
+            module, data, loss=StepLoss(module), optimizer=optimizer_of(module), epochs=self._epochs, steps=self._steps,
+            **options,
+        )  # fmt: skip
+
+
+def _asked(module: nn.Module, name: str) -> Any:
+    method = getattr(module, name, None)
+    return method() if callable(method) and name in dir(type(module)) and _is_own(module, name) else None
+
+
+def _is_own(module: nn.Module, name: str) -> bool:
+    """Not Lightning's own, which only says that there is none."""
+    return not getattr(type(module), name).__module__.startswith(("lightning", "pytorch_lightning"))
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method that is neither Lightning's nor torch's own."""
+    method = getattr(type(module), name, None)
+    return callable(method) and _is_own(module, name) and not method.__module__.startswith("torch.")
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Whatever Lightning would do otherwise than this trainer is refused by name, with the line that asks for it."""
+    if getattr(module, "automatic_optimization", True) is False:
+        raise BadValue(
+            f"{type(module).__name__} sets automatic_optimization = False: its training_step steps the optimiser "
+            "itself, which no worker could do.",
+            hint="Leave it out, and return the loss from training_step.",
+        )
+    for name in NOT_CALLED:
+        if _overrides(module, name):
+            code = inspect.unwrap(getattr(type(module), name)).__code__
+            raise BadValue(
+                f"{type(module).__name__} overrides {name}, which would not be called.\n"
+                f"  at {code.co_filename}:{code.co_firstlineno}",
+                hint=f"Take {name} out; mh.train(..., on_step=...) is called after every step.",
+            )
+
+
+class _Input:
+    """Stands for the input while the loss is computed: only forward may have it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise BadValue(
+            "training_step uses its input beside forward.",
+            hint="It may hand the input to self(...) only: the loss is one of the output and the target.",
+        )
+
+
+class StepLoss:
+    """training_step as a function of the network's output and the target."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        calls: list[int] = []
+
+        def given(*inputs: Any, **named: Any) -> Any:
+            calls.append(1)
+            return output
+
+        with _in_place_of(self._module, forward=given, **dict.fromkeys(QUIET, lambda *values, **named: None)):
+            loss = self._module.training_step((_Input(), target), 0)  # type: ignore[operator]
+        if isinstance(loss, dict):
+            loss = loss.get("loss")
+        if len(calls) != 1:
+            raise BadValue(
+                f"training_step calls forward {len(calls)} times; it must once.",
+                hint="Write output = self(x), then return a loss of output and y.",
+            )
+        if not isinstance(loss, torch.Tensor):
+            raise BadValue(f"training_step returned a {type(loss).__name__}; it must be the loss, a tensor.")
+        return loss
+
+
+@contextlib.contextmanager
+def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
+    """The module's methods, replaced for a moment."""
+    own = {name: module.__dict__[name] for name in others if name in module.__dict__}
+    for name, other in others.items():
+        object.__setattr__(module, name, other)
+    try:
+        yield
+    finally:
+        for name in others:
+            object.__delattr__(module, name)
+        for name, other in own.items():
+            object.__setattr__(module, name, other)
+
+
+# Optimisers
+
+
+def optimizer_of(module: nn.Module) -> Optimizer:
+    """What configure_optimizers() gives, as data."""
+    with Configuring() as configuring:
+        found = module.configure_optimizers()  # type: ignore[operator]
+    schedulers: list[Any] = []
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        found, schedulers = found[0], list(found[1])
+    if isinstance(found, dict):
+        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
+        found = found.get("optimizer")
+    if isinstance(found, (list, tuple)):
+        if len(found) != 1:
+            raise BadValue(f"configure_optimizers gives {len(found)} optimisers; there can be one.")
+        found = found[0]
+    if not isinstance(found, torch.optim.Optimizer):
+        raise BadValue(f"configure_optimizers gives a {type(found).__name__}; it must be a torch.optim optimiser.")
+    trained = {id(one) for one in module.parameters() if one.requires_grad}
+    given = {id(one) for group in found.param_groups for one in group["params"]}
+    if len(found.param_groups) != 1 or given != trained:
+        raise BadValue(
+            f"The optimiser has {len(found.param_groups)} group(s) of {len(given)} parameters; the module trains "
+            f"{len(trained)}. All are trained alike.",
+            hint="Give it self.parameters(); freeze others with requires_grad_(False).",
+        )
+    group = configuring.group_of(found)
+    taken = [name for name in inspect.signature(type(found)).parameters if name not in NOT_OURS]
+    kept = {name: _plain(group[name]) for name in taken if group.get(name) is not None}
+    schedule, milestones = configuring.schedule_of(schedulers)
+    optimizer = Optimizer(type(found).__name__, schedule=schedule, milestones=milestones, **kept)
+    check_begun(optimizer, found)
+    return optimizer
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,169 @@
+"""Plans tried for a few steps on the workers at hand: where simulations are close, a trial decides."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from manyhands.data.laying import Laying
+from manyhands.executor.messages import runs_here
+from manyhands.executor.optimizers import at_start
+from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.network import Network
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan, Single, Stage
+from manyhands.facts.plan_check import op_range, resolve
+from manyhands.facts.profile import Kernel
+from manyhands.graph.graph import Graph
+from manyhands.job.base import cuts_statistics
+from manyhands.planner.refining import moved_cuts
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.run import Run
+
+WARM_UP, STEPS = 2, 4
+"""Of one turn: steps that do not count, and that do."""
+
+
+class Turns(NamedTuple):
+    """So many at least and at most, until the steps of a plan have taken so long: a disturbance takes as long whether
+    steps are long or short."""
+
+    least: int
+    most: int
+    seconds: float
+
+
+FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 6.0)
+"""Of all plans; of those that are close, which decides."""
+HOPELESS = 1.5
+"""A plan whose steps take so many times as long as those of the best has no further turn."""
+CLEARLY_FASTER = 0.95
+"""A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
+FINALISTS, CLOSE = 4, 1.2
+"""So many at most, that took so many times as long as the best at most, are tried once more: the fastest of many in a
+short trial was lucky too."""
+
+Trials = list[tuple[Plan, float]]
+
+
+def fastest_in_trial(
+    coordinator: Coordinator,
+    graph: Graph,
+    plans: Sequence[Plan],
+    optimizer: Optimizer,
+    kernels: Mapping[str, Mapping[str, Kernel]],
+    batch: Laying,
+    *,
+    is_laid: bool,
+) -> Trials:
+    """Plans with the seconds of a step, the one to take first; `plans` come as simulations rank them.
+
+    They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
+    weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
+    several take turns with it: a simulation may be wrong by more than a layer. Those that are close to the best then
+    have a longer trial, which decides, again for what the simulation ranks first unless another is clearly faster.
+    Where the best adds up gradients in buckets while backward goes on, it is tried in one bucket too: where links are
+    fast and every core computes, what runs beside computing slows it down by more than it takes.
+    """
+
+    def tried(some: Sequence[Plan], turns: Turns) -> Trials:
+        taken: dict[int, list[float]] = {number: [] for number in range(len(some))}
+        racing, usual = list(taken), dict[int, float]()
+        for turn in range(1, turns.most + 1):
+            for number in racing:
+                taken[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
+            usual = {number: statistics.median(steps) for number, steps in taken.items() if steps}
+            best = min(usual, key=lambda number: usual[number], default=0)
+            racing = [number for number in racing if number in usual and usual[number] <= HOPELESS * usual[best]]
+            if len(racing) < 2 or (turn >= turns.least and sum(taken[best]) >= turns.seconds):
+                break
+        return [(some[number], seconds) for number, seconds in usual.items()]
+
+    ranked = _ranked(tried(plans, FIRST))
+    if len(ranked) > 1 and (near := nearest(ranked[0][0], plans, graph.network)):
+        around = tried([ranked[0][0], *near], FIRST)
+        ranked = [*_sorted(around), *ranked[1:]]
+    close = [plan for plan, seconds in _sorted(ranked) if seconds <= CLOSE * ranked[0][1]][:FINALISTS]
+    if len(close) > 1:
+        close.sort(key=lambda plan: plans.index(plan) if plan in plans else len(plans))
+        ranked = [*_ranked(tried(close, LAST)), *(one for one in ranked if one[0] not in close)]
+    if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
+        both = tried([ranked[0][0], whole], LAST)
+        return [*_sorted(both), *ranked[1:]]
+    return ranked
+
+
+def _sorted(found: Trials) -> Trials:
+    return sorted(found, key=lambda one: one[1])
+
+
+def nearest(plan: Plan, known: Sequence[Plan], network: Network) -> list[Plan]:
+    """Plans that differ in one cut by one layer, or have half or twice as many micro-batches where those known differ
+    in them too (else somebody has asked for so many); none of the known ones."""
+    found = list(moved_cuts(plan, (-1, 1)))
+    if len({one.micro_batches for one in known}) > 1 and all(isinstance(one.share, Single) for one in plan.stages):
+        counts = (plan.micro_batches // 2, 2 * plan.micro_batches)
+        found += [msgspec.structs.replace(plan, micro_batches=count) for count in counts if count]
+    near = []
+    for one in found:
+        with contextlib.suppress(BadPlan):
+            one = resolve(one, network)
+            runs_here(one, network)
+            if one not in known and cuts_statistics(one, network) == cuts_statistics(plan, network):
+                near.append(one)
+    return near
+
+
+def in_one_bucket(plan: Plan, network: Network) -> Plan | None:
+    """The plan with all gradients of a stage added up at once; None where they are, or nobody adds up any."""
+    shared = [stage for stage in plan.stages if len(stage.devices) > 1 and stage.reduce == "allreduce"]
+    most = max((_gradient_bytes(stage, network) for stage in shared), default=0)
+    return msgspec.structs.replace(plan, bucket_bytes=most) if most > plan.bucket_bytes else None
+
+
+def _gradient_bytes(stage: Stage, network: Network) -> int:
+    weights = (network.weights[name] for name in network.weights_of(*op_range(stage, network)))
+    return sum(weight.bytes for weight in weights if weight.trainable)
+
+
+def _ranked(found: Trials) -> Trials:
+    """The one to take first, then the fastest."""
+    best = 0
+    for number, (_, seconds) in enumerate(found):
+        if seconds < CLEARLY_FASTER * found[best][1]:
+            best = number
+    return [*found[best : best + 1], *_sorted(found[:best] + found[best + 1 :])]
+
+
+def _steps(
+    coordinator: Coordinator,
+    graph: Graph,
+    plan: Plan,
+    optimizer: Optimizer,
+    kernels: Mapping[str, Mapping[str, Kernel]],
+    batch: Laying,
+    is_laid: bool,
+) -> list[float]:
+    """Seconds of each of a few steps; none where a worker has no room for it."""
+    order = Order(
+        graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS,
+        optimizer=at_start(optimizer), kernels={name: kernels.get(name, {}) for name in plan.devices},
+        laying=batch if is_laid else None,
+    )  # fmt: skip
+    run = Run(coordinator, order)
+    try:
+        run.prepare()
+    except OutOfMemory:
+        return []
+    return run.run(same_batches(batch, WARM_UP + STEPS, is_laid=is_laid)).step_seconds[WARM_UP:]
+
+
+def same_batches(batch: Laying, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
+    """One batch over and over; its numbers, where it was laid out."""
+    fed = batch.numbers() if is_laid else (batch.inputs, batch.targets)
+    return ((step, *fed) for step in range(steps))
