@@ -28,7 +28,7 @@ from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 KINDS = ("pi3", "pi4", "pi5", "nano", "tx2", "laptop")
 

@@ -27,7 +27,7 @@ from manyhands.planner.mixed import is_mixed
 from manyhands.planner.strategies import CORNERS
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.runtime.processes import end_with
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 BEATS = 1.001
 """A plan this many times as fast as another beats it: less is rounding."""

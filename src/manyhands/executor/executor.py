@@ -60,12 +60,12 @@ from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.interleave import InterleavedOrder
+from manyhands.schedule.lowering import entering_input
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
 from manyhands.schedule.replay import MiniBatches
 from manyhands.schedule.tiles import TileGeometry
-from manyhands.schedule.work import entering_input
 
 WEIGHT_NORM_ROUNDS = 64
 

@@ -17,8 +17,8 @@ from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import Action, Receive, Reduce
 from manyhands.schedule.feeding import AT_HOME, fed_inputs, samples_of
+from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
-from manyhands.schedule.work import Lowering
 
 COORDINATOR = "coordinator"
 """The name under which whoever started the run feeds inputs and gathers results."""

@@ -20,7 +20,7 @@ from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
-from manyhands.schedule.tiles import maps_of
+from manyhands.schedule.tileable import maps_of
 
 TINY = 1e-30
 
