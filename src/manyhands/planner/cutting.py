@@ -42,7 +42,7 @@ class Crew:
             return "single"
         if self.old is None or self.is_plain:
             return "samples"
-        return {ByTiles: "tiles", ByChannels: "channels"}.get(type(self.old.share), "samples")
+        return self.old.share.by if isinstance(self.old.share, (ByTiles, ByChannels)) else "samples"
 
 
 Crews = tuple[Crew, ...]

@@ -88,6 +88,8 @@ class StageGeometry:
         self.devices = self.stage.devices
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
+        self.sharing = self.stage.share.by if len(self.devices) > 1 else "single"
+        """How this stage is shared, by name: the executor has a runner for each."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
