@@ -7,6 +7,7 @@ that registers them, which the package's entry point in the group `manyhands.sha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -98,3 +99,11 @@ def document(devices: list[str], network: str = "n", batch_size: int = 4) -> dic
     """Returns a plan of one stage, as a file has it."""
     stage = {"layers": [0, 1], "devices": devices, "share": {"by": NAME}}
     return {"network": network, "batch_size": batch_size, "stages": [stage]}
+
+
+def install(folder: Path) -> None:
+    """Writes into a folder of Python's path what `pip install` leaves of this package beside its modules."""
+    facts = folder / "interleaved-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: interleaved\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[manyhands.sharing]\n{NAME} = interleaved:register\n")

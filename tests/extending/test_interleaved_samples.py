@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from harness import assert_exact, plan_for, relative, run
-from interleaved import NAME, ByInterleavedSamples, InterleavedGeometry, document, register, unregister
+from interleaved import NAME, ByInterleavedSamples, InterleavedGeometry, document, install, register, unregister
 from interleaved_runner import InterleavedRunner
 from small_networks import batches_of, captured
 
@@ -225,7 +225,6 @@ assert "torch" not in sys.modules
 plan = Plan.from_dict(document(["a", "b"]))
 assert plan.stages[0].share.by == NAME and NAME in strategy_names()
 assert "torch" not in sys.modules, "planning with an extension needs no torch"
-from manyhands.runtime.control import decode_from_coordinator
 print("loaded")
 """
 
@@ -234,10 +233,7 @@ print("loaded")
 def test_another_process_has_it_where_its_package_is_installed(tmp_path: Path, is_installed: bool) -> None:
     """By the package's entry point, as on a worker's machine: nothing of it comes over the wire."""
     if is_installed:
-        facts = tmp_path / "interleaved-1.0.dist-info"
-        facts.mkdir()
-        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: interleaved\nVersion: 1.0\n")
-        (facts / "entry_points.txt").write_text(f"[manyhands.sharing]\n{NAME} = interleaved:register\n")
+        install(tmp_path)
     here = [str(tmp_path), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(here)}
     ended = subprocess.run(
