@@ -25,7 +25,7 @@ from manyhands.facts.plan import (
     Stage,
     WarmUp,
 )
-from manyhands.schedule.tiles import maps_of
+from manyhands.schedule.tileable import maps_of
 
 FIXED_ORDERS: tuple[Order, ...] = ("sequential", "gpipe", "1f1b", "stream")
 GRIDS = ((2, 1), (1, 2), (3, 1), (2, 2))

@@ -28,11 +28,11 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.channels import ChannelGeometry
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
-from manyhands.schedule.work import DeviceWork
 
 Batch = tuple[Any, Any]
 SGD = Optimizer("SGD", lr=0.05, momentum=0.9)

@@ -22,7 +22,7 @@ from manyhands.graph.piece import Piece
 from manyhands.graph.tape import outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.schedule.channels import ChannelGeometry
-from manyhands.schedule.work import geometry_of
+from manyhands.schedule.sharing import geometry_of
 
 SAMPLES = 3
 BATCHES = 2

@@ -35,7 +35,7 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Message, Part, Receive, Send
-from manyhands.schedule.work import HEADER_BYTES, packed_bits, packed_bytes
+from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
 
 WIDTHS = (2, 4, 8, 16)
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

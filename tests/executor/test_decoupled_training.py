@@ -14,7 +14,7 @@ from manyhands.decoupling.decouple import decouple
 from manyhands.facts.plan import BySamples, ByTiles, Share, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 PICTURE = (3, 8, 8)
 

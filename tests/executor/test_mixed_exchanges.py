@@ -21,8 +21,8 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Receive
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.tiles import TileGeometry
-from manyhands.schedule.work import Lowering
 
 Place = tuple[int, int, int]
 """Sample, row, column; all channels go together."""

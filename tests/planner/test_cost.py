@@ -16,7 +16,7 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Backward, Forward, Message, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
-from manyhands.schedule.work import geometry_of
+from manyhands.schedule.sharing import geometry_of
 
 NETWORK = chain(4, operators_per_layer=3)
 TIMES = [(0.01, 0.02), (0.03, 0.05), (0.02, 0.07), (0.04, 0.01)]

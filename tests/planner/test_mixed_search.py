@@ -28,7 +28,7 @@ from manyhands.plans.networks import load_network
 from manyhands.plans.planning import Planned, simulate
 from manyhands.plans.planning import plan as make_plan
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 KINDS = ("pi3", "pi4", "pi5", "nano", "tx2", "laptop")
 

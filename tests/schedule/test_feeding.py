@@ -14,7 +14,7 @@ from manyhands.facts.plan import EVERYWHERE, BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Part
 from manyhands.schedule.feeding import AT_HOME, fed_inputs, feed_topic, result_topic, samples_of
-from manyhands.schedule.work import Lowering
+from manyhands.schedule.lowering import Lowering
 
 SKIPPING = chain(4, skips={3: 0})
 

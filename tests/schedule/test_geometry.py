@@ -6,6 +6,7 @@ from hand_made import chain
 from manyhands.facts.plan import BySamples, Plan, Share, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.sharing import geometry_of
 
 SAMPLES = 2
 
@@ -13,7 +14,7 @@ SAMPLES = 2
 def chain_geometry(share: Share) -> StageGeometry:
     network = chain(4)
     plan = Plan("chain", SAMPLES, (Stage((0, len(network.layers)), ("d0", "d1"), share),))
-    return StageGeometry(resolve(plan, network), 0, network)
+    return geometry_of(resolve(plan, network), 0, network)
 
 
 def test_by_samples_nothing_is_exchanged_inside() -> None:

@@ -21,8 +21,8 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Order, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
+from manyhands.schedule.sharing import geometry_of
 from manyhands.schedule.tiles import BackwardGroup, TileGeometry
-from manyhands.schedule.work import geometry_of
 
 SAMPLES = 2
 ROW = SAMPLES * 4 * 6

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from manyhands.cli.show import print_table
-from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Share
+from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Share, Single
 from manyhands.facts.plan_check import layer_range
 from manyhands.facts.units import format_bytes, format_count, format_seconds
 
@@ -37,7 +37,7 @@ def share_text(share: Share, place: int) -> str:
     if isinstance(share, ByChannels):
         own, total = share.groups[place], sum(share.groups)
         return f"{own} of {total} channel groups" if total <= MOST_GROUPS else f"{own / total:.0%} of the channels"
-    return "all"
+    return "all" if isinstance(share, Single) else share.text(place)
 
 
 def print_plan(

@@ -25,7 +25,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.schedule.actions import Action, Message, Part, Receive
-from manyhands.schedule.work import HEADER_BYTES, packed_bits, packed_bytes
+from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
 
 CHUNK = 65_536
 """Numbers that a CPU packs at once: what is computed with stays in the cache, whatever the size of the box."""

@@ -30,14 +30,13 @@ from manyhands.executor.messages import COORDINATOR, FeedPart, expected_messages
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.executor.reducer import Reducer, row_of
-from manyhands.executor.runner import Runner, SegmentRunner
+from manyhands.executor.runner import Runner
+from manyhands.executor.sharing import RunnerSetup, make_runner
 from manyhands.executor.shelf import Shelf
-from manyhands.executor.tiles import TileRunner
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, DataNotFinite, NotFinite
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import (
@@ -56,16 +55,14 @@ from manyhands.schedule.actions import (
     Step,
     is_urgent,
 )
-from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import AT_HOME, feed_topic, result_topic, samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.interleave import InterleavedOrder
+from manyhands.schedule.lowering import entering_input
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
 from manyhands.schedule.replay import MiniBatches
-from manyhands.schedule.tiles import TileGeometry
-from manyhands.schedule.work import entering_input
 
 WEIGHT_NORM_ROUNDS = 64
 
@@ -191,13 +188,10 @@ class Executor:
         self.loss = ShareLoss(graph, self.plan, self.torch_device) if has_loss else None
 
     def _runner(self, geometry: StageGeometry) -> Runner:
-        kernels = self.setting.kernels
-        if isinstance(geometry, TileGeometry):
-            return TileRunner(self.graph, self.weights, geometry, self.device, kernels, self.torch_device)
-        if isinstance(geometry, ChannelGeometry):
-            return ChannelRunner(self.graph, self.weights, geometry, self.device, self.actions, kernels)
-        calls = kernel_calls(self.graph, kernels)
-        return SegmentRunner(self.graph, self.weights, geometry, self.device, self.actions, calls)
+        setup = RunnerSetup(
+            self.graph, self.weights, self.device, self.actions, self.setting.kernels, self.torch_device
+        )  # fmt: skip
+        return make_runner(geometry, setup)
 
     def rest(self) -> None:
         """The weights are all here; in inference they stay as they are."""

@@ -158,6 +158,8 @@ class Feeder:
         micro_batch: int,
     ) -> torch.Tensor:
         tensor = (targets if part.is_target else values)[part.name]
+        if part.scattered:
+            return self._gathered(device, part, tensor, micro_batch)
         if part.is_held:
             first, last = (micro_batch * self.plan.micro_batch_size + place for place in part.box.intervals[0])
             return self.held[device].rows[tensor[first:last]].contiguous()
@@ -169,6 +171,15 @@ class Feeder:
             low, high = box.intervals[spec.batch_axis]
             box = box.replace(spec.batch_axis, (start + low, start + high))
         return packed_alone(tensor[place_of(box, hull)])
+
+    def _gathered(self, device: str, part: FeedPart, tensor: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Rows of a micro-batch that do not lie side by side, as one tensor."""
+        spec = self._target_specs[part.name]
+        axis = 0 if part.is_held else spec.batch_axis
+        assert axis is not None
+        start = micro_batch * self.plan.micro_batch_size * (1 if part.is_held else spec.rows_per_sample)
+        rows = torch.cat([tensor.narrow(axis, start + first, last - first) for first, last in part.scattered], axis)
+        return self.held[device].rows[rows].contiguous() if part.is_held else packed_alone(rows)
 
     # Inference
 

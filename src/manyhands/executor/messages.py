@@ -9,16 +9,16 @@ import torch
 
 from manyhands.executor.boxes import dtype_of, empty
 from manyhands.executor.loss import target_names
-from manyhands.facts.boxes import Box
+from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
-from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
 from manyhands.schedule.actions import Action, Receive, Reduce
-from manyhands.schedule.feeding import AT_HOME, fed_inputs, samples_of
+from manyhands.schedule.feeding import AT_HOME, fed_inputs
+from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
-from manyhands.schedule.work import Lowering
 
 COORDINATOR = "coordinator"
 """The name under which whoever started the run feeds inputs and gathers results."""
@@ -38,6 +38,8 @@ class FeedPart:
     is_target: bool = False
     is_held: bool = False
     """The device has it, in its silo or because it was laid out there: the rows' numbers travel."""
+    scattered: tuple[Interval, ...] = ()
+    """Where the rows of `box` come from, if not from side by side: intervals of the micro-batch's rows."""
 
     @property
     def bytes(self) -> int:
@@ -74,8 +76,8 @@ def feed_parts(
     last = lowering.geometries[-1]
     if targets and graph.loss is not None and device in last.loss_devices:
         specs = {spec.name: spec for spec in graph.loss.inputs}
-        rows = samples_of(last, device)
-        found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
+        samples = last.sample_intervals(device)
+        found += [_target(specs[name], samples, last.samples) for name in target_names(graph)]
     return tuple(replace(part, is_held=True) if part.name in held else part for part in found)
 
 
@@ -84,13 +86,15 @@ def everything_fed(graph: Graph, *, targets: bool = True) -> frozenset[str]:
     return frozenset([*(spec.name for spec in graph.inputs), *(target_names(graph) if targets else ())])
 
 
-def _target(spec: TensorSpec, rows: tuple[int, int], samples: int) -> FeedPart:
-    """A device's rows of a target; one that has no rows goes to everybody."""
+def _target(spec: TensorSpec, own: tuple[Interval, ...], samples: int) -> FeedPart:
+    """Returns a device's rows of a target, of its own samples; one that has no rows goes to everybody."""
     box = Box.whole(spec.shape_for(samples))
-    if spec.batch_axis is not None:
-        each = spec.rows_per_sample
-        box = box.replace(spec.batch_axis, (rows[0] * each, rows[1] * each))
-    return FeedPart(spec.name, box, spec.dtype, is_target=True)
+    if spec.batch_axis is None:
+        return FeedPart(spec.name, box, spec.dtype, is_target=True)
+    rows = tuple((first * spec.rows_per_sample, last * spec.rows_per_sample) for first, last in own)
+    start, count = rows[0][0], sum(last - first for first, last in rows)
+    box = box.replace(spec.batch_axis, (start, start + count))
+    return FeedPart(spec.name, box, spec.dtype, is_target=True, scattered=rows if len(rows) > 1 else ())
 
 
 def expected_messages(actions: Iterable[Action], device: str, network: Network) -> dict[tuple[str, str], int]:
@@ -111,7 +115,7 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
 def runs_here(plan: Plan, network: Network) -> None:
     """Refuse a plan that can be simulated, but not run by the executor; the message names the stage and why."""
     for index, stage in enumerate(plan.stages):
-        shares_samples = isinstance(stage.share, BySamples) and len(stage.devices) > 1
+        shares_samples = stage.share.splits_samples and len(stage.devices) > 1
         if not plan.is_training and plan.batch_norm == "synchronised" and shares_samples:
             _has_running_statistics(index, stage, network)
         types = {
@@ -132,8 +136,8 @@ def _has_running_statistics(index: int, stage: Stage, network: Network) -> None:
     for op in network.ops[slice(*op_range(stage, network))]:
         if op.statistics and not any(network.weights[name].buffer for name in op.weights):
             raise BadPlan(
-                f"stages[{index}] is shared by samples, but the batch norm {op.module or op.name} keeps no running "
-                "statistics: in a stream each device would normalise its samples by themselves.",
+                f"stages[{index}] is shared by {stage.share.by}, but the batch norm {op.module or op.name} keeps no "
+                "running statistics: in a stream each device would normalise its samples by themselves.",
                 hint="Give that layer to a stage with one device, or write batch_norm: local.",
             )
 

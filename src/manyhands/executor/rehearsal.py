@@ -28,7 +28,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
-from manyhands.schedule.work import packed_bits
+from manyhands.schedule.packing import packed_bits
 
 Tensors = dict[str, torch.Tensor]
 Batch = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]

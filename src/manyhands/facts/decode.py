@@ -7,7 +7,7 @@ import reprlib
 import threading
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -16,12 +16,37 @@ from manyhands.facts.errors import BadFile, ManyhandsError, did_you_mean
 T = TypeVar("T")
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2  # a document may hold lists within lists by the billion
-_PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<inner>[^`]*)`)??(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+"""What is wrong and where; inside an open union, the place within it comes first."""
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _PART = re.compile(r"\.\.\.|[^.\[\]]+")  # `[...]` is some value of a mapping
 _worked_out: set[Any] = set()
 _working_out = threading.Lock()
+
+
+class OpenUnion:
+    """A union of tagged structs to which packages of others may add theirs. A field of this type holds one of them."""
+
+    __slots__ = ()
+    unknown_hint: ClassVar[str] = ""
+    """What to do about a tag that no member has."""
+
+    @classmethod
+    def members(cls, document: Any = None) -> tuple[type[msgspec.Struct], ...]:
+        """Returns the structs of this union; `document`: what is to be read as one of them."""
+        raise NotImplementedError
+
+
+def read_open_union(kind: type, document: Any) -> Any:
+    """Returns `document` as a member of an open union: msgspec's hook (`dec_hook`) for types that it does not know."""
+    if not issubclass(kind, OpenUnion):
+        raise NotImplementedError(f"{kind.__name__} cannot be read")
+    try:
+        members: Any = Union[kind.members(document)]  # noqa: UP007
+        return converted(document, members)
+    except msgspec.ValidationError as problem:
+        raise ValueError(str(problem)) from None  # to which msgspec adds where the union is
 
 
 def converted(document: Any, kind: type[T], *, strict: bool = True) -> T:
@@ -33,7 +58,7 @@ def converted(document: Any, kind: type[T], *, strict: bool = True) -> T:
         with _working_out:
             msgspec.msgpack.Decoder(kind)
             _worked_out.add(kind)
-    return msgspec.convert(document, kind, strict=strict)
+    return msgspec.convert(document, kind, strict=strict, dec_hook=read_open_union)
 
 
 def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] = BadFile) -> T:
@@ -43,7 +68,8 @@ def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] 
     except msgspec.ValidationError as problem:
         match = _PLACE.match(str(problem))
         assert match is not None
-        said, path = match.group("said"), (match.group("path") or "").removeprefix(".")
+        said = match.group("said")
+        path = ((match.group("path") or "") + (match.group("inner") or "")).removeprefix(".")
         place = f"{what}: {path:.200}" if path else what
         types = list(_types_at(kind, _PART.findall(path)))
         if unknown := _UNKNOWN.match(said):
@@ -56,6 +82,8 @@ def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] 
         if said.startswith("Invalid") and choices:
             value = str(_lookup(document, path))
             hint = did_you_mean(value, choices)
+            if not hint.startswith("Did you mean"):  # else it is a slip
+                hint = next((one.unknown_hint for one in types if _is_open(one)), hint)
             raise error(f"{shown}; it must be one of {', '.join(choices)}.", hint=hint) from None
         raise error(f"{shown}: {said[:1].lower()}{said[1:300]}.") from None
     except (ValueError, RecursionError) as problem:  # text that is none, lists inside each other without end
@@ -79,6 +107,10 @@ def _types_at(kind: Any, parts: list[str]) -> Iterator[Any]:
     if get_origin(kind) in (Union, UnionType):
         for one in get_args(kind):
             yield from _types_at(one, parts)
+    elif _is_open(kind):
+        yield kind
+        for member in kind.members():
+            yield from _types_at(member, parts)
     elif not parts:
         yield kind
     elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -91,6 +123,10 @@ def _types_at(kind: Any, parts: list[str]) -> Iterator[Any]:
         inner = [one for one in get_args(kind) if one is not Ellipsis]
         for one in inner[-1:] if parts[0] == "..." else inner:
             yield from _types_at(one, parts[1:])
+
+
+def _is_open(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, OpenUnion) and not issubclass(kind, msgspec.Struct)
 
 
 def _fields(types: list[Any]) -> list[str]:

@@ -39,6 +39,10 @@ class Move(msgspec.Struct, frozen=True, gc=False):
         return self.source == self.target
 
 
+Moves = dict[str, tuple[Move, ...]]
+"""Tensor -> what of it goes from which device to which."""
+
+
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     """Who sends what to whom, so that what lies as `source` comes to lie as `target` (in buffers that start at zero).
 

@@ -18,12 +18,16 @@ codec (SPLIT), one stage by channels (DECNN).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from manyhands.facts.decode import decode
-from manyhands.facts.errors import BadPlan
+from manyhands.facts.decode import OpenUnion, decode, read_open_union
+from manyhands.facts.errors import BadPlan, BadValue
+from manyhands.facts.extensions import INSTALL_HINT, load_extensions
+
+if TYPE_CHECKING:
+    from manyhands.facts.network import Network
 
 LayerName = int | str
 Order = Literal["sequential", "gpipe", "1f1b", "eager", "replay", "stream", "interleave"]
@@ -35,17 +39,55 @@ BUCKET_BYTES = 4_000_000
 """Of gradients that are added up together, unless a plan says otherwise."""
 
 
-class Single(msgspec.Struct, frozen=True, tag="single", tag_field="by", forbid_unknown_fields=True):
+class Share(OpenUnion):
+    """How the devices of a stage divide its work: what a plan says of it. A way of sharing is a struct of this kind,
+    with a tag of its own in the field `by`, and is registered (`register_share`) before plans can name it.
+    """
+
+    __slots__ = ()
+    unknown_hint: ClassVar[str] = INSTALL_HINT
+    splits_samples: ClassVar[bool] = False
+    """Whether each device computes samples of its own."""
+
+    @classmethod
+    def members(cls, document: Any = None) -> tuple[type[msgspec.Struct], ...]:
+        name = document.get("by") if isinstance(document, dict) else None
+        if isinstance(name, str) and name not in _shares:
+            load_extensions()
+        return tuple(_shares.values())
+
+    @property
+    def by(self) -> str:
+        """The name of this way of sharing, as plans have it."""
+        return share_name(type(self))
+
+    def sample_counts(self, samples: int, devices: int) -> tuple[int, ...]:
+        """Returns how many of a micro-batch's samples each device computes, be it a part of each."""
+        return (samples,) * devices
+
+    def check(self, plan: Plan, index: int, network: Network) -> None:
+        """Refuses, with BadPlan, a resolved plan whose stage `index` cannot be shared this way."""
+
+    def text(self, place: int) -> str:
+        """Returns what the device at `place` of a stage takes of it, for a person."""
+        return f"a part by {self.by}"
+
+
+class Single(msgspec.Struct, Share, frozen=True, tag="single", tag_field="by", forbid_unknown_fields=True):
     """One device does the whole stage."""
 
 
-class BySamples(msgspec.Struct, frozen=True, tag="samples", tag_field="by", forbid_unknown_fields=True):
+class BySamples(msgspec.Struct, Share, frozen=True, tag="samples", tag_field="by", forbid_unknown_fields=True):
     """Each device takes some samples of every micro-batch."""
 
+    splits_samples: ClassVar[bool] = True
     samples: tuple[int, ...]
 
+    def sample_counts(self, samples: int, devices: int) -> tuple[int, ...]:
+        return self.samples
 
-class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
+
+class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
     """Each device owns a tile of every feature map; devices fill the grid row by row.
 
     `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers,
@@ -63,7 +105,7 @@ class ByTiles(msgspec.Struct, frozen=True, tag="tiles", tag_field="by", forbid_u
     after that: worth it where a link is slow."""
 
 
-class ByChannels(msgspec.Struct, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
+class ByChannels(msgspec.Struct, Share, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
     """Each device takes some of the channel groups, in order: `groups` says how many. For inference.
 
     A dense layer (fully connected, or a convolution that is not grouped) reads channels of all devices. Each device
@@ -78,7 +120,59 @@ class ByChannels(msgspec.Struct, frozen=True, tag="channels", tag_field="by", fo
     """Of those, the ones whose sums every device gets whole: what reads them needs nothing then."""
 
 
-Share = Single | BySamples | ByTiles | ByChannels
+class MissingShare(msgspec.Struct, Share, frozen=True, tag="missing", tag_field="by"):
+    """A way of sharing that a received plan names and this device does not have; `plan_check.resolve` refuses it."""
+
+    name: str
+
+
+BUILT_IN: tuple[type[Share], ...] = (Single, BySamples, ByTiles, ByChannels)
+_shares: dict[str, type[Any]] = {}
+"""Name -> the struct by which plans say it."""
+
+
+def share_name(kind: type[Share]) -> str:
+    """Returns the name of a way of sharing: the tag of its struct."""
+    assert issubclass(kind, msgspec.Struct)
+    return str(kind.__struct_config__.tag)
+
+
+def register_share(kind: type[Share]) -> None:
+    """Lets plans name a way of sharing: from now on `{by: <its tag>}` is read as this struct."""
+    config = kind.__struct_config__ if issubclass(kind, msgspec.Struct) else None
+    if config is None or not issubclass(kind, Share) or config.tag_field != "by" or not config.frozen:
+        raise BadValue(
+            f"{kind.__name__} cannot be registered as a way of sharing.",
+            hint='It must be a msgspec.Struct and a Share: frozen=True, tag="its name", tag_field="by".',
+        )
+    name = share_name(kind)
+    if _shares.get(name, kind) is not kind or name == share_name(MissingShare):
+        raise BadValue(f"A way of sharing called '{name}' is registered already.", hint="Give it another tag.")
+    _shares[name] = kind
+
+
+def unregister_share(name: str) -> None:
+    """Takes back `register_share`; what came with manyhands stays."""
+    if any(share_name(kind) == name for kind in BUILT_IN):
+        raise BadValue(f"'{name}' came with manyhands and cannot be unregistered.")
+    _shares.pop(name, None)
+
+
+for _kind in BUILT_IN:
+    register_share(_kind)
+
+
+def received_share(kind: type, document: Any) -> Any:
+    """Returns a share of a plan that came over the wire, as `read_open_union` does.
+
+    One that this device does not have is a MissingShare, so that the sender of the plan gets a refusal that names it.
+    """
+    name = document.get("by") if kind is Share and isinstance(document, dict) else None
+    if isinstance(name, str) and name not in _shares:
+        load_extensions()
+        if name not in _shares:
+            return MissingShare(name[:80])
+    return read_open_union(kind, document)
 
 
 class Codec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,21 +272,29 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         full = msgspec.to_builtins(self)
         kept = _unusual(full, Plan, always=("order", "micro_batches"))
         kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
-        for stage in kept["stages"]:
+        for stage, own in zip(kept["stages"], self.stages):
             if "share" in stage:
-                said = stage["share"].items()
+                usual = _defaults(type(own.share))
                 stage["share"] = {
-                    k: v for k, v in said if v not in (None, [], ()) or (k == "input_based" and v is not None)
+                    key: value
+                    for key, value in stage["share"].items()
+                    if value not in (None, [], ()) or key not in usual or usual[key] != value
                 }
         return kept
 
 
-def _unusual(document: dict[str, Any], kind: type[msgspec.Struct], always: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that differ from their defaults, or have none."""
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """Field -> its default; fields without one are left out."""
     usual: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         if info.default_factory is not msgspec.NODEFAULT:
             usual[info.name] = info.default_factory()
         elif info.default is not msgspec.NODEFAULT:
             usual[info.name] = msgspec.to_builtins(info.default)
+    return usual
+
+
+def _unusual(document: dict[str, Any], kind: type[msgspec.Struct], always: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields that differ from their defaults, or have none."""
+    usual = _defaults(kind)
     return {key: value for key, value in document.items() if key in always or key not in usual or usual[key] != value}

@@ -10,8 +10,20 @@ import msgspec
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
+from manyhands.facts.extensions import INSTALL_HINT
 from manyhands.facts.network import Network
-from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Share, Single, Stage
+from manyhands.facts.plan import (
+    EVERYWHERE,
+    ByChannels,
+    BySamples,
+    ByTiles,
+    LayerName,
+    MissingShare,
+    Plan,
+    Share,
+    Single,
+    Stage,
+)
 
 BITS = (2, 4, 8, 16, 32)
 MOST_SAMPLES = 10**9
@@ -21,6 +33,12 @@ MOST_MICRO_BATCHES = 10_000
 
 def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Plan:
     """The plan with layers as numbers, checked against the network and, where given, the cluster."""
+    for index, stage in enumerate(plan.stages):
+        if isinstance(stage.share, MissingShare):
+            raise BadPlan(
+                f"stages[{index}] is shared by '{stage.share.name}', which is not registered on this device.",
+                hint=INSTALL_HINT,
+            )
     plan = Plan.from_dict(
         msgspec.to_builtins(plan)
     )  # a plan made in Python is held to the same types as one from a file
@@ -49,6 +67,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
     _check_warm_up(resolved)
     for index, stage in enumerate(stages):
         _check_share(resolved, index, stage, network, plan.stages[index].share)
+        stage.share.check(resolved, index, network)
         _check_eager(resolved, index, stage, network)
     _check_tied_weights(stages, network)
     _check_replay(resolved, network)
@@ -347,8 +366,8 @@ def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) ->
     if not plan.is_training:
         return
     least = plan.micro_batch_size
-    if isinstance(stage.share, BySamples) and plan.batch_norm == "local":
-        least = min(stage.share.samples)
+    if plan.batch_norm == "local":
+        least = min(stage.share.sample_counts(least, len(stage.devices)))
     first, last = op_range(stage, network)
     for op in network.ops[first:last]:
         if op.statistics:
@@ -370,6 +389,6 @@ def _check_loss(plan: Plan, network: Network) -> None:
     hint = "Use micro_batches: 1 and a single device for the last stage: strategy 'single' (--share single)."
     if plan.micro_batches > plan.steps_per_round:
         raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
-    if len(last.devices) > 1 and isinstance(last.share, BySamples):
+    if len(last.devices) > 1 and last.share.splits_samples:
         field = f"stages[{len(plan.stages) - 1}]"
-        raise BadPlan(f"{field} is shared by samples among {len(last.devices)} devices. {what}.", hint=hint)
+        raise BadPlan(f"{field} is shared by {last.share.by} among {len(last.devices)} devices. {what}.", hint=hint)

@@ -20,7 +20,7 @@ from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import entry_of, from_file
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
-from manyhands.planner.strategies import STRATEGIES
+from manyhands.planner.strategies import is_strategy_name, strategy_names
 from manyhands.planner.task import TileWish
 from manyhands.plans.networks import parse_input
 from manyhands.plans.planning import plan_file
@@ -143,7 +143,7 @@ class Wish:
 
     @property
     def has_plan_file(self) -> bool:
-        return self.plan not in STRATEGIES
+        return not is_strategy_name(self.plan)
 
     @property
     def tiles(self) -> TileWish:
@@ -169,8 +169,8 @@ def wish_for(given: Mapping[str, Any], *, share: str | None, plan: str | None, r
     """What the user wants, from the options that were typed: those left out are None."""
     if share and plan:
         raise BadValue(f"--share {share} and --plan {plan} both say how to share the work.", hint="Give one of them.")
-    if share and share not in STRATEGIES:
-        raise unknown("way to share the work", share, STRATEGIES)
+    if share and not is_strategy_name(share):
+        raise unknown("way to share the work", share, strategy_names())
     said = {key: value for key, value in given.items() if value is not None}
     if "listen" in said:
         parse_address(said["listen"], 0)
@@ -399,7 +399,7 @@ def full_path(text: str) -> str:
     path, colon, classes = text.rpartition(":")
     if colon and classes[:1].isdecimal() and Path(path).exists():  # some classes of it
         return f"{Path(path).absolute()}:{classes}"
-    is_name = not text or text in (*NAMES, *STAND_INS, *STRATEGIES)
+    is_name = not text or text in (*NAMES, *STAND_INS) or is_strategy_name(text)
     return text if is_name or not Path(text).exists() else str(Path(text).absolute())
 
 

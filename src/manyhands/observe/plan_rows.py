@@ -110,6 +110,9 @@ def _block(number: int, stage: Stage, place: int) -> Block:
         by: By = "samples" if isinstance(share, BySamples) else "channels"
         label = f"{own} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
         return Block(number, first, last, by, begin, part, label, f"{own}/{total}" if total < 100 else f"{part:.0%}")
+    if len(stage.devices) > 1:  # a way of sharing of others, drawn as equal parts
+        part = 1 / len(stage.devices)
+        return Block(number, first, last, "samples", place * part, part, share.text(place), f"{part:.0%}")
     return Block(number, first, last, "all", 0.0, 1.0, "all", "all")
 
 

@@ -11,7 +11,6 @@ from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
 from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
-from manyhands.schedule.tiles import TileGeometry
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
 """How much of an operator's backward pass a part of it takes."""
@@ -57,18 +56,10 @@ class CostModel:
             if samples:
                 forward, backward = self.range_seconds(own, device, op, op + 1, samples)
                 if isinstance(action, Forward):
-                    total += forward * self._forward_part(geometry, device, action)
+                    total += forward * geometry.forward_part(device, action.first, action.part)
                 else:
                     total += backward * _BACKWARD_PART[action.part]
         return total
-
-    def _forward_part(self, geometry: StageGeometry, device: str, action: Forward) -> float:
-        """How much of an operator the interior of a tile is, or its rim; adding up partial sums is next to nothing."""
-        if not action.part or not isinstance(geometry, TileGeometry):
-            return 0.0 if action.part == "sum" else 1.0
-        whole = geometry.computed[device][self.network.ops[action.first].outputs[0]].volume
-        inside = geometry.interior(device, action.first).volume / whole if whole else 0.0
-        return inside if action.part == "interior" else 1.0 - inside
 
     def range_seconds(
         self, profile: DeviceProfile, device: str, first: int, last: int, samples: float

@@ -20,7 +20,7 @@ from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
-from manyhands.schedule.tiles import maps_of
+from manyhands.schedule.tileable import maps_of
 
 TINY = 1e-30
 
@@ -42,7 +42,7 @@ class Crew:
             return "single"
         if self.old is None or self.is_plain:
             return "samples"
-        return {ByTiles: "tiles", ByChannels: "channels"}.get(type(self.old.share), "samples")
+        return self.old.share.by if isinstance(self.old.share, (ByTiles, ByChannels)) else "samples"
 
 
 Crews = tuple[Crew, ...]

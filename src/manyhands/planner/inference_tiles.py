@@ -30,7 +30,7 @@ from manyhands.planner.simple import proportional
 from manyhands.planner.task import Candidate, Grid, Task
 from manyhands.planner.tile_plans import grids, tile_stages
 from manyhands.planner.tiles import TilePrices
-from manyhands.schedule.tiles import maps_of, tileable_layers
+from manyhands.schedule.tileable import maps_of, tileable_layers
 
 MOST_GRIDS = 3
 """Grids, of any number of devices, whose groups are looked for."""

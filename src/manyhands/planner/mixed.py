@@ -34,7 +34,7 @@ from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import TileSteps, Tiling
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 Kind = Literal["single", "samples", "tiles"]
 MOST_POSITIONS = 72

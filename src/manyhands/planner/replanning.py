@@ -29,7 +29,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.cutting import TINY
 from manyhands.planner.mending import Mending, homes_for
-from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
+from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name, strategy_names
 from manyhands.planner.task import Price, Task
 
 How = Literal["light", "heavy"]
@@ -67,8 +67,8 @@ def replanned(
     """
     if how not in WAYS:
         raise unknown("way of re-planning", how, WAYS)
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
+    if not is_strategy_name(strategy):
+        raise unknown("strategy", strategy, strategy_names())
     if plan.order == "replay":  # another order would step after other batches
         how = "light"
     if how == "heavy":

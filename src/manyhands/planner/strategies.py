@@ -7,6 +7,8 @@ tiles      the maps cut into a grid in proportion to speed, up to global pooling
            without a grid, on the fastest few devices where more would only slow it
 mixed      what is in none of these corners: tiles, then samples, then one device, on the same devices or on others
 
+Another package may add a strategy (`register_strategy`): it proposes plans, and the simulator prices them like these.
+
 Prices are simulated. What they are prices of is the caller's: seconds of a step, peak bytes, joules. The searches look
 for short steps; where little memory is asked for they are told that devices have less, and where little energy, that
 there are fewer devices.
@@ -14,7 +16,7 @@ there are fewer devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -22,7 +24,8 @@ from math import inf
 import msgspec
 
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, unknown
+from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, OutOfMemory, unknown
+from manyhands.facts.extensions import load_extensions
 from manyhands.facts.plan import ByTiles, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.ground import Batch, sizes
@@ -56,6 +59,32 @@ WORTH = 1.25
 """Mixed plans that are worked out: so many, within this of the best."""
 LESS_MEMORY = 0.85
 """Where little memory is asked for: how much less than the least so far is tried next."""
+Propose = Callable[[Task], Iterable[Plan]]
+"""A strategy of another package: plans for a task, in any order. ManyhandsError: there is none, and why."""
+_registered: dict[str, Propose] = {}
+
+
+def register_strategy(name: str, propose: Propose) -> None:
+    """Adds a strategy: its plans can be asked for by name, and `auto` compares them with all others."""
+    if name in STRATEGIES or name in _registered:
+        raise BadValue(f"A strategy called '{name}' is registered already.", hint="Give it another name.")
+    _registered[name] = propose
+
+
+def unregister_strategy(name: str) -> None:
+    """Takes back `register_strategy`."""
+    _registered.pop(name, None)
+
+
+def is_strategy_name(name: str) -> bool:
+    """Whether plans can be asked for by this name; packages are only looked for where it is no name of ours."""
+    return name in STRATEGIES or name in strategy_names()
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Returns the names of all strategies, those that installed packages bring among them."""
+    load_extensions()
+    return (*STRATEGIES, *_registered)
 
 
 def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
@@ -64,8 +93,8 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
     They are looked for where `auto` looks for its own row of that name, and in the same way: who asks for a strategy
     gets what `auto` would have compared.
     """
-    if strategy == "auto" or strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
+    if strategy == "auto" or not is_strategy_name(strategy):
+        raise unknown("strategy", strategy, strategy_names())
     if task.best == "memory":  # how much less is tried next depends on what all strategies need
         rows = [one for one in _found(task, price) if one.plan is not None and one.name.split()[0] == strategy]
         return sorted(rows, key=lambda one: one.seconds) or _named(strategy, task, price)
@@ -92,8 +121,25 @@ def _named(strategy: str, task: Task, price: Price) -> list[Candidate]:
         return ranked_pipelines(task, price)
     if strategy == "mixed":
         return ranked_mixed(task, price)
+    if strategy in _registered:
+        return _proposed(strategy, task, price)
     makers: dict[str, Callable[[Task], Plan]] = {"samples": samples, "tiles": partial(fewer_tiles, price=price)}
     return [fitting(strategy, makers[strategy], task, price)]
+
+
+def _proposed(strategy: str, task: Task, price: Price) -> list[Candidate]:
+    """The plans of a registered strategy, simulated, the best first; where none fits, why."""
+    found: list[Candidate] = []
+    refusal: ManyhandsError | None = None
+    for proposal in _registered[strategy](task):
+        try:
+            plan = resolve(proposal, task.network, task.cluster)
+            found.append(Candidate(strategy, plan, price(plan)))
+        except ManyhandsError as error:
+            refusal = refusal or error
+    if not found:
+        raise refusal or BadPlan(f"Strategy '{strategy}' proposes no plan of {task.network.name} for this cluster.")
+    return sorted(found, key=lambda one: one.seconds)
 
 
 def _singles(task: Task, price: Price) -> list[Candidate]:
@@ -260,6 +306,8 @@ def _kinds(task: Task) -> list[tuple[str, str]]:
 
 def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
     """Price every candidate; the best first, those that cannot run last with the reason."""
+    if not corners_only:
+        load_extensions()
     best: dict[str, Candidate] = {}
     for one in sorted(_found(task, price, corners_only=corners_only), key=lambda one: one.seconds):
         best.setdefault(one.name, one)
@@ -307,7 +355,7 @@ def _all(task: Task, price: Price, corners_only: bool) -> list[Candidate]:
             found.append(Candidate(name, None, inf, error.message, error.hint))
     if len(task.cluster.devices) == 1:
         return found
-    for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed"])]:
+    for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed", *_registered])]:
         try:
             ranked = _named(strategy, task, price)
         except ManyhandsError as error:

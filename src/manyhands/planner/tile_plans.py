@@ -12,7 +12,7 @@ from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.task import Grid, Price, Task, Weights
 from manyhands.planner.tiles import Groups, TilePrices, with_groups
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 SIMULATED_UP_TO = 1.3
 """Groupings whose price is within this of the least are simulated."""

@@ -24,7 +24,7 @@ from manyhands.planner.ground import Batch, Ground, Group, every_group
 from manyhands.planner.shares import Counts, Numbers, Shares
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
-from manyhands.schedule.tiles import maps_of
+from manyhands.schedule.tileable import maps_of
 
 LEAST_ROWS = 2
 """A tile has at least so many rows of the stage's first map: thinner ones are all halo."""

@@ -19,7 +19,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
 from manyhands.files.documents import load_cluster, read_document, write_document
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.pricing import Objective
-from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
+from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name, strategy_names
 from manyhands.planner.task import BEST, Best, Candidate, Task, TileWish
 from manyhands.plans.networks import load_network
 from manyhands.schedule.actions import print_schedule
@@ -205,7 +205,7 @@ def simulate(
 
 def is_strategy(name: str, objective: str | None = None) -> bool:
     """Whether a plan can be asked for by this name: for training, or with an objective for inference."""
-    return name in (STRATEGIES if objective is None else INFERENCE_STRATEGIES)
+    return is_strategy_name(name) if objective is None else name in INFERENCE_STRATEGIES
 
 
 def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
@@ -227,7 +227,7 @@ def plan_file(name: str, objective: str | None = None) -> Path:
     """The plan file a user named; a name that is neither a file nor a strategy is a typo."""
     path = Path(name)
     if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
-        raise unknown("plan file or strategy", name, STRATEGIES if objective is None else INFERENCE_STRATEGIES)
+        raise unknown("plan file or strategy", name, strategy_names() if objective is None else INFERENCE_STRATEGIES)
     return path
 
 

@@ -13,7 +13,7 @@ import torch
 from manyhands.facts.network import Network
 from manyhands.graph.graph import Graph
 from manyhands.profiler.steps import random_inputs
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 
 LEAST_ROWS = 32
 """Of a band: with fewer a map's edges would be most of it."""

@@ -35,7 +35,7 @@ from manyhands.executor.projections import SumRecord
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
 from manyhands.facts.network import Network
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, received_share
 from manyhands.facts.profile import DeviceProfile, Kernel
 from manyhands.facts.units import format_bytes
 from manyhands.files.json_memory import decoded_bytes
@@ -494,7 +494,9 @@ MOST_FROM_COORDINATOR_BYTES = 300 * 2**20
 
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_from_coordinator: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(FromCoordinator)
+_from_coordinator: msgspec.json.Decoder[FromCoordinator] = msgspec.json.Decoder(
+    FromCoordinator, dec_hook=received_share
+)
 _T = TypeVar("_T")
 
 

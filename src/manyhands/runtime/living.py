@@ -23,7 +23,7 @@ import msgspec
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.network import Network
-from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.facts.plan_check import layer_range
 from manyhands.facts.profile import Profile
 from manyhands.observe.live import (
@@ -373,4 +373,4 @@ def _share_text(stage: Stage) -> str:
         return f"samples {'+'.join(map(str, share.samples))}" if len(share.samples) <= 8 else "samples"
     if isinstance(share, ByTiles):
         return f"tiles {len(share.rows)}x{len(share.columns)}"
-    return "channels" if isinstance(share, ByChannels) else "all"
+    return "all" if isinstance(share, Single) else share.by

@@ -263,3 +263,11 @@ class ChannelGeometry(StageGeometry):
             name = op.inputs[0] if index in self.input_based else op.outputs[0] if op.outputs else ""
             found.append(self.own(device, name).volume / prod(self.shape(name)) if name else 0.0)
         return tuple(found)
+
+    def continues(self, group: Group) -> bool:
+        """A group that fetches nothing begins where a shuffle or a partial sum ended, on this device alone."""
+        return not group.fetches
+
+    @property
+    def sums_gradients(self) -> bool:
+        return False

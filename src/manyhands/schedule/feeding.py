@@ -7,10 +7,10 @@ whole, and travels on from there as the schedule says. Targets go to the last st
 from __future__ import annotations
 
 from manyhands.facts.boxes import Box
-from manyhands.facts.plan import EVERYWHERE, BySamples
+from manyhands.facts.plan import EVERYWHERE
 from manyhands.schedule.actions import Part
 from manyhands.schedule.geometry import StageGeometry
-from manyhands.schedule.work import Lowering, entering_input
+from manyhands.schedule.lowering import Lowering, entering_input
 
 WAYS = ("step", "start")
 """When samples travel: those of a step before it, or all of them before the first; then their numbers do."""
@@ -39,13 +39,12 @@ def fed_inputs(lowering: Lowering) -> dict[str, tuple[tuple[int, Part], ...]]:
 
 
 def samples_of(geometry: StageGeometry, device: str) -> tuple[int, int]:
-    """Which samples of a micro-batch a device has: [first, last)."""
-    share = geometry.stage.share
-    if not isinstance(share, BySamples):
-        return (0, geometry.samples)
-    place = geometry.devices.index(device)
-    first = sum(share.samples[:place])
-    return (first, first + share.samples[place])
+    """Returns which samples of a micro-batch a device has: [first, last).
+
+    Where they do not lie side by side (`geometry.sample_intervals`), it is as if they did: `last - first` of them.
+    """
+    first = geometry.sample_intervals(device)[0][0]
+    return (first, first + geometry.sample_count(device))
 
 
 def feed_topic(micro_batch: int) -> str:

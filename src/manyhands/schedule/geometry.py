@@ -7,8 +7,12 @@ through the operators' read rules gives the box each device must have of every t
     inside        computed over the needed box, redundantly, no communication
     group output  owned
 
-By samples nothing is ever missing (here); by tiles halos are (tiles.py); by channels whatever an operator reads of the
-others (channels.py).
+By samples nothing is ever missing (samples.py); by tiles halos are (tiles.py); by channels whatever an operator reads
+of the others (channels.py).
+
+A geometry also lowers its stage: it says at which operators the devices add up, in which runs the passes are computed,
+what is exchanged between these, and where gradients are added up. The lowering (lowering.py) asks, and never looks at
+how a stage is shared. The defaults here are those of a stage that one device computes.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import pairwise
 
-from manyhands.facts.boxes import Box, Layout
-from manyhands.facts.moves import Move
+from manyhands.facts.boxes import Box, Interval, Layout
+from manyhands.facts.moves import Move, Moves, adjoint
 from manyhands.facts.network import Network, Op
-from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import op_range
 
 
@@ -33,8 +37,28 @@ class Group:
 
     first: int
     last: int
-    fetches: dict[str, tuple[Move, ...]]
-    sums: dict[str, tuple[Move, ...]] = field(default_factory=dict)
+    fetches: Moves
+    sums: Moves = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the devices of a stage send each other at one place of the backward pass."""
+
+    gradients: Moves = field(default_factory=dict)
+    values: Moves = field(default_factory=dict)
+    """Of the forward pass, which derivatives read."""
+
+
+@dataclass(frozen=True)
+class BackwardRuns:
+    """Operators [first, last) that are differentiated without communication, in the order of the backward pass.
+
+    What is exchanged before the first run, between two, and after the last: one exchange more than there are runs.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    exchanges: tuple[Exchange, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,10 @@ class Walk:
 
 
 class StageGeometry:
-    """The boxes of one stage, for one micro-batch."""
+    """The boxes of one stage, for one micro-batch: here of one that a single device computes.
+
+    A way of sharing is a subclass, registered in sharing.py with the struct by which plans name it.
+    """
 
     is_split_inside = False
     """Whether devices of this stage exchange activations among themselves."""
@@ -61,6 +88,8 @@ class StageGeometry:
         self.devices = self.stage.devices
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
+        self.sharing = self.stage.share.by if len(self.devices) > 1 else "single"
+        """How this stage is shared, by name: the executor has a runner for each."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -91,12 +120,23 @@ class StageGeometry:
         return {}
 
     def _owned_layout(self, tensor: str) -> Layout:
-        spec, share, shape = self.network.tensors[tensor], self.stage.share, self.shape(tensor)
+        spec, shape = self.network.tensors[tensor], self.shape(tensor)
         if len(self.devices) == 1 or spec.batch_axis is None:
             return Layout.whole(shape, self.devices)
-        assert isinstance(share, BySamples), "tiles and channels have geometries of their own"
-        rows = {d: n * spec.rows_per_sample for d, n in zip(self.devices, share.samples)}
-        return Layout.split_counts(shape, spec.batch_axis, rows)
+        each = spec.rows_per_sample
+        rows = {
+            device: [(first * each, last * each) for first, last in self.sample_intervals(device)]
+            for device in self.devices
+        }
+        return Layout.channels(shape, spec.batch_axis, rows)
+
+    def sample_intervals(self, device: str) -> tuple[Interval, ...]:
+        """Returns which samples of a micro-batch a device computes, in the order in which it holds them."""
+        return ((0, self.samples),)
+
+    def sample_count(self, device: str) -> int:
+        """Returns how many samples of a micro-batch a device computes, be it a part of each."""
+        return sum(last - first for first, last in self.sample_intervals(device))
 
     def weight_box(self, device: str, name: str) -> Box | None:
         """The part of a weight that a device has; None: all of it."""
@@ -187,10 +227,76 @@ class StageGeometry:
 
     def fractions(self, device: str) -> tuple[float, ...]:
         """How much of each operator this device computes, as a part of the whole micro-batch."""
-        share = self.stage.share
-        own = share.samples[self.devices.index(device)] if isinstance(share, BySamples) else self.samples
-        return (own / self.samples,) * (self.last - self.first)
+        return (self.sample_count(device) / self.samples,) * (self.last - self.first)
 
     def backward_fractions(self, device: str) -> tuple[float, ...]:
         """How much of each operator's gradient this device computes: what it computed, unless said otherwise."""
         return self.fractions(device)
+
+    def forward_part(self, device: str, index: int, part: str) -> float:
+        """Returns how much of an operator's forward time a part of it takes; `part` is that of a `Forward` action.
+
+        Adding up partial sums is next to nothing.
+        """
+        return 0.0 if part == "sum" else 1.0
+
+    # Lowering: how the passes of this stage become actions
+
+    def adds_up(self, op: Op) -> bool:
+        """Whether the devices of this stage add up statistics before they compute an operator."""
+        return False
+
+    @cached_property
+    def interior_first(self) -> frozenset[int]:
+        """Operators that start a group, and are computed where nothing is missing while its fetches travel."""
+        return frozenset()
+
+    @cached_property
+    def rim_first(self) -> frozenset[int]:
+        """Operators whose gradients for other devices are sent before the sums that they add up have come."""
+        return frozenset()
+
+    def continues(self, group: Group) -> bool:
+        """Whether a group is computed in one go with what was computed before it, where nothing lies between."""
+        return False
+
+    @property
+    def gathered_outputs(self) -> Moves:
+        """What the network returns, on its way to the one device of this stage that computes the loss."""
+        return {}
+
+    def returned_gradients(self, tensor: str, arrived: tuple[Move, ...], producer: StageGeometry) -> tuple[Move, ...]:
+        """Returns how the gradient of a tensor goes back to the stage that made it: as its values came, by default,
+        and what overlaps is added up there."""
+        return adjoint(arrived)
+
+    @cached_property
+    def backward_runs(self) -> BackwardRuns:
+        """How the backward pass is split: by default the mirror image of the forward groups, each of which hands back
+        the gradients of what it fetched."""
+        differentiable = {name for name, spec in self.network.tensors.items() if spec.differentiable}
+        groups = self.groups[::-1]
+        handed_back = [
+            Exchange({name: adjoint(moved) for name, moved in group.fetches.items() if name in differentiable})
+            for group in groups
+        ]
+        return BackwardRuns(tuple((group.first, group.last) for group in groups), (Exchange(), *handed_back))
+
+    def splits_backward(self, index: int) -> bool:
+        """Whether the gradients of an operator's weights are worth computing apart from those of its inputs: nothing
+        but the optimiser waits for them."""
+        return False
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the devices add up their weight gradients among themselves, in buckets, during the last backward
+        pass; else each has what it needs, or one of them adds up all."""
+        return len(self.devices) > 1 and self.stage.reduce == "allreduce"
+
+    def last_bucket_bytes(self, gradient_bytes: int) -> int:
+        """Returns the most that the last bucket of so many bytes of gradients may hold; 0: no limit of its own.
+
+        All wait for that bucket when nothing is left to compute, but every bucket is a cut through what autograd
+        recorded.
+        """
+        return 0

@@ -15,9 +15,9 @@ import msgspec
 
 from manyhands.facts.network import Network
 from manyhands.schedule.actions import Action, Forward, Receive, Reduce
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.policies import DeviceState
 from manyhands.schedule.replay import MiniBatches
-from manyhands.schedule.work import DeviceWork
 
 
 def in_chunks(actions: Sequence[Action], network: Network) -> Iterator[Action]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from manyhands.schedule.actions import Action, Message, Receive
-from manyhands.schedule.work import DeviceWork
+from manyhands.schedule.device_work import DeviceWork
 
 WAIT: Literal["wait"] = "wait"
 DONE: Literal["done"] = "done"

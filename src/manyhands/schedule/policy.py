@@ -12,11 +12,12 @@ from functools import partial
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.schedule.actions import Action
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.interleave import InterleavedOrder, in_chunks
+from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.orders import passes
 from manyhands.schedule.policies import EagerOrder, FixedOrder, Policy
 from manyhands.schedule.replay import PlainOrder, ReplayOrder, plain_list
-from manyhands.schedule.work import DeviceWork, Lowering
 
 
 class Schedule:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from manyhands.facts.plan import Replay
 from manyhands.schedule.actions import Action, Discard, Receive
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.policies import DONE, WAIT, Answer, DeviceState, has_arrived
-from manyhands.schedule.work import DeviceWork
 
 
 def plain_list(work: DeviceWork, count: int) -> list[Action]:

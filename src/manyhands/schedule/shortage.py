@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.network import Layer, Network
-from manyhands.facts.plan import BySamples, Plan
+from manyhands.facts.plan import Plan
 from manyhands.facts.units import format_bytes
 from manyhands.schedule.memory import weight_copies
 
@@ -47,7 +47,7 @@ def _layer_bytes(plan: Plan, network: Network, layer: Layer) -> int:
 
 def _smaller_batches(plan: Plan) -> list[str]:
     """Ways to compute fewer samples at once. A device that shares a stage by samples takes one of them at least."""
-    least = max((len(one.devices) for one in plan.stages if isinstance(one.share, BySamples)), default=1)
+    least = max((len(one.devices) for one in plan.stages if one.share.splits_samples), default=1)
     size = plan.micro_batch_size
     ways = []
     if any(plan.batch_size % finer == 0 for finer in range(least, size)):

@@ -15,8 +15,8 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.reads import Window
 from manyhands.schedule.actions import Message, Reduce, Send
+from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.reduction import pair_bytes, rounds_of
-from manyhands.schedule.work import Lowering
 
 BETWEEN = ("value", "input")
 """Kinds of messages between stages, and from an input's home."""

@@ -38,11 +38,11 @@ from manyhands.schedule.actions import (
     Step,
     is_urgent,
 )
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Counts, flow_bytes, flow_ends
-from manyhands.schedule.work import DeviceWork
 from manyhands.simulator.flows import Bundle, Shape, Transfer
 from manyhands.simulator.links import Network
 from manyhands.simulator.result import DeviceResult, Simulation, Span

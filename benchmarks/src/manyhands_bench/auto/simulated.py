@@ -23,7 +23,7 @@ from manyhands.planner.strategies import CORNERS
 from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
 from manyhands.runtime.processes import end_with
-from manyhands.schedule.tiles import tileable_layers
+from manyhands.schedule.tileable import tileable_layers
 from manyhands_bench.auto.scenarios import SEED, Scenario
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.claims import ESTIMATED

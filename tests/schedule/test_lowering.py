@@ -18,8 +18,10 @@ from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Order, P
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Receive, Reduce, Send, Step
 from manyhands.schedule.checker import check
+from manyhands.schedule.device_work import DeviceWork
+from manyhands.schedule.lowering import Lowering
+from manyhands.schedule.packing import HEADER_BYTES
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.work import HEADER_BYTES, DeviceWork, Lowering
 
 CHAIN = chain(4)
 SKIPPING = chain(5, skips={3: 0, 4: 0})

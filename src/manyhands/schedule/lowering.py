@@ -1,0 +1,199 @@
+"""Plan -> work: for every device, the actions of one forward pass, one backward pass, and the end of a round.
+
+What happens inside a stage is its geometry's to say (forward_pass.py, backward_pass.py); here stages are connected with
+each other, with the homes of inputs, and with the optimiser's step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from manyhands.facts.boxes import Box, Layout
+from manyhands.facts.moves import Move, Moves, adjoint, moves
+from manyhands.facts.network import Network
+from manyhands.facts.plan import EVERYWHERE, Codec, Plan
+from manyhands.schedule.actions import Kind, Loss, Message, Part, Receive, Reduce, Send, Step
+from manyhands.schedule.backward_pass import BackwardPass, gradient_buckets
+from manyhands.schedule.device_work import DeviceWork
+from manyhands.schedule.forward_pass import ForwardPass
+from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.packing import Mail, Packed, packed_messages
+from manyhands.schedule.sharing import geometry_of
+
+
+def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
+    """What a stage's devices need of a graph input: to read it, or to hand it to the loss as it is."""
+    network = geometry.network
+    if any(tensor in op.inputs for op in geometry.ops):
+        return geometry.entering(tensor)
+    if tensor in network.outputs and geometry.is_last:
+        return geometry.passing(tensor)
+    return None
+
+
+class Handed(NamedTuple):
+    """A box of a tensor that two stages on one device share."""
+
+    producer: int
+    consumer: int
+    tensor: str
+    box: Box
+
+
+class Lowering:
+    """A resolved plan turned into work, stage by stage."""
+
+    def __init__(self, plan: Plan, network: Network) -> None:
+        self.plan, self.network = plan, network
+        self.geometries = [geometry_of(plan, index, network) for index in range(len(plan.stages))]
+        self.work = {device: DeviceWork(device) for device in plan.devices}
+        for geometry in self.geometries:
+            for device in geometry.devices:
+                self.work[device].geometries.append(geometry)
+        self.incoming: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
+        """(stage, device) -> from whom it gets what before it starts."""
+        self.outgoing: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
+        self._connect_stages()
+        self._connect_inputs()
+        for geometry in self.geometries:
+            self._lower_forward(geometry)
+        if plan.is_training:
+            for geometry in reversed(self.geometries):
+                self._lower_backward(geometry)
+            self._lower_end()
+
+    def _packed(self, found: Moves, kind: Kind, stage: int, codec: Codec | None = None) -> Packed:
+        return packed_messages(self.network, found, kind, stage, codec)
+
+    def _connect_stages(self) -> None:
+        """Every tensor goes straight from the stage that makes it to each stage that reads it.
+
+        The last stage reads what the network returns: it computes the loss.
+        """
+        self.between: list[tuple[int, int, Moves]] = []
+        for consumer, geometry in enumerate(self.geometries):
+            reads = dict.fromkeys(n for op in geometry.ops for n in op.inputs)
+            if geometry.is_last:
+                reads.update(dict.fromkeys(self.network.outputs))
+            by_producer: dict[int, Moves] = defaultdict(dict)
+            for tensor in reads:
+                made = self.network.producer.get(tensor)
+                if made is not None and made < geometry.first:
+                    producer = next(i for i, g in enumerate(self.geometries) if g.first <= made < g.last)
+                    made_as = self.geometries[producer].owned(tensor)
+                    is_read = any(tensor in op.inputs for op in geometry.ops)
+                    wanted = geometry.entering(tensor) if is_read else geometry.passing(tensor)
+                    by_producer[producer][tensor] = moves(made_as, wanted)
+            self.between.extend((producer, consumer, found) for producer, found in by_producer.items())
+        for producer, consumer, found in self.between:
+            codec = self.plan.stages[consumer].codec
+            for source, target, message in self._packed(found, "value", consumer, codec):
+                self.outgoing[producer, source].append((target, message))
+                self.incoming[consumer, target].append((source, message))
+
+    def handed_over(self, device: str) -> list[Handed]:
+        """What one stage hands to a later one on the same device: no message."""
+        return [
+            Handed(producer, consumer, tensor, move.box)
+            for producer, consumer, found in self.between
+            for tensor, own in found.items()
+            for move in own
+            if move.is_local and move.source == device and not move.box.is_empty
+        ]
+
+    def handed_back(self, device: str) -> list[Handed]:
+        """The gradients that come back the same way."""
+        return [
+            Handed(producer, consumer, tensor, move.box)
+            for producer, consumer, found in self.between
+            for tensor, own in found.items()
+            if self.network.tensors[tensor].differentiable
+            for move in self._way_back(tensor, producer, consumer, own)
+            if move.is_local and move.source == device and not move.box.is_empty
+        ]
+
+    def _connect_inputs(self) -> None:
+        """Inputs with a home are sent from there to whoever reads them."""
+        for tensor, home in self.plan.homes.items():
+            if home == EVERYWHERE:
+                continue
+            whole = Box.whole(self.network.tensors[tensor].shape_for(self.plan.micro_batch_size))
+            for stage, geometry in enumerate(self.geometries):
+                layout = entering_input(geometry, tensor)
+                if layout is None:
+                    continue
+                found = [
+                    Move(home, device, box.intersect(whole))
+                    for device in geometry.devices
+                    for box in layout.boxes(device)
+                ]
+                for source, target, message in self._packed({tensor: tuple(found)}, "input", stage):
+                    self.work[source].before.append(Send(target, message))
+                    self.incoming[stage, target].insert(0, (source, message))
+
+    def _lower_forward(self, geometry: StageGeometry) -> None:
+        stage, training = geometry.index, self.plan.is_training
+        inside = ForwardPass(geometry)
+        gathered = Mail(self._packed(geometry.gathered_outputs, "output", stage) if training else [])
+        for device in geometry.devices:
+            out = self.work[device].forward_actions
+            out.extend(Receive(source, message) for source, message in self.incoming[stage, device])
+            out += inside.actions(device)
+            out.extend(Send(target, message) for target, message in self.outgoing[stage, device])
+            out += gathered.sends(device) + gathered.receives(device)
+            if geometry.is_last and training and device in geometry.loss_devices:
+                out.append(Loss(stage, 0))
+
+    def _backward_messages(self, geometry: StageGeometry) -> tuple[Packed, Packed, Packed]:
+        """Gradients from later stages, to earlier ones, and from the device of this stage that computes the loss."""
+        receives: Packed = []
+        sends: Packed = []
+        for producer, consumer, found in self.between:
+            if geometry.index in (producer, consumer):
+                back = {
+                    t: self._way_back(t, producer, consumer, own)
+                    for t, own in found.items()
+                    if self.network.tensors[t].differentiable
+                }
+                codec = self.plan.stages[consumer].codec
+                packed = self._packed(back, "gradient", consumer, codec if codec.gradients else None)
+                (receives if geometry.index == producer else sends).extend(packed)
+        returned = {
+            t: adjoint(own) for t, own in geometry.gathered_outputs.items() if self.network.tensors[t].differentiable
+        }
+        return receives, sends, self._packed(returned, "output-gradient", geometry.index)
+
+    def _way_back(self, tensor: str, producer: int, consumer: int, there: tuple[Move, ...]) -> tuple[Move, ...]:
+        return self.geometries[consumer].returned_gradients(tensor, there, self.geometries[producer])
+
+    def _lower_backward(self, geometry: StageGeometry) -> None:
+        """Every micro-batch's backward pass, and the round's last one, in which gradients are added up."""
+        inside = BackwardPass(geometry, *self._backward_messages(geometry))
+        for device, actions in inside.actions(dict[int, Reduce]()).items():
+            self.work[device].backward_actions += actions
+        for device, actions in inside.actions(gradient_buckets(geometry)).items():
+            self.work[device].last_backward_actions += actions
+
+    def _lower_end(self) -> None:
+        """The optimiser's step. Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and
+        updated weights come back after."""
+        partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
+        updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
+        for device, work in self.work.items():
+            mine = [g for g in work.geometries if g.index in partial and g.devices[0] == device]
+            others = [g for g in work.geometries if g.index in partial and g.devices[0] != device]
+            work.end.extend(Send(g.devices[0], partial[g.index]) for g in others)
+            work.end.extend(Receive(other, partial[g.index]) for g in mine for other in g.devices[1:])
+            work.end.extend(Step(g.index) for g in work.geometries if g not in others)
+            work.end.extend(Send(other, updated[g.index]) for g in mine for other in g.devices[1:])
+            work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)
+
+    def _weights_of(self, geometry: StageGeometry, kind: Kind) -> Message | None:
+        """All trained weights of a stage that has a gateway, or their gradients, as one message."""
+        weights = self.network.weights
+        names = [n for n in self.network.weights_of(geometry.first, geometry.last) if weights[n].trainable]
+        if geometry.stage.reduce != "gateway" or len(geometry.devices) == 1 or not names:
+            return None
+        parts = tuple(Part(name, Box.whole(weights[name].shape)) for name in names)
+        return Message(kind, geometry.index, 0, parts, sum(weights[name].bytes for name in names))

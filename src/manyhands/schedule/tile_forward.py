@@ -1,0 +1,240 @@
+"""The boxes of a tiled stage's forward pass (TILE §4): who owns, computes and fetches what.
+
+    map          (sample, channel, row, column): each device owns one box of the grid. Channels may be two axes, group
+                 and channel of it: rows and columns are the last two
+    replicated   what was made by adding up over a whole map (global pooling, squeeze-excitation), and what is made from
+                 such tensors alone: every device has all of it, and of its gradient its own part of a sum
+
+A group fetches what it reads beyond what a device has, then computes without communication: redundantly where tiles
+overlap. Only sums over a whole map (batch norm, pooling) travel inside a group. The way back: tiles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property, reduce
+from math import prod
+
+from manyhands.facts.boxes import Box, Layout, without
+from manyhands.facts.errors import BadPlan
+from manyhands.facts.moves import Moves, moves
+from manyhands.facts.network import Network, Op
+from manyhands.facts.plan import ByTiles, LayerName, Plan
+from manyhands.facts.plan_check import group_ops
+from manyhands.facts.reads import Window
+from manyhands.schedule.geometry import Group, StageGeometry
+from manyhands.schedule.tileable import maps_of
+
+
+class TileForwardGeometry(StageGeometry):
+    """The boxes of a tiled stage's forward pass: who owns, computes and fetches what."""
+
+    is_split_inside = True
+
+    def __init__(self, plan: Plan, index: int, network: Network) -> None:
+        super().__init__(plan, index, network)
+        assert isinstance(self.stage.share, ByTiles)
+        self.share = self.stage.share
+
+    @property
+    def gateway(self) -> str:
+        """The device that gathers what leaves the network, and computes the loss."""
+        return self.devices[0]
+
+    @property
+    def loss_devices(self) -> tuple[str, ...]:
+        return (self.gateway,)
+
+    # What a tensor is
+
+    @cached_property
+    def maps(self) -> frozenset[str]:
+        """Tensors of this stage that are cut into tiles; the others are replicated."""
+        found, obstacle = maps_of(self.network, self.first, self.last)
+        if obstacle is not None:
+            raise self._cannot(self.network.ops[obstacle])
+        return found
+
+    def _cannot(self, op: Op) -> BadPlan:
+        layer = self.network.layers[self.network.layer_of_op[self.network.op_index[op.name]]]
+        made = "".join(f", which makes {name} of shape {self.network.tensors[name].shape}" for name in op.outputs[:1])
+        where = f" ({op.where})" if op.where else ""
+        return BadPlan(
+            f"stages[{self.index}] is shared by tiles, but layer {layer.name} has the operator {op.name} "
+            f"({op.target}){where}{made}: it cannot be cut into rows and columns.",
+            hint=f"End the tiled stage before layer {layer.name} and continue with another share "
+            "(strategy 'tiles', --share tiles, does so by itself).",
+        )
+
+    def adds_up(self, op: Op) -> bool:
+        """Whether an operator needs sums over the whole map, which travel inside a group."""
+        if not op.inputs or op.inputs[0] not in self.maps:
+            return False
+        if op.statistics:  # in a stream a batch norm goes by its running statistics, if it keeps any
+            return self.plan.is_training or not any(self.network.weights[name].buffer for name in op.weights)
+        return op.tile_sums > 0
+
+    def reads_beyond(self, op: Op) -> bool:
+        """Whether an operator reads more of a map than the place it makes."""
+        if op.tiling == "pool":
+            return False
+        rank = len(self.network.tensors[op.outputs[0]].shape) if op.outputs else 0
+        return any(
+            rule != Window(axis) for read in op.reads if read.tensor in self.maps
+            for axis, rule in enumerate(read.rules[-2:], rank - 2)
+        )  # fmt: skip
+
+    # Forward
+
+    def _owned_layout(self, tensor: str) -> Layout:
+        shape = self.shape(tensor)
+        if tensor not in self.maps:
+            return Layout.whole(shape, self.devices)
+        return Layout.grid(shape, len(shape) - 2, len(shape) - 1, self.share.rows, self.share.columns, self.devices)
+
+    def own(self, device: str, tensor: str) -> Box:
+        return self.owned(tensor).hull(device)
+
+    @cached_property
+    def group_starts(self) -> tuple[int, ...]:
+        if self.share.forward_groups is not None:
+            return group_ops(self.share.forward_groups, self.network)
+        return self.places_to_exchange
+
+    @cached_property
+    def places_to_exchange(self) -> tuple[int, ...]:
+        """The stage's first operator, and every one that reads beyond its own tile."""
+        inside = range(self.first + 1, self.last)
+        return (self.first, *(op for op in inside if self.reads_beyond(self.network.ops[op])))
+
+    def beside_sums(self, *, through_windows: bool) -> tuple[int, ...]:
+        """Where to exchange so that boundary data travels beside the sums of normalisations, in place of after them:
+        before the normalisation that an operator's input comes from, where nothing else reads what lies between.
+
+        What is exchanged there is not pooled yet: `through_windows` says whether to go back through pools, too.
+        """
+        found = {self.first}
+        for start in self.places_to_exchange[1:]:
+            found.add(self._norm_before(start, through_windows) or start)
+        return tuple(sorted(found))
+
+    def _norm_before(self, start: int, through_windows: bool) -> int | None:
+        index = start
+        while True:
+            names = [name for name in self.network.ops[index].inputs if name in self.maps]
+            made = self.network.producer.get(names[0]) if len(names) == 1 else None
+            if made is None or made <= self.first or self.network.readers[names[0]] != (index,):
+                return None
+            op = self.network.ops[made]
+            if op.tiling == "norm" and self.adds_up(op):
+                return made
+            if op.macs or op.tiling != "local" or (self.reads_beyond(op) and not through_windows):
+                return None
+            index = made
+
+    def start_names(self, starts: Iterable[int]) -> tuple[LayerName, ...]:
+        """Operators as a plan names them: by the layer's number where that starts there."""
+        layers, of_op = self.network.layers, self.network.layer_of_op
+        return tuple(of_op[op] if layers[of_op[op]].first == op else self.network.ops[op].name for op in starts)
+
+    def _is_made_by_all(self, op: Op) -> bool:
+        """What is replicated, and what takes part in sums over the map."""
+        return self.adds_up(op) or any(name not in self.maps for name in op.outputs)
+
+    def _needs(self, device: str, op: Op, made: dict[str, Box]) -> dict[str, Box]:
+        """What a device reads of each input to make some boxes of an operator's outputs."""
+        found: dict[str, Box] = {}
+        for name in op.outputs:
+            for read in op.reads if name in made else ():
+                if op.tiling == "pool" and read.tensor in self.maps:
+                    wanted = self.own(device, read.tensor)
+                else:
+                    wanted = read.demand(made[name], self.shape(read.tensor))
+                    if self.adds_up(op):
+                        wanted = wanted.hull(self.own(device, read.tensor))
+                found[read.tensor] = found[read.tensor].hull(wanted) if read.tensor in found else wanted
+        return found
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Forward groups with what each fetches: what it reads of the stage's own tensors and a device has not got."""
+        found = []
+        have: dict[str, dict[str, list[Box]]] = {d: {} for d in self.devices}
+        for walk in self._walks:
+            fetches: Moves = {}
+            for tensor, boxes in walk.read.items():
+                missing = {d: without([box], *have[d].get(tensor, ())) for d, box in boxes.items()}
+                for device, box in boxes.items():
+                    have[device].setdefault(tensor, []).append(box)
+                if tensor in self.maps and self.is_made_here(tensor):
+                    wanted = {d: [box for box in own if not box.is_empty] for d, own in missing.items()}
+                    fetches[tensor] = moves(self.owned(tensor), Layout.of({d: own for d, own in wanted.items() if own}))
+            for device, made in walk.computed.items():
+                for tensor, box in made.items():
+                    have[device].setdefault(tensor, []).append(box)
+            found.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}))
+        return tuple(found)
+
+    @cached_property
+    def interior_first(self) -> frozenset[int]:
+        """Operators that start a group and are computed inside the tile before its boundary data has come."""
+        return frozenset(op for op in group_ops(self.share.interior_first, self.network) if self._may_be_split(op))
+
+    def _may_be_split(self, index: int) -> bool:
+        op = self.network.ops[index]
+        fetches = any(group.fetches for group in self.groups if group.first == index)
+        return bool(op.macs) and op.tiling == "local" and op.outputs[0] in self.maps and fetches
+
+    def interior(self, device: str, index: int) -> Box:
+        """Of what a device computes of the first operator of a group, the box that reads nothing it must fetch."""
+        op = self.network.ops[index]
+        out = self.computed[device].get(op.outputs[0]) or self.own(device, op.outputs[0])
+        intervals = list(out.intervals)
+        for read in op.reads:
+            if read.tensor not in self.maps or not self.is_made_here(read.tensor):
+                continue
+            have = self.computed[device].get(read.tensor) or self.own(device, read.tensor)
+            for axis in (2, 3):
+                rule, extent, (low, high) = read.rules[axis], self.shape(read.tensor)[axis], have.intervals[axis]
+                first, last = intervals[axis]
+                while first < last and rule.demand((first, first + 1), extent)[0] < low:
+                    first += 1
+                while first < last and rule.demand((last - 1, last), extent)[1] > high:
+                    last -= 1
+                intervals[axis] = (first, last)
+        return Box(tuple(intervals))
+
+    def passing(self, tensor: str) -> Layout:
+        return Layout.whole(self.shape(tensor), [self.gateway])
+
+    def returning(self, tensor: str) -> Layout:
+        return self.owned(tensor) if tensor in self.maps else self.passing(tensor)
+
+    def _forward_hull(self, device: str, tensor: str) -> Box:
+        box = reduce(Box.hull, self.held(device, tensor), Box(tuple((0, 0) for _ in self.shape(tensor))))
+        leaves = tensor in self.network.outputs and self.is_last and not self.is_made_here(tensor)
+        return box.hull(self.own(device, tensor)) if leaves else box
+
+    def fractions(self, device: str) -> tuple[float, ...]:
+        return self._fractions(self.computed[device])
+
+    def _fractions(self, boxes: dict[str, Box]) -> tuple[float, ...]:
+        return tuple(
+            max((boxes[name].volume / prod(self.shape(name)) for name in op.outputs if name in boxes), default=0.0)
+            for op in self.ops
+        )
+
+    def forward_part(self, device: str, index: int, part: str) -> float:
+        """The interior of a tile, or its rim; all of an operator that is not split."""
+        if not part:
+            return 1.0
+        whole = self.computed[device][self.network.ops[index].outputs[0]].volume
+        inside = self.interior(device, index).volume / whole if whole else 0.0
+        return inside if part == "interior" else 1.0 - inside
+
+    @property
+    def gathered_outputs(self) -> Moves:
+        if not self.is_last:
+            return {}
+        target = {tensor: self.passing(tensor) for tensor in self.network.outputs if tensor in self.maps}
+        return {tensor: moves(self.owned(tensor), layout) for tensor, layout in target.items()}
