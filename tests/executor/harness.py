@@ -12,11 +12,12 @@ import torch
 
 from hand_made import cluster
 from manyhands.engine.inprocess import Switchboard
-from manyhands.executor.executor import Executor, Setting
+from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
+from manyhands.executor.options import ExecutorOptions
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -156,7 +157,7 @@ def own_weights(graph: Graph, work: DeviceWork) -> Weights:
 
 def held(executor: Executor) -> int:
     """Micro-batches that a device keeps something of."""
-    return len({micro_batch for runner in executor.runners.values() for micro_batch in runner.flights})
+    return len({micro_batch for runner in executor.runners.values() for micro_batch in runner.in_flight})
 
 
 def run(
@@ -192,11 +193,11 @@ def run(
         weights = own_weights(graph, own)
         store_weights(graph, weights, stored or {})
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
-        setting = Setting(
+        options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
             with_targets=training,
         )  # fmt: skip
-        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, setting)
+        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options)
         executors[device].rest()
         board.endpoints[device].mailbox.open(0, executors[device].expected())
         if watch is not None:

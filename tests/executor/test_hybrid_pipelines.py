@@ -73,9 +73,9 @@ class Live:
 
         def watched(action: Action) -> None:
             act(action)
-            flights = [flight for r in executor.runners.values() if isinstance(r, SegmentRunner)
-                       for flight in r.flights.values()]  # fmt: skip
-            live = sum(bool(flight.records) or bool(flight.values) for flight in flights)
+            batches = [batch for r in executor.runners.values() if isinstance(r, SegmentRunner)
+                       for batch in r.in_flight.values()]  # fmt: skip
+            live = sum(bool(batch.tapes) or bool(batch.values) for batch in batches)
             self.most[executor.device] = max(self.most[executor.device], live)
 
         executor._act = watched  # type: ignore[method-assign]
@@ -515,8 +515,10 @@ def test_peak_memory_stays_within_eq_3(kind: str, order: Order) -> None:
             assert log.peak_bytes - static <= MARGIN * (bytes_ - static), device
     first = plan.stages[0].devices[0]
     held = held_at_most(plan, 0)
-    per_flight = sum(op.saved_bytes for op in graph.network.ops[: graph.network.layers[cuts[0]].first]) * shares[0][0]
-    assert ran.logs[first].peak_bytes > 0.9 * held * per_flight  # and is no accident: it is what is held
+    per_micro_batch = (
+        sum(op.saved_bytes for op in graph.network.ops[: graph.network.layers[cuts[0]].first]) * shares[0][0]
+    )
+    assert ran.logs[first].peak_bytes > 0.9 * held * per_micro_batch  # and is no accident: it is what is held
 
 
 class Heavy(nn.Module):

@@ -10,9 +10,10 @@ from channel_networks import decoupled
 from harness import own_weights, relative, schedule_of
 
 from manyhands.engine.inprocess import Switchboard
-from manyhands.executor.executor import Executor, Setting
+from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes
+from manyhands.executor.options import ExecutorOptions
 from manyhands.facts.plan import ByChannels, ByTiles, Plan, Share, Stage
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import outputs_of
@@ -38,8 +39,8 @@ def stream(
     executors = []
     for device in devices:
         weights = own_weights(graph, schedule.lowering.work[device])
-        setting = Setting(with_targets=False, memory_step=0)
-        executor = Executor(graph, schedule, board.endpoints[device], weights, None, setting)
+        options = ExecutorOptions(with_targets=False, memory_step=0)
+        executor = Executor(graph, schedule, board.endpoints[device], weights, None, options)
         board.endpoints[device].mailbox.open(0, executor.expected(), 0, ROUND)
         executors.append(executor)
     feeder = Feeder(graph, schedule, board.endpoints[COORDINATOR], with_targets=False)
@@ -94,7 +95,7 @@ def test_answers_come_in_order_and_are_right(share: Share, count: int, samples: 
         expected = {to: size * samples // ROUND for (source, to), size in planned.items() if source == executor.device}
         assert sent == expected
         assert executor.log.samples == samples
-        assert not any(runner.flights for runner in executor.runners.values())
+        assert not any(runner.in_flight for runner in executor.runners.values())
         if len(executor.runners) == 1:
             assert_in_turn(executor)
 
@@ -107,5 +108,5 @@ def assert_in_turn(executor: Executor) -> None:
         if isinstance(action, Forward):
             number = action.micro_batch
             assert number == 0 or done.get(number - 1, 0) >= action.last
-            assert number < 2 or done.get(number - 2) == len(executor.network.ops)
+            assert number < 2 or done.get(number - 2) == len(executor.schedule.network.ops)
             done[number] = max(done.get(number, 0), action.last)

@@ -19,10 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 from manyhands.engine.inprocess import Switchboard
-from manyhands.executor.executor import Executor, RoundResult, Setting
+from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.round_result import RoundResult
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Codec, Plan, Replay, Single, Stage
@@ -81,7 +83,9 @@ class Replayed:
         for device in self.plan.devices:
             weights = Weights.copied(graph, self.schedule.lowering.work[device].weights())
             stepper = build(optimizer, weights.trainable())
-            executor = Executor(graph, self.schedule, board.endpoints[device], weights, stepper, Setting(seed=7))
+            executor = Executor(
+                graph, self.schedule, board.endpoints[device], weights, stepper, ExecutorOptions(seed=7)
+            )
             board.endpoints[device].mailbox.open(0, executor.expected(), 0, self.plan.steps_per_round)
             self._watch(device, executor, late if device == DOWN else 0.0)
             self.executors[device] = executor
@@ -244,7 +248,7 @@ def test_what_runs_ahead_catches_up_as_its_log_says(k: int | None, mode: str) ->
     replays = sum(isinstance(a, Forward) and a.part == "again" for _, a in run.actions[UP])
     assert replays == sum(isinstance(a, Forward) and a.part == "ahead" for _, a in run.actions[UP]) > 0
     run.assert_bytes_are_the_plans()
-    assert all(executor.runners[0].flights == {} for device, executor in run.executors.items() if device == UP)
+    assert all(executor.runners[0].in_flight == {} for device, executor in run.executors.items() if device == UP)
 
 
 def test_the_first_of_a_group_is_not_replayed() -> None:

@@ -14,10 +14,12 @@ from torch.nn import functional
 
 from manyhands.data.silo import Kept, Silo
 from manyhands.engine.inprocess import Switchboard
-from manyhands.executor.executor import Executor, RoundResult, Setting
+from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES
 from manyhands.executor.optimizers import build
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.round_result import RoundResult
 from manyhands.facts.errors import BadData
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve
@@ -83,12 +85,12 @@ def run(graph: Graph, plan: Plan, order: Tensor, *, spoil: bool = False) -> tupl
         rows = torch.argsort(own)
         held[device] = Kept(frozenset(names), rows + SAMPLES if spoil and device == "b" else rows)
         weights = Weights.copied(graph, schedule.lowering.work[device].weights())
-        setting = Setting(seed=7, silo=silo, held=frozenset(names))
+        options = ExecutorOptions(seed=7, silo=silo, local_names=frozenset(names))
         stepper = build(SGD, weights.trainable())
-        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, setting)
+        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options)
         board.endpoints[device].mailbox.open(0, executors[device].expected(), 0, plan.steps_per_round)
     board.endpoints[COORDINATOR].mailbox.open(0, {})
-    feeder = Feeder(graph, schedule, board.endpoints[COORDINATOR], held=held)
+    feeder = Feeder(graph, schedule, board.endpoints[COORDINATOR], local=held)
     results: dict[str, list[RoundResult]] = {device: [] for device in executors}
     errors: dict[str, BaseException] = {}
 

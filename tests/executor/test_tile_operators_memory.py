@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tile_checks import CONTEXT, Case, sums_operator
 from torch import Tensor, nn
 
-from manyhands.executor.tile_base import Notes
-from manyhands.executor.tile_operators import Held
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, Notes, WeightGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.facts.profile import Kernel
 
@@ -32,13 +31,15 @@ def test_places_kept_forward_are_those_found_again(what: str, layout: torch.memo
     made = POOLS[what](leaf)
     made.backward(case.gradient)  # type: ignore[no-untyped-call]
     operator, out, notes = case.operator(), Box.whole(made.shape), Notes()
-    source = Held(Box.whole(whole.shape), whole)
-    assert torch.equal(operator.forward([source], out, CONTEXT, notes=notes), made)
+    source = BoxTensor(Box.whole(whole.shape), whole)
+    assert torch.equal(operator.forward(ForwardCall([source], out, CONTEXT, notes=notes)), made)
     smaller = out.replace(2, (1, 4))
     for box in (out, smaller):  # backward may be over another box: nothing kept is of use then
         gradient = case.gradient[box.slices()]
-        (found,) = operator.input_gradients([source], None, gradient, box, [True], CONTEXT, notes=notes)
-        (again,) = operator.input_gradients([source], None, gradient, box, [True], CONTEXT)
+        (found,) = operator.input_gradients(
+            InputGradientCall([source], None, gradient, box, [True], CONTEXT, notes=notes)
+        )
+        (again,) = operator.input_gradients(InputGradientCall([source], None, gradient, box, [True], CONTEXT))
         assert found is not None
         assert again is not None
         assert found.box == again.box
@@ -54,11 +55,13 @@ def test_places_are_kept_where_they_were_found() -> None:
     case = Case.of(POOLS["overlapping"], (3, 12, 14))
     operator, out, notes = case.operator(), Box.whole(case.made.shape), Notes()
     (whole,) = case.inputs.values()
-    source = Held(Box.whole(whole.shape), whole.clone())
-    operator.forward([source], out, CONTEXT, notes=notes)
+    source = BoxTensor(Box.whole(whole.shape), whole.clone())
+    operator.forward(ForwardCall([source], out, CONTEXT, notes=notes))
     assert [held.box for held in notes.values()] == [out]
     source.tensor.fill_(float("nan"))
-    (found,) = operator.input_gradients([source], None, case.gradient, out, [True], CONTEXT, notes=notes)
+    (found,) = operator.input_gradients(
+        InputGradientCall([source], None, case.gradient, out, [True], CONTEXT, notes=notes)
+    )
     assert found is not None
     (wanted,) = case.input_gradients.values()
     assert torch.equal(found.view(source.box), wanted)
@@ -71,11 +74,13 @@ def test_activations_in_place(function: Callable[[Tensor], Tensor], layout: torc
     operator, out = case.operator(), Box.whole(case.made.shape)
     (whole,), (wanted,) = case.inputs.values(), case.input_gradients.values()
     data, gradient = whole.contiguous(memory_format=layout).clone(), case.gradient.contiguous(memory_format=layout)
-    made = operator.forward([Held(out, data)], out, CONTEXT, may_overwrite=True)
+    made = operator.forward(ForwardCall([BoxTensor(out, data)], out, CONTEXT, may_overwrite=True))
     assert made.data_ptr() == data.data_ptr()
     assert torch.allclose(made, case.made, rtol=0, atol=1e-14)
     given = gradient.clone()
-    (found,) = operator.input_gradients([None], Held(out, made), given, out, [True], CONTEXT, may_overwrite=True)
+    (found,) = operator.input_gradients(
+        InputGradientCall([None], BoxTensor(out, made), given, out, [True], CONTEXT, may_overwrite=True)
+    )
     assert found is not None
     assert torch.allclose(found.tensor, wanted, rtol=0, atol=1e-14)
 
@@ -85,7 +90,9 @@ def test_a_view_with_gaps_is_not_written_to() -> None:
     operator, out = case.operator(), Box.whole(case.made.shape)
     room = F.pad(case.gradient, (1, 1, 1, 1))
     given = room[:, :, 1:-1, 1:-1]
-    (found,) = operator.input_gradients([None], Held(out, case.made), given, out, [True], CONTEXT, may_overwrite=True)
+    (found,) = operator.input_gradients(
+        InputGradientCall([None], BoxTensor(out, case.made), given, out, [True], CONTEXT, may_overwrite=True)
+    )
     assert found is not None
     assert torch.equal(given, case.gradient)
     assert torch.equal(found.tensor, next(iter(case.input_gradients.values())))
@@ -97,13 +104,24 @@ def test_batch_norm_over_the_memory_of_its_gradient(affine: bool, layout: torch.
     case = Case.of(nn.BatchNorm2d(6, affine=affine), (6, 9, 12))
     operator, out = sums_operator(case), Box.whole(case.made.shape)
     (whole,), (wanted,) = case.inputs.values(), case.input_gradients.values()
-    source = [Held(out, whole.contiguous(memory_format=layout))]
+    source = [BoxTensor(out, whole.contiguous(memory_format=layout))]
     gradient = case.gradient.contiguous(memory_format=layout).clone()
-    state = operator.merged([operator.own_row(source, out)], [9 * 12])
-    total = operator.own_backward_row(source, Held(out, gradient), out, state)
-    operator.weight_gradients(source, gradient, out, CONTEXT, state=state)
+    state = operator.combine([operator.local_statistics(source, out)], [9 * 12])
+    total = operator.local_backward_statistics(source, BoxTensor(out, gradient), out, state)
+    operator.weight_gradients(WeightGradientCall(source, gradient, out, CONTEXT, statistics=state))
     (found,) = operator.input_gradients(
-        source, None, gradient, out, [True], CONTEXT, may_overwrite=True, state=state, total=total, corrected=out
+        InputGradientCall(
+            source,
+            None,
+            gradient,
+            out,
+            [True],
+            CONTEXT,
+            may_overwrite=True,
+            statistics=state,
+            total=total,
+            corrected=out,
+        )
     )
     assert found is not None
     assert found.tensor.data_ptr() == gradient.data_ptr()
@@ -118,11 +136,11 @@ def test_weight_gradients_of_micro_batches_add_up() -> None:
     """What becomes a weight's gradient is given away: the next micro-batch adds to it."""
     case = Case.of(nn.BatchNorm2d(6), (6, 9, 12))
     operator, out = sums_operator(case), Box.whole(case.made.shape)
-    source = [Held(out, next(iter(case.inputs.values())))]
+    source = [BoxTensor(out, next(iter(case.inputs.values())))]
     for _ in range(2):
-        state = operator.merged([operator.own_row(source, out)], [9 * 12])
-        operator.own_backward_row(source, Held(out, case.gradient), out, state)
-        operator.weight_gradients(source, case.gradient, out, CONTEXT, state=state)
+        state = operator.combine([operator.local_statistics(source, out)], [9 * 12])
+        operator.local_backward_statistics(source, BoxTensor(out, case.gradient), out, state)
+        operator.weight_gradients(WeightGradientCall(source, case.gradient, out, CONTEXT, statistics=state))
     for name, one in case.weight_gradients.items():
         found = operator.weights.tensors[name].grad
         assert found is not None
@@ -139,10 +157,10 @@ def test_both_gradients_of_a_convolution(kernel: Kernel | None) -> None:
     total = torch.zeros_like(whole)
     for box in (upper, lower):
         demand = operator.demand(0, box)
-        source = Held(demand, whole[demand.slices()])
+        source = BoxTensor(demand, whole[demand.slices()])
         gradient = case.gradient[box.slices()]
-        operator.weight_gradients([source], gradient, box, CONTEXT)
-        (found,) = operator.input_gradients([source], None, gradient, box, [True], CONTEXT)
+        operator.weight_gradients(WeightGradientCall([source], gradient, box, CONTEXT))
+        (found,) = operator.input_gradients(InputGradientCall([source], None, gradient, box, [True], CONTEXT))
         assert found is not None
         assert found.box.intervals[3] == (0, 12)  # as much padding on both sides: none comes back
         common = found.box.intersect(Box.whole(whole.shape))

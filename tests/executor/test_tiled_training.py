@@ -35,7 +35,8 @@ from torch.nn import functional
 from drawn_plans import drawn_tiles, plans
 from groups import by_name, slow_if
 from manyhands.executor.messages import plan_bytes
-from manyhands.executor.tile_base import Held, formatted_like
+from manyhands.executor.tile_base import formatted_like
+from manyhands.executor.tile_call import BoxTensor
 from manyhands.facts.boxes import Box, Layout
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.moves import Move
@@ -647,7 +648,7 @@ def test_a_tile_that_neither_owns_nor_reads_any_row_of_a_normalised_map(norm: Ca
 
 
 def test_more_micro_batches_than_one_in_flight() -> None:
-    """A pipeline of two tiled stages by turns: several flights on every tile at once."""
+    """A pipeline of two tiled stages by turns: several micro-batches in flight on every tile at once."""
     torch.manual_seed(0)
     case = case_of(nn.Sequential(same(2, 4), nn.BatchNorm2d(4), nn.ReLU(), same(4, 4), nn.Dropout(0.4), same(4, 3)),
                    (2, 10, 8), samples=8)  # fmt: skip
@@ -685,7 +686,7 @@ def test_an_early_output_streams_from_the_tiles() -> None:
 def test_a_gradient_is_formatted_like_what_it_is_read_beside() -> None:
     last, box = torch.channels_last, Box.whole((1, 4, 3, 3))
     gradient = torch.randn(1, 4, 3, 3)
-    beside = Held(box, torch.randn(1, 4, 3, 3).contiguous(memory_format=last))
+    beside = BoxTensor(box, torch.randn(1, 4, 3, 3).contiguous(memory_format=last))
     found = formatted_like(gradient, [beside])
     assert found.is_contiguous(memory_format=last)
     assert torch.equal(found, gradient)

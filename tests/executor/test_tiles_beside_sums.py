@@ -20,6 +20,7 @@ from hand_made import cluster as cluster_of
 from manyhands.api.public import simulate
 from manyhands.executor.boxes import packed_alone
 from manyhands.executor.tile_base import memory_of
+from manyhands.executor.tile_call import ForwardCall
 from manyhands.executor.tile_pointwise import Activation
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadSchedule
@@ -179,10 +180,10 @@ def test_an_activation_works_in_place_where_a_map_has_a_rim(is_beside: bool, mon
     places: list[bool] = []
     activate = Activation.forward
 
-    def forward(self, inputs, out, context, into=None, **options):  # type: ignore[no-untyped-def]
-        if into is not None:
-            places.append(memory_of(into) == memory_of(inputs[0].tensor))
-        return activate(self, inputs, out, context, into, **options)
+    def forward(self: Activation, call: ForwardCall) -> torch.Tensor:
+        if call.into is not None:
+            places.append(memory_of(call.into) == memory_of(call.inputs[0].tensor))
+        return activate(self, call)
 
     monkeypatch.setattr(Activation, "forward", forward)
     case.check(plan, kernels=last_where(case, plan, 0, 1))

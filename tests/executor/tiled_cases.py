@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.executor.boxes import place_of
-from manyhands.executor.tile_operators import Held
-from manyhands.executor.tiles import TileRunner
+from manyhands.executor.tile_call import BoxTensor
+from manyhands.executor.tile_memory import TileMemory
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, LayerName, Order, Plan, Stage
@@ -36,16 +36,16 @@ DRAWN = settings(suppress_health_check=list(HealthCheck), phases=(Phase.explicit
 def unwritten_memory_noticed() -> Iterator[None]:
     """What a tile holds of a map beside what it was given is filled with numbers that would be noticed."""
     patch = pytest.MonkeyPatch()
-    original = TileRunner._room
+    original = TileMemory.room
 
-    def room(self: TileRunner, tensor: str, inside: Box) -> Held:
+    def room(self: TileMemory, tensor: str, inside: Box) -> BoxTensor:
         made = original(self, tensor, inside)
         true = made.box.intersect(Box.whole(self.geometry.shape(tensor)))
         if not true.is_empty and made.tensor.is_floating_point():
             made.tensor[place_of(true, made.box)] = 1e3
         return made
 
-    patch.setattr(TileRunner, "_room", room)
+    patch.setattr(TileMemory, "room", room)
     patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     interval = sys.getswitchinterval()

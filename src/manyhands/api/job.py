@@ -32,7 +32,7 @@ from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
-from manyhands.executor.shelf import shelf_bytes
+from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
@@ -367,7 +367,7 @@ class Job:
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
-            sizes[name] = shelf_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
+            sizes[name] = resident_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
             needed, memory = planned.prediction.devices[name].peak_bytes, planned.cluster.device(name).memory_bytes
             if needed + sizes[name] > memory:
                 raise OutOfMemory(

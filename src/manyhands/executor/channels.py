@@ -36,8 +36,8 @@ _GROUPS = 6
 
 
 @dataclass
-class ChannelFlight:
-    """One micro-batch under way on one device."""
+class ChannelMicroBatch:
+    """The tensors of one in-flight micro-batch on one device."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the local graph's names."""
@@ -61,7 +61,7 @@ class ChannelRunner(ForwardOnly):
     ) -> None:
         self.graph, self.network, self.geometry, self.device = graph, graph.network, geometry, device
         self.weights = weights
-        self.flights: dict[int, ChannelFlight] = {}
+        self.in_flight: dict[int, ChannelMicroBatch] = {}
         self.elements = 0
         """Elements of tensors cut by channels that were computed here: its share of the work."""
         self.local = LocalGraph(graph, geometry, device)
@@ -116,59 +116,59 @@ class ChannelRunner(ForwardOnly):
                 found.setdefault(first, []).append(name)
         return found
 
-    def flight(self, micro_batch: int) -> ChannelFlight:
-        found = self.flights.get(micro_batch)
+    def micro_batch(self, micro_batch: int) -> ChannelMicroBatch:
+        found = self.in_flight.get(micro_batch)
         if found is None:
-            found = self.flights[micro_batch] = ChannelFlight()
+            found = self.in_flight[micro_batch] = ChannelMicroBatch()
         return found
 
     def drop(self, micro_batch: int) -> None:
-        self.flights.pop(micro_batch, None)
+        self.in_flight.pop(micro_batch, None)
 
     def features(self) -> list[torch.Tensor]:
-        found = [tensor for flight in self.flights.values() for tensor in flight.values.values()]
-        found += [part for flight in self.flights.values() for parts in flight.arrived.values() for _, part in parts]
+        found = [tensor for batch in self.in_flight.values() for tensor in batch.values.values()]
+        found += [part for batch in self.in_flight.values() for parts in batch.arrived.values() for _, part in parts]
         return found + [
-            part for flight in self.flights.values() for one in flight.sums.values() for part in one.values()
+            part for batch in self.in_flight.values() for one in batch.sums.values() for part in one.values()
         ]
 
     # Computing
 
     def forward(self, action: Forward, context: Context) -> None:
-        flight = self.flight(action.micro_batch)
+        batch = self.micro_batch(action.micro_batch)
         if action.part == "sum":
-            self._add_up(flight, self.network.ops[action.first])
+            self._add_up(batch, self.network.ops[action.first])
             return
         for start, piece in self.pieces.items():
             if not action.first <= start < action.last:
                 continue
             if start in self._reading:
-                self._assemble(flight, start)
-            flight.values.update(piece({name: flight.values[name] for name in piece.inputs}, context))
+                self._assemble(batch, start)
+            batch.values.update(piece({name: batch.values[name] for name in piece.inputs}, context))
             self.elements += self._made[start]
             for name in self._frees.get(start, ()):
-                flight.values.pop(name, None)
+                batch.values.pop(name, None)
 
-    def _assemble(self, flight: ChannelFlight, first: int) -> None:
+    def _assemble(self, batch: ChannelMicroBatch, first: int) -> None:
         """What a group reads of others' channels, put together with its own."""
         for name, alias, boxes, shape in self._reading[first]:
-            if alias in flight.values:
+            if alias in batch.values:
                 continue
-            own = flight.values[name]
-            arrived = flight.arrived.pop(name, ())
+            own = batch.values[name]
+            arrived = batch.arrived.pop(name, ())
             recipe = self._recipes.get(alias)
             if recipe is None:
                 recipe = self._recipes[alias] = recipe_for(boxes, [(self._held(name),), *(held for held, _ in arrived)])
             parts = [own, *(data for _, data in arrived)]
             pieces = [narrowed(parts[number], steps) for number, steps in recipe]
-            flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
+            batch.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
 
-    def _add_up(self, flight: ChannelFlight, op: Op) -> None:
+    def _add_up(self, batch: ChannelMicroBatch, op: Op) -> None:
         """Everybody's partial sums, in the order of the devices, and the bias."""
         name = op.outputs[0]
         own = self.geometry.own(self.device, name)
-        parts = flight.sums.pop(name, {})
-        partial = flight.values[name]
+        parts = batch.sums.pop(name, {})
+        partial = batch.values[name]
         parts[self.device] = partial[place_of(own, Box.whole(self.geometry.shape(name)))]
         total = parts[self.geometry.devices[0]].clone()
         for device in self.geometry.devices[1:]:
@@ -176,7 +176,7 @@ class ChannelRunner(ForwardOnly):
         bias = self.local.biases.get(op.name)
         if bias is not None:
             total += self.weights.tensors[bias].view(-1, *(1 for _ in total.shape[2:]))
-        flight.values[name] = total
+        batch.values[name] = total
 
     # What crosses to other devices and other stages
 
@@ -189,11 +189,11 @@ class ChannelRunner(ForwardOnly):
         return found
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        return cut_out(self.flight(micro_batch).values[tensor], self._held(tensor), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], self._held(tensor), box)
 
     def partial(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """This device's partial sums of what another owns."""
-        return cut_out(self.flight(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
 
     def bundles(self, message: Message, *, is_sent: bool) -> tuple[Bundle, ...]:
         known = self._bundles.get(id(message))
@@ -206,7 +206,7 @@ class ChannelRunner(ForwardOnly):
 
     def outgoing(self, message: Message) -> list[torch.Tensor]:
         """What others fetch, as it travels."""
-        values = self.flight(message.micro_batch).values
+        values = self.micro_batch(message.micro_batch).values
         return [
             bundle.joined([narrowed(values[bundle.tensor], steps) for steps in bundle.steps])
             for bundle in self.bundles(message, is_sent=True)
@@ -214,23 +214,23 @@ class ChannelRunner(ForwardOnly):
 
     def incoming(self, message: Message, memory: list[torch.Tensor]) -> None:
         """What was fetched of others, as it came."""
-        arrived = self.flight(message.micro_batch).arrived
+        arrived = self.micro_batch(message.micro_batch).arrived
         for bundle, data in zip(self.bundles(message, is_sent=False), memory):
             here = as_tensor(data.to(self.weights.device))
             arrived.setdefault(bundle.tensor, []).append((bundle.boxes, here))
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        flight = self.flight(micro_batch)
+        batch = self.micro_batch(micro_batch)
         hull = self._held(tensor)
         if box == hull:
-            flight.values[tensor] = data
+            batch.values[tensor] = data
             return
-        if tensor not in flight.values:
-            flight.values[tensor] = data.new_empty(hull.shape)
-        flight.values[tensor][place_of(box, hull)] = data
+        if tensor not in batch.values:
+            batch.values[tensor] = data.new_empty(hull.shape)
+        batch.values[tensor][place_of(box, hull)] = data
 
     def put_partial(self, micro_batch: int, source: str, tensor: str, data: torch.Tensor) -> None:
-        self.flight(micro_batch).sums.setdefault(tensor, {})[source] = data
+        self.micro_batch(micro_batch).sums.setdefault(tensor, {})[source] = data
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
         """This device's part of what the network returns."""
@@ -242,7 +242,7 @@ class ChannelRunner(ForwardOnly):
         ]
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
-        values = self.flight(micro_batch).values
+        values = self.micro_batch(micro_batch).values
         return next((n for n, t in values.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
 
 

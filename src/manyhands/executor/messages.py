@@ -36,12 +36,12 @@ class FeedPart:
     stage: int = AT_HOME
     """The stage that reads it."""
     is_target: bool = False
-    is_held: bool = False
-    """The device has it, in its silo or because it was laid out there: the rows' numbers travel."""
+    is_local: bool = False
+    """The device has it, in its silo or because it was preloaded there: the rows' numbers travel."""
 
     @property
     def bytes(self) -> int:
-        return len(range(*self.box.intervals[0])) * ROW_BYTES if self.is_held else self._volume_bytes
+        return len(range(*self.box.intervals[0])) * ROW_BYTES if self.is_local else self._volume_bytes
 
     @property
     def _volume_bytes(self) -> int:
@@ -49,7 +49,7 @@ class FeedPart:
 
     def room(self) -> torch.Tensor:
         """Memory for what travels."""
-        return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_held else empty(self.box, self.dtype)
+        return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_local else empty(self.box, self.dtype)
 
     def cut_from(self, rows: torch.Tensor) -> torch.Tensor:
         """This box of the samples that a silo gave."""
@@ -65,9 +65,12 @@ class FeedPart:
 
 
 def feed_parts(
-    graph: Graph, lowering: Lowering, device: str, *, targets: bool, held: Collection[str] = ()
+    graph: Graph, lowering: Lowering, device: str, *, targets: bool, local: Collection[str] = ()
 ) -> tuple[FeedPart, ...]:
-    """What a device is fed, in the order it travels; `held`: what it has, so that numbers will do."""
+    """Return what a device is fed, in the order it travels.
+
+    `local` names what the device has itself, so that the numbers of rows will do.
+    """
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
     found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
@@ -76,7 +79,7 @@ def feed_parts(
         specs = {spec.name: spec for spec in graph.loss.inputs}
         rows = samples_of(last, device)
         found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
-    return tuple(replace(part, is_held=True) if part.name in held else part for part in found)
+    return tuple(replace(part, is_local=True) if part.name in local else part for part in found)
 
 
 def everything_fed(graph: Graph, *, targets: bool = True) -> frozenset[str]:

@@ -118,9 +118,10 @@ class Stepper:
         """What the next step will use."""
         return float(self._torch.param_groups[0]["lr"])
 
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that are kept for the weights now, those in use."""
-        return [one for held in self._torch.state.values() for one in held.values() if isinstance(one, torch.Tensor)]
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept for the weights now, those in use."""
+        states = self._torch.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def state(self, *, copy: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.

@@ -1,4 +1,4 @@
-"""What a device was given of every sample before the first step: of each part that it is fed, all rows."""
+"""A dataset that is resident on a device: of each part that it is fed all samples' rows, preloaded before step one."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
 
 SAMPLES = "samples"
-"""The message that fills a shelf."""
+"""The message that fills a resident dataset."""
 
 
-def shelf_bytes(parts: Sequence[FeedPart], samples: int) -> int:
-    """What they take for so many samples."""
+def resident_bytes(parts: Sequence[FeedPart], samples: int) -> int:
+    """Return the bytes that parts take for so many samples."""
     return sum(samples * prod(part.box.shape[1:]) * DTYPE_BYTES[part.dtype] for part in parts)
 
 
-def shelf_key(laying: str, parts: Sequence[FeedPart]) -> str:
-    """What is on a shelf of these parts: whoever had one of this key before has all of it."""
+def resident_key(laying: str, parts: Sequence[FeedPart]) -> str:
+    """Return a name for what is preloaded of these parts: a device that had one of this key before has all of it."""
     listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts]
     return hashlib.sha256("\n".join([laying, *listed]).encode()).hexdigest()
 
 
-class Shelf:
-    """Memory for all samples' parts, filled once."""
+class ResidentDataset:
+    """Holds the memory for all samples' parts, which is filled once."""
 
     def __init__(self, device: str, parts: Sequence[FeedPart], samples: int, key: str) -> None:
-        self.bytes, room = shelf_bytes(parts, samples), psutil.virtual_memory().available
+        self.bytes, room = resident_bytes(parts, samples), psutil.virtual_memory().available
         if self.bytes > room:
             raise OutOfMemory(
                 f"{device} was to be given {format_bytes(self.bytes)} of samples; it has room for "
@@ -49,6 +49,6 @@ class Shelf:
         self.is_full = False
 
     def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Some samples of a part."""
+        """Return some samples of a part."""
         check_rows(self.where, rows, self.samples)
         return self.arrays[number][rows]

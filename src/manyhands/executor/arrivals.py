@@ -1,4 +1,4 @@
-"""What an event-driven policy may look at: asked of the mailbox, one by one, as the policy wants to know."""
+"""What an event-driven policy may look at: the mailbox is asked, message by message, as the policy wants to know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.schedule.actions import Message
 from manyhands.schedule.feeding import feed_topic
 
 
-class Mail:
+class ArrivedMessages:
     """Messages of a round that are here, as (source, message). One that was received counts as arrived."""
 
     def __init__(self, box: Mailbox, step: int, topic: Callable[[Message], str]) -> None:
@@ -28,7 +28,7 @@ class Mail:
         return True
 
 
-class FedSoFar:
+class FedMicroBatches:
     """Micro-batches of a round whose inputs and targets are here; they come in order."""
 
     def __init__(self, box: Mailbox, step: int) -> None:

@@ -1,8 +1,8 @@
-"""One micro-batch under way on one device: its tensors, and what its backward pass needs.
+"""One in-flight micro-batch in a stage of whole samples: its tensors, and what its backward pass needs.
 
 The stage's operators are cut into segments wherever any action begins or ends, so that each can be run forward and
 backward by itself: autograd records inside a segment, and what crosses from one to the next is known here by name. A
-record keeps what its operators save for backward and nothing else: neither what entered the segment nor what left it.
+tape keeps what its operators save for backward and nothing else: neither what entered the segment nor what left it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from manyhands.executor.statistics import Moments
 
 
-class Record:
+class SegmentTape:
     """What one segment's forward pass left for the way back."""
 
     def __init__(self) -> None:
@@ -82,22 +82,22 @@ class _Leave(torch.autograd.Function):
 
 
 @dataclass
-class Flight:
-    """Tensors by name; of a shared tensor, this device's box of it."""
+class SegmentMicroBatch:
+    """The tensors of one in-flight micro-batch by name; of a shared tensor, this device's box of it."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     """What came in, and what was made here while somebody has yet to read it."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    records: dict[int, Record] = field(default_factory=dict)
+    tapes: dict[int, SegmentTape] = field(default_factory=dict)
     """By the segment's first operator."""
     moments: dict[int, Moments] = field(default_factory=dict)
     scaled: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     """Batch norm -> what the way back through it was prepared with."""
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        known = self.gradients.get(name)
-        self.gradients[name] = gradient if known is None else known + gradient
+        collected = self.gradients.get(name)
+        self.gradients[name] = gradient if collected is None else collected + gradient
 
-    def add_gradients(self, found: Mapping[str, torch.Tensor]) -> None:
-        for name, gradient in found.items():
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
             self.add_gradient(name, gradient)
