@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-import msgspec
 import torch
 
 from manyhands.executor.boxes import cut_out, narrowed, place_of
-from manyhands.executor.channel_mail import Bundle, Recipe, as_tensor, bundles_of, joined_shape, recipe_for
+from manyhands.executor.channel_messages import ChannelBundle, Recipe, as_tensor, bundles_of, joined_shape, recipe_for
+from manyhands.executor.local_graph import LocalGraph
 from manyhands.executor.runner import ForwardOnly
 from manyhands.executor.segments import bounds_of
 from manyhands.facts.boxes import Box
-from manyhands.facts.network import Op, TensorSpec
+from manyhands.facts.network import Op
 from manyhands.facts.profile import Kernel
-from manyhands.facts.reads import Blocks
-from manyhands.graph.graph import Graph, Node, Samples, Value
+from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
@@ -31,8 +29,6 @@ from manyhands.schedule.actions import Action, Forward, Message
 from manyhands.schedule.channels import CHANNELS, Boxes, ChannelGeometry
 
 _MOST_BUNDLES = 10_000
-_GROUPS = 6
-"""Where a convolution is told its groups."""
 
 
 @dataclass
@@ -90,7 +86,7 @@ class ChannelRunner(ForwardOnly):
         self._hulls: dict[str, Box] = {}
         self._recipes: dict[str, Recipe] = {}
         """Local name -> how it is put together: what comes, comes in the same order every time."""
-        self._bundles: dict[int, tuple[Message, tuple[Bundle, ...]]] = {}
+        self._bundles: dict[int, tuple[Message, tuple[ChannelBundle, ...]]] = {}
         """What messages are made of, by their identity: a fixed schedule has the same ones in every round."""
 
     def rest(self, samples: int) -> None:
@@ -158,7 +154,9 @@ class ChannelRunner(ForwardOnly):
             arrived = batch.arrived.pop(name, ())
             recipe = self._recipes.get(alias)
             if recipe is None:
-                recipe = self._recipes[alias] = recipe_for(boxes, [(self._held(name),), *(held for held, _ in arrived)])
+                recipe = self._recipes[alias] = recipe_for(
+                    boxes, [(self._hull(name),), *(hulls for hulls, _ in arrived)]
+                )
             parts = [own, *(data for _, data in arrived)]
             pieces = [narrowed(parts[number], steps) for number, steps in recipe]
             batch.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
@@ -180,7 +178,7 @@ class ChannelRunner(ForwardOnly):
 
     # What crosses to other devices and other stages
 
-    def _held(self, tensor: str) -> Box:
+    def _hull(self, tensor: str) -> Box:
         found = self._hulls.get(tensor)
         if found is None:
             made_here = self.geometry.is_made_here(tensor)
@@ -189,18 +187,18 @@ class ChannelRunner(ForwardOnly):
         return found
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        return cut_out(self.micro_batch(micro_batch).values[tensor], self._held(tensor), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], self._hull(tensor), box)
 
     def partial(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """This device's partial sums of what another owns."""
         return cut_out(self.micro_batch(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
 
-    def bundles(self, message: Message, *, is_sent: bool) -> tuple[Bundle, ...]:
+    def bundles(self, message: Message, *, is_sent: bool) -> tuple[ChannelBundle, ...]:
         known = self._bundles.get(id(message))
         if known is None or known[0] is not message:
             if len(self._bundles) > _MOST_BUNDLES:  # an event-driven schedule makes its messages anew in every round
                 self._bundles.clear()
-            hulls = {part.tensor: self._held(part.tensor) for part in message.parts} if is_sent else None
+            hulls = {part.tensor: self._hull(part.tensor) for part in message.parts} if is_sent else None
             known = self._bundles[id(message)] = (message, bundles_of(message, self.network, hulls))
         return known[1]
 
@@ -221,7 +219,7 @@ class ChannelRunner(ForwardOnly):
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         batch = self.micro_batch(micro_batch)
-        hull = self._held(tensor)
+        hull = self._hull(tensor)
         if box == hull:
             batch.values[tensor] = data
             return
@@ -246,137 +244,8 @@ class ChannelRunner(ForwardOnly):
         return next((n for n, t in values.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
 
 
-class LocalGraph:
-    """A stage's operators as one device runs them."""
-
-    def __init__(self, graph: Graph, geometry: ChannelGeometry, device: str) -> None:
-        self.geometry, self.device, self.network = geometry, device, graph.network
-        self.biases: dict[str, str] = {}
-        """Operator that makes partial sums -> the bias that is added to their sum."""
-        self._nodes: list[Node] = []
-        self._starts: dict[int, int] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        self._reading: dict[str, Boxes] = {}
-        """Of what the group under way reads from before it: the boxes of it that are here."""
-        starts = {first: number for number, first in enumerate(geometry.group_starts)}
-        for index in range(geometry.first, geometry.last):
-            self._starts[index] = len(self._nodes)
-            if index in starts:
-                self._reading = geometry.reading[starts[index]][device]
-            if not graph.nodes[index].updates:
-                self._add(index, graph.nodes[index])
-        self._starts[geometry.last] = len(self._nodes)
-        made = {spec.name for node in self._nodes for spec in node.outputs}
-        kept = [name for name in self._kept() if name in made]
-        outside = tuple(spec for name, spec in self._specs.items() if name not in made)
-        self.graph = Graph(
-            name=graph.name, inputs=outside, input_tree=[[], {}], output_tree=kept, nodes=tuple(self._nodes),
-            weights=graph.weights, aliases={}, state={}, granularity=graph.granularity,
-        )  # fmt: skip
-        facts = msgspec.structs.replace(self.network, tensors={**self.network.tensors, **self._specs})
-        self.graph.__dict__["network"] = facts  # what kernels ask for; nothing is planned by it
-
-    def range(self, first: int, last: int) -> tuple[int, int]:
-        """The nodes of operators [first, last)."""
-        return self._starts[first], self._starts[last]
-
-    def name(self, tensor: str, boxes: Boxes) -> str:
-        """What boxes of a tensor are called: a device's own part by the tensor's name."""
-        is_own = self.geometry.is_made_here(tensor) and boxes == (self.geometry.own(self.device, tensor),)
-        return tensor if is_own else tensor + "".join(map(str, boxes))
-
-    def _kept(self) -> list[str]:
-        """Tensors that are read, sent or returned beside what nodes read."""
-        found = list(self.network.outputs)
-        for group, tensors in zip(self.geometry.groups, self.geometry.reading):
-            found += [*group.fetches, *group.sums]
-            found += [name for name, boxes in tensors[self.device].items() if self.name(name, boxes) != name]
-        later = self.network.ops[self.geometry.last :]
-        return list(dict.fromkeys([*found, *(name for op in later for name in op.inputs)]))
-
-    def _add(self, index: int, node: Node) -> None:
-        op = self.network.ops[index]
-        changed: dict[str, str] = {}
-        for name, box in self.geometry.needs(self.device, index).items():
-            changed[name] = self._input(op, name, box)
-        node = _renamed(node, changed)
-        if index in self.geometry.input_based:
-            bias = node.arguments[2] if len(node.arguments) > 2 else None
-            if bias is not None:
-                self.biases[op.name] = bias.name
-            node = msgspec.structs.replace(node, arguments=(*node.arguments[:2], None, *node.arguments[3:]))
-        elif any(name in self.geometry.split for name in op.outputs):
-            node = self._cut(op, node)
-        self._nodes.append(node)
-        self._specs.update({spec.name: spec for spec in node.outputs})
-
-    def _input(self, op: Op, name: str, box: Box) -> str:
-        """The name under which an operator finds a box of a tensor; a slice is made where more of it is here."""
-        boxes = self._reading.get(name, ())
-        if self.geometry.shuffles(self.network.op_index[op.name]):  # of every group what is needed, and no more
-            known = self.name(name, boxes)
-            self._specs.setdefault(known, self._spec(known, name, Box.whole(joined_shape(boxes))))
-            return known
-        if not self.geometry.is_made_here(name):
-            held, known = self.geometry.entering(name).hull(self.device), name
-        else:
-            held = boxes[0] if boxes else self.geometry.own(self.device, name)
-            known = self.name(name, (held,))
-        self._specs.setdefault(known, self._spec(known, name, held))
-        wanted, here = box.intervals[CHANNELS], held.intervals[CHANNELS]
-        if wanted != here:  # along other axes all is here, and a window's stride passes over what it does not read
-            cut = f"{known}>{op.name}"
-            spec = self._spec(cut, name, held.replace(CHANNELS, wanted))
-            place = (CHANNELS, wanted[0] - here[0], wanted[1] - here[0], 1)
-            node = Node(cut, "aten.slice.Tensor", (Value(known), *place), {}, (spec,), module=op.module)
-            self._nodes.append(node)
-            self._specs[cut] = spec
-            known = cut
-        return known
-
-    def _spec(self, known: str, name: str, box: Box) -> TensorSpec:
-        """The facts of a box of a tensor, for one sample."""
-        spec = self.network.tensors[name]
-        shape = tuple(spec.shape[axis] if axis == spec.batch_axis else extent for axis, extent in enumerate(box.shape))
-        return msgspec.structs.replace(spec, name=known, shape=shape)
-
-    def _cut(self, op: Op, node: Node) -> Node:
-        """An operator that makes this device's channels only."""
-        name = op.outputs[0]
-        own = self.geometry.own(self.device, name)
-        spec = self._spec(name, name, own)
-        arguments: tuple[Any, ...] = node.arguments
-        target = node.target
-        if op.channels == "grouped":
-            rule = op.reads[0].rules[CHANNELS]
-            assert isinstance(rule, Blocks)
-            first, last = own.intervals[CHANNELS]
-            arguments = (*arguments[:_GROUPS], max(1, (last - first) // rule.outputs), *arguments[_GROUPS + 1 :])
-        elif op.channels == "shaped":
-            sizes = [Samples(spec.shape[0]), *spec.shape[1:]]
-            target, arguments = "aten.reshape.default", (arguments[0], sizes)
-        options = {} if op.channels == "shaped" else node.options
-        return msgspec.structs.replace(node, target=target, arguments=arguments, options=options, outputs=(spec,))
-
-
 def empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Room of another shape in the same memory format: what reads it next is not to convert it."""
     is_last = data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last) and not data.is_contiguous()
     wanted = torch.channels_last if is_last else torch.contiguous_format
     return torch.empty(shape, dtype=data.dtype, device=data.device, memory_format=wanted)
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The same with other names for what it reads."""
-    if all(old == new for old, new in names.items()):
-        return node
-
-    def change(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return Value(names.get(argument.name, argument.name))
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(change(item) for item in argument)
-        return argument
-
-    options = {key: change(value) for key, value in node.options.items()}
-    return msgspec.structs.replace(node, arguments=change(node.arguments), options=options)

@@ -3,7 +3,7 @@
 The executor asks the policy, dispatches the action, and records its time. Who carries it out:
 
     forward, backward     the stage's runner (runner.py): whole samples (segments.py), tiles, or channels
-    loss                  the captured loss of what the network returned (loss.py)
+    loss                  the captured loss of what the network returned (share_loss.py)
     send, receive         Messenger (messenger.py): boxes of tensors, packed where the plan says so (codec.py)
     reduce, await         Reductions (reductions.py): statistics, and gradients on a thread of their own (reducer.py)
     step                  WeightUpdates (updates.py): the optimizer, once all gradients are added up
@@ -33,7 +33,6 @@ from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.in_flight_micro_batch import Phase
 from manyhands.executor.local_exchange import LocalExchange
 from manyhands.executor.log import DeviceLog, Recorder
-from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.messenger import Messenger
 from manyhands.executor.optimizers import Stepper
@@ -41,6 +40,7 @@ from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.reductions import Reductions
 from manyhands.executor.round_result import RoundResult
 from manyhands.executor.runner import Runner, SegmentRunner
+from manyhands.executor.share_loss import ShareLoss, trained_weights
 from manyhands.executor.slowdown import Slowdown
 from manyhands.executor.tensor_memory import TensorMemory
 from manyhands.executor.tiles import TileRunner
@@ -84,12 +84,12 @@ class Executor:
             watch_every=options.watch_every,
         )  # fmt: skip
         self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
-        self.samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
+        samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
         parts = feed_parts(
             graph, schedule.lowering, self.device, targets=options.with_targets, local=options.local_names
         )
         feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device)
-        self.in_flight = InFlightMicroBatches(self.plan, self.runners, self.samples, feed, options.seed)
+        self.in_flight = InFlightMicroBatches(self.plan, self.runners, samples, feed, options.seed)
         self.diagnosis = NumberDiagnosis(schedule.network, self.device, self.in_flight)
         self.slowdown = Slowdown(options.slowdown)
         self.messenger = Messenger(
@@ -228,7 +228,7 @@ class Executor:
         self.diagnosis.begin_round()
 
     def _samples_in(self, stage: int) -> int:
-        first, last = self.samples.get(stage, (0, 0))
+        first, last = self.in_flight.samples.get(stage, (0, 0))
         return last - first
 
     def _in_turn(self, policy: Policy, state: DeviceState) -> Iterator[Action]:

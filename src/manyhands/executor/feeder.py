@@ -12,9 +12,9 @@ from manyhands.data.laying import Laying
 from manyhands.data.silo import Kept
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
-from manyhands.executor.loss import target_names
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
 from manyhands.executor.resident_dataset import SAMPLES, resident_key
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.executor.boxes import dtype_of, empty
-from manyhands.executor.loss import target_names
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
@@ -23,7 +23,7 @@ from manyhands.schedule.work import Lowering
 COORDINATOR = "coordinator"
 """The name under which whoever started the run feeds inputs and gathers results."""
 ROW_BYTES = 8
-"""Of a sample's number."""
+"""Bytes of a sample's number."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class SegmentTape:
         self.found: dict[str, torch.Tensor] = {}
         """Gradients of what left, and of what entered."""
         self.data: torch.Tensor | None = None
-        """Of a batch norm over several devices, which autograd does not record: its input."""
+        """The input of a batch norm over several devices, which autograd does not record."""
 
     def entering(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the segment's operators may read it, its gradient to be found by name."""

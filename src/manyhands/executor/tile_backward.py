@@ -69,7 +69,8 @@ class TileBackward:
         return gradient
 
     def _differentiate_rims(self, batch: TileMicroBatch, index: int, context: Context) -> None:
-        """Of what an operator in pieces reads, what belongs to others. Of a normalization: no statistics are in it."""
+        """Compute the gradients of those pieces of an operator's input that other tiles own; a normalization's without
+        its correction."""
         operator, way, made = self.operators[index], self.ways.backward(index), self.ways.forward(index).out
         rims = batch.rims[way.inputs[0]] = []
         if made is None:

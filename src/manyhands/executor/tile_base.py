@@ -116,10 +116,10 @@ class TileOperator:
     def _crops(self, inputs: Sequence[BoxTensor | None], out: Box) -> list[Tensor]:
         """Each input over its demand; where only its shape matters, something of that shape."""
         crops = []
-        for number, held in enumerate(inputs):
+        for number, source in enumerate(inputs):
             box = self.demand(number, out)
-            if held is not None:
-                crops.append(held.view(box))
+            if source is not None:
+                crops.append(source.view(box))
             else:
                 crops.append(blank(box, getattr(torch, self.sources[number].dtype), self.weights.device))
         return crops

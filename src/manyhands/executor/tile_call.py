@@ -43,9 +43,9 @@ class GatheredStatistics:
     """What the statistics of all tiles say at one operator, for one micro-batch."""
 
     result: Tensor | None = None
-    """Of a pool: its output."""
+    """The output of a pool."""
     moments: Moments | None = None
-    """Of a normalization: for each feature, over all tiles."""
+    """The moments of a normalization: for each feature, over all tiles."""
     local_sums: tuple[Box, Tensor, Tensor] | None = None
     """The box that this tile's backward statistics are over, and for each feature Σ dy·x̂ and Σ dy: the weights'
     gradients too."""

@@ -149,25 +149,25 @@ class Convolution(_TileConvolution):
         )
         return self._input_box(rows, columns, out)
 
-    def _data(self, held: BoxTensor, out: Box) -> tuple[Tensor, list[int]]:
+    def _data(self, source: BoxTensor, out: Box) -> tuple[Tensor, list[int]]:
         """The input with zeros wherever windows reach over the border, but for those the convolution adds itself."""
-        known = self._read.get((held.box, out))
+        known = self._read.get((source.box, out))
         if known is None:
-            known = self._read[held.box, out] = self._to_read(held.box, out)
+            known = self._read[source.box, out] = self._to_read(source.box, out)
         box, padding = known
         if padding is not None:
-            return held.view(box), padding
+            return source.view(box), padding
         raw = self._raw(out)
         if box.is_empty:  # nothing but padding
-            return held.tensor.new_zeros(raw.shape), [0, 0]
-        return widened(held.view(box), box, raw), [0, 0]
+            return source.tensor.new_zeros(raw.shape), [0, 0]
+        return widened(source.view(box), box, raw), [0, 0]
 
-    def _to_read(self, held: Box, out: Box) -> tuple[Box, list[int] | None]:
+    def _to_read(self, source: Box, out: Box) -> tuple[Box, list[int] | None]:
         raw, demand = self._raw(out), self.demand(0, out)
         if demand.is_empty:
             return demand, None
-        box = raw.intersect(held)
-        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held} is here"
+        box = raw.intersect(source)
+        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {source} is here"
         for axis in (2, 3):  # another reader may have wanted zeros on one side
             if not _is_even(box.intervals[axis], raw.intervals[axis]):
                 box = box.replace(axis, demand.intervals[axis])

@@ -59,7 +59,7 @@ class Regrouping(TileOperator):
 
     @cached_property
     def _order(self) -> list[int]:
-        """Of axes that are put in another order; none where they are joined or split."""
+        """The order that axes are put in; empty where they are joined or split."""
         name, rank = self.node.target.split(".")[1], len(self.output.shape)
         if name == "permute":
             return [axis % rank for axis in self.node.arguments[1]]

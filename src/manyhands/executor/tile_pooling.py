@@ -78,18 +78,18 @@ class MaxPool(_WindowPool):
         found = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
         return [BoxTensor(raw, found)]
 
-    def _data(self, held: BoxTensor, out: Box) -> Tensor:
+    def _data(self, source: BoxTensor, out: Box) -> Tensor:
         """The input over all windows, with nothing larger beyond the border."""
         demand = self.demand(0, out)
-        return widened(held.view(demand), demand, self._raw(out), -inf)
+        return widened(source.view(demand), demand, self._raw(out), -inf)
 
-    def _like_data(self, held: BoxTensor, raw: Box) -> Tensor:
+    def _like_data(self, source: BoxTensor, raw: Box) -> Tensor:
         """Something with the shape and format of the input over all windows."""
-        if held.box.contains(raw):
-            return held.view(raw)
-        is_last = held.tensor.is_contiguous(memory_format=torch.channels_last)
+        if source.box.contains(raw):
+            return source.view(raw)
+        is_last = source.tensor.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if is_last else torch.contiguous_format
-        return torch.empty(raw.shape, dtype=held.tensor.dtype, device=held.tensor.device, memory_format=layout)
+        return torch.empty(raw.shape, dtype=source.tensor.dtype, device=source.tensor.device, memory_format=layout)
 
     def _is_halving(self, data: Tensor) -> bool:
         is_plain = self.windows == self.stride == [2, 2] and self.dilation == [1, 1]

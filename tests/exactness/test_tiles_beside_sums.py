@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiled_cases import DRAWN, PICTURES, Case, case_of, small_case, unwritten_memory_noticed, zoo_case
-from tiled_networks import Together, networks, same
 from torch import nn
 
 from groups import slow_if
@@ -32,6 +30,8 @@ from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce,
 from manyhands.schedule.checker import check, check_progress
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
+from tiled_cases import DRAWN, PICTURES, Case, case_of, small_case, unwritten_memory_noticed, zoo_case
+from tiled_networks import Together, networks, same
 
 
 @pytest.fixture(autouse=True, scope="module")

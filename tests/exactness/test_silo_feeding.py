@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from harness import JOIN_SECONDS, SGD, alone, relative
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness import JOIN_SECONDS, SGD, alone, relative
 from manyhands.data.silo import Kept, Silo
 from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.executor import Executor

@@ -7,10 +7,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from harness import Batch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness import Batch
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 

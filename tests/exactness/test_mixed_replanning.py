@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from tiled_networks import small_resnet
 
 from hand_made import cluster
 from manyhands.facts.cluster import Cluster, Link
@@ -18,6 +17,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.graph.capture import capture
 from manyhands.planner.replanning import Replanned, replanned
 from manyhands.simulator.simulate import simulate
+from tiled_networks import small_resnet
 
 LINK = Link(1e7, 0.001)
 FAST = ("a", "b", "c")

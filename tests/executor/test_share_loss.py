@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import plan_for, rows_of, shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_networks import NETWORKS, Drawn, captured
 
-from manyhands.executor.loss import ShareLoss, target_names, trained_weights
+from harness import plan_for, rows_of, shared
+from manyhands.executor.share_loss import ShareLoss, target_names, trained_weights
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph, tree_leaves
 from manyhands.graph.piece import Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
+from small_networks import NETWORKS, Drawn, captured
 
 
 def plan_of(graph: Graph, samples: int, micro_batches: int, **options: Any) -> Plan:

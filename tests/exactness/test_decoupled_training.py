@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from harness import Batch, assert_exact, plan_for
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness import Batch, assert_exact, plan_for
 from manyhands.decoupling.decouple import decouple
 from manyhands.facts.plan import BySamples, ByTiles, Share, Single, Stage
 from manyhands.graph.capture import capture

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from channel_networks import Drawn, Mixed, decoupled, graph_of, settled
-from harness import Ran, relative, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.executor.channels import LocalGraph, empty_like
+from channel_networks import Drawn, Mixed, decoupled, graph_of, settled
+from harness import Ran, relative, run
+from manyhands.executor.channels import empty_like
+from manyhands.executor.local_graph import LocalGraph
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.profile import Kernel

@@ -21,7 +21,7 @@ from manyhands.schedule.channels import CHANNELS, Boxes
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ChannelBundle:
     """Boxes of one tensor that travel as one."""
 
     tensor: str
@@ -42,13 +42,13 @@ class Bundle:
         return memory if memory.is_cpu else memory.cpu()
 
 
-def bundles_of(message: Message, network: Network, hulls: dict[str, Box] | None = None) -> tuple[Bundle, ...]:
+def bundles_of(message: Message, network: Network, hulls: dict[str, Box] | None = None) -> tuple[ChannelBundle, ...]:
     """What a message is made of; `hulls`: what the sender holds of each tensor."""
     found = []
     for (tensor, _), own in groupby(message.parts, _kind):
         boxes = tuple(part.box for part in own)
         steps = () if hulls is None else tuple(steps_to(box, hulls[tensor]) for box in boxes)
-        found.append(Bundle(tensor, boxes, dtype_of(network.tensors[tensor].dtype), joined_shape(boxes), steps))
+        found.append(ChannelBundle(tensor, boxes, dtype_of(network.tensors[tensor].dtype), joined_shape(boxes), steps))
     return tuple(found)
 
 

@@ -155,7 +155,7 @@ def own_weights(graph: Graph, work: DeviceWork) -> Weights:
     return weights
 
 
-def held(executor: Executor) -> int:
+def micro_batches_kept(executor: Executor) -> int:
     """Micro-batches that a device keeps something of."""
     return len({micro_batch for runner in executor.runners.values() for micro_batch in runner.in_flight})
 

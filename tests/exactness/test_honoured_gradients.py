@@ -11,11 +11,11 @@ from functools import cache
 
 import pytest
 import torch
-from harness import SGD, plan_for, run, shared
 from torch import Tensor, nn
 from torch.nn import functional
 
 from custom_functions import LINEAR, Between
+from harness import SGD, plan_for, run, shared
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from channel_networks import Decoupled, settled
 from harness import relative, run
-
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture

@@ -11,12 +11,10 @@ from functools import cache
 
 import pytest
 import torch
-from harness import Batch, alone, relative, run
-from tiled_cases import Case, stirred, tiled, unwritten_memory_noticed
-from tiled_networks import SmallYolo
 from torch import Tensor, nn
 
 from blood_cells import blood_cells
+from harness import Batch, alone, relative, run
 from manyhands.data.loader import example, length
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles
@@ -24,6 +22,8 @@ from manyhands.graph.capture import capture
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
+from tiled_cases import Case, stirred, tiled, unwritten_memory_noticed
+from tiled_networks import SmallYolo
 
 SLOWLY = Optimizer("SGD", lr=1e-5)
 SAMPLES, STEPS, SIDE = 2, 5, 96

@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import ADAM, SGD, TOLERANCE, Batch, alone, assert_exact, plan_for, relative, run, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_networks import NETWORKS, batches_of, captured, module_of
 from torch.nn import functional
 
 from drawn_plans import plans
+from harness import ADAM, SGD, TOLERANCE, Batch, alone, assert_exact, plan_for, relative, run, shared
 from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.optimizer import Optimizer
@@ -30,6 +29,7 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
+from small_networks import NETWORKS, batches_of, captured, module_of
 
 STEPS = 20
 DECAY = Optimizer("SGD", lr=0.05, momentum=0.9, weight_decay=0.1)

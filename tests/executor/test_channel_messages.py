@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hand_made import chain
 from manyhands.executor.boxes import Steps, narrowed
-from manyhands.executor.channel_mail import as_tensor, bundles_of, joined_shape, recipe_for
+from manyhands.executor.channel_messages import as_tensor, bundles_of, joined_shape, recipe_for
 from manyhands.facts.boxes import Box, cut_points
 from manyhands.facts.network import Network, TensorSpec
 from manyhands.schedule.actions import Message, Part

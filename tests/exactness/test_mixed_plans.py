@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import SGD, TOLERANCE, Ran, alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiled_cases import DRAWN, PICTURES, Case, case_of, tail_of, unwritten_memory_noticed, zoo_case
-from tiled_networks import mixed_networks
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drawn_plans import mixed_plans
+from harness import SGD, TOLERANCE, Ran, alone
 from manyhands.executor.executor import Executor
 from manyhands.facts.plan import BySamples, ByTiles, Order, Plan, Stage
 from manyhands.graph.weights import Weights
+from tiled_cases import DRAWN, PICTURES, Case, case_of, tail_of, unwritten_memory_noticed, zoo_case
+from tiled_networks import mixed_networks
 
 QUICK, DEEP = 3, 100
 PLANS_OF_EACH = 2

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
+
 from channel_networks import decoupled
 from harness import own_weights, relative, schedule_of
-
 from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder

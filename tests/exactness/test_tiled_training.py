@@ -14,26 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import relative, run, schedule_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiled_cases import (
-    DRAWN,
-    PICTURES,
-    Case,
-    case_of,
-    small_case,
-    tail_of,
-    tiled,
-    unwritten_memory_noticed,
-    zoo_case,
-)
-from tiled_networks import ZOO, LinearExcite, Residual, networks, same
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drawn_plans import drawn_tiles, plans
 from groups import by_name, slow_if
+from harness import relative, run, schedule_of
 from manyhands.executor.messages import plan_bytes
 from manyhands.executor.tile_base import formatted_like
 from manyhands.executor.tile_call import BoxTensor
@@ -52,6 +40,18 @@ from manyhands.schedule.actions import Receive, Reduce
 from manyhands.schedule.checker import check
 from manyhands.schedule.reduction import pair_bytes
 from manyhands.schedule.tiles import TileGeometry
+from tiled_cases import (
+    DRAWN,
+    PICTURES,
+    Case,
+    case_of,
+    small_case,
+    tail_of,
+    tiled,
+    unwritten_memory_noticed,
+    zoo_case,
+)
+from tiled_networks import ZOO, LinearExcite, Residual, networks, same
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SGD, TOLERANCE, Batch, Ran, alone, held, run
 from hypothesis import HealthCheck, Phase, currently_in_test_context, note, settings
-from tiled_networks import ZOO, Shape
 from torch import Tensor, nn
 from torch.nn import functional
 
+from harness import SGD, TOLERANCE, Batch, Ran, alone, micro_batches_kept, run
 from manyhands.executor.boxes import place_of
 from manyhands.executor.tile_call import BoxTensor
 from manyhands.executor.tile_memory import TileMemory
@@ -25,6 +24,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, LayerName, Order, Plan, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
+from tiled_networks import ZOO, Shape
 
 PICTURES: tuple[tuple[int, int], ...] = ((17, 23), (16, 12), (13, 14), (24, 9))
 
@@ -113,7 +113,7 @@ class Case:
         ran.assert_as_planned(len(self.batches))
         ran.assert_equals(*self.expected(plan.micro_batches), tolerance)
         for executor in ran.executors.values():
-            assert not held(executor)
+            assert not micro_batches_kept(executor)
         return ran
 
 

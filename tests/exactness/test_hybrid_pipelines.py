@@ -13,7 +13,6 @@ import msgspec
 import numpy
 import pytest
 import torch
-from harness import ADAM, SGD, TOLERANCE, Batch, Ran, alone, plan_for, relative, run, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from groups import slow_if
 from hand_made import cluster
+from harness import ADAM, SGD, TOLERANCE, Batch, Ran, alone, plan_for, relative, run, shared
 from manyhands.executor.executor import Executor
 from manyhands.executor.optimizers import build
 from manyhands.executor.runner import SegmentRunner
