@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from manyhands.executor import checkpoint as room
+from manyhands.executor import checkpoint_files
 from manyhands.executor.checkpoint import Checkpoint, broken_after, is_any, latest, load, load_newest, prune, save
 from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadFile, BadValue
@@ -64,7 +64,7 @@ def change_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """As somebody would who knows how the digest is made."""
     document = json.loads((path / "state.json").read_text())
     change(document)
-    document["sha256"] = room._own_digest(document)
+    document["sha256"] = checkpoint_files.document_digest(document)
     (path / "state.json").write_text(json.dumps(document))
 
 
@@ -235,7 +235,7 @@ def test_killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert path is not None
     assert path.name.startswith(".step-000120")
     assert load(path).model["w"][0, 0] == 1.0
-    monkeypatch.setattr(room, "_STALE_SECONDS", -1)
+    monkeypatch.setattr(checkpoint_files, "_STALE_SECONDS", -1)
     prune(tmp_path, 2)
     assert latest(tmp_path) == path  # what is not replaced is kept
     assert len(leftovers(tmp_path)) == 1
@@ -367,7 +367,7 @@ def test_tensors_that_are_no_tensors(tmp_path: Path) -> None:
     path = save(tmp_path, simple())
     for content in (b"", b"\xff" * 40, b"\x80\x04cos\nsystem\n", (10**9).to_bytes(8, "little") + b"{}"):
         (path / "model.safetensors").write_bytes(content)
-        size, digest = room._size_and_digest(path / "model.safetensors")
+        size, digest = checkpoint_files.size_and_digest(path / "model.safetensors")
 
         def agree(state: dict[str, Any], size: int = size, digest: str = digest) -> None:
             state["files"]["model.safetensors"] = {"bytes": size, "sha256": digest}
@@ -402,7 +402,7 @@ def test_the_newest_that_can_be_read(tmp_path: Path) -> None:
     assert (found.path, found.checkpoint.step, found.broken, found.note) == (paths[3], 4, (), "")
     os.truncate(paths[3] / "model.safetensors", 40)
     (paths[2] / "optimizer.safetensors").write_bytes(b"\xff" * 40)
-    size, digest = room._size_and_digest(paths[2] / "optimizer.safetensors")
+    size, digest = checkpoint_files.size_and_digest(paths[2] / "optimizer.safetensors")
     change_state(
         paths[2], lambda state: state["files"].update({"optimizer.safetensors": {"bytes": size, "sha256": digest}})
     )
@@ -448,7 +448,7 @@ def test_pruning_clears_what_killed_saves_left(tmp_path: Path, monkeypatch: pyte
     save_file({"a": torch.ones(1)}, left / "model.safetensors")
     prune(tmp_path, 1)
     assert left.exists()  # it may be in the making
-    monkeypatch.setattr(room, "_STALE_SECONDS", -1)
+    monkeypatch.setattr(checkpoint_files, "_STALE_SECONDS", -1)
     prune(tmp_path, 1)
     assert not left.exists()
     assert latest(tmp_path) == path

@@ -11,16 +11,14 @@ import msgspec
 import numpy
 import pytest
 import torch
-from harness import SGD, TOLERANCE, Batch, Ran, alone, plan_for, relative, run, schedule_of, shared
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn_numpy
-from small_networks import batches_of, captured
-from tiled_networks import Residual
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drawn_plans import plans
+from harness import SGD, TOLERANCE, Batch, Ran, alone, plan_for, relative, run, schedule_of, shared
 from manyhands.executor import codec as coding
 from manyhands.executor.codec import NoRange, pack, unpack
 from manyhands.executor.executor import Executor
@@ -36,6 +34,8 @@ from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Message, Part, Receive, Send
 from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
+from small_networks import batches_of, captured
+from tiled_networks import Residual
 
 WIDTHS = (2, 4, 8, 16)
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -188,7 +188,7 @@ class Watched:
     most_bytes: dict[str, int] = field(default_factory=dict)
 
     def watch(self, executor: Executor) -> None:
-        own, device = executor._coding, executor.device
+        own, device = executor.messenger.coding, executor.device
         packed, feed_back = own.packed, own.feed_back
 
         def watched_packed(to: str, message: Message, part: Part, data: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class Watched:
                 key = (device, to, executor.step, message.stage, message.micro_batch, part.tensor)
                 found = unpack(made, part.box.shape, data.dtype, bits, "cpu")
                 self.errors.setdefault(key, []).append((part.box, found - data))
-            self.most_bytes[device] = max(self.most_bytes.get(device, 0), own.held_bytes)
+            self.most_bytes[device] = max(self.most_bytes.get(device, 0), own.error_bytes)
             return made
 
         def watched_feed_back(source: str, message: Message, part: Part, gradient: Tensor) -> None:
@@ -285,7 +285,7 @@ def test_errors_are_held_from_the_feature_to_its_gradient() -> None:
     sent = [a.message for a in ran.executors["s0-0"].actions if isinstance(a, Send) and a.message.kind == "value"]
     features = sum(part.box.volume * 8 for message in sent for part in message.parts)
     assert watched.most_bytes["s0-0"] == features  # all three micro-batches, of float64
-    assert all(executor._coding.held_bytes == 0 for executor in ran.executors.values())
+    assert all(executor.messenger.coding.error_bytes == 0 for executor in ran.executors.values())
     plain = cut_in_two(graph, Codec(8, error_feedback=False), count=3)
     watched = Watched()
     run(graph, plain, batches_of("still", 2, plan.batch_size), watch=watched.watch).raise_first()
@@ -348,7 +348,7 @@ def assert_runs(graph: Graph, plan: Plan, batches: list[Batch]) -> tuple[Ran, in
     watched = Watched()
     ran = run(graph, plan, batches, seed=7, watch=watched.watch)
     ran.assert_as_planned(len(batches))
-    assert all(executor._coding.held_bytes == 0 for executor in ran.executors.values())
+    assert all(executor.messenger.coding.error_bytes == 0 for executor in ran.executors.values())
     return ran, watched.assert_fed_back(ran.schedule.plan)
 
 
@@ -477,13 +477,13 @@ def test_a_gradient_that_is_no_number_is_told_where_it_is_packed() -> None:
     server = plan.stages[1].devices[0]
 
     def spoil(executor: Executor) -> None:
-        outgoing = executor._outgoing
+        outgoing = executor.messenger._outgoing
 
         def spoilt_outgoing(message: Message, part: Part) -> Tensor:
             found = outgoing(message, part)
             return found.fill_(math.inf) if message.kind == "gradient" and executor.step == 1 else found
 
-        executor._outgoing = spoilt_outgoing  # type: ignore[method-assign]
+        executor.messenger._outgoing = spoilt_outgoing  # type: ignore[method-assign]
 
     ran = run(graph, plan, batches_of("still", 3, plan.batch_size), watch=spoil)
     text = told(ran, server)

@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from harness import held, plan_for, relative, run, schedule_of, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_networks import batches_of, captured, module_of
 
 from drawn_plans import plans
+from harness import micro_batches_kept, plan_for, relative, run, schedule_of, shared
 from manyhands.engine.inprocess import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
@@ -25,6 +24,7 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.graph.graph import tree_leaves
 from manyhands.graph.tape import bind_inputs
 from manyhands.schedule.actions import Action
+from small_networks import batches_of, captured, module_of
 
 
 def feeder_of(name: str, *counts: int, micro_batches: int = 1, **options: Any) -> tuple[Feeder, Switchboard]:
@@ -121,7 +121,7 @@ def assert_streams(name: str, plan: Plan, count: int = 4) -> None:
     for own in ran.weights.values():  # nothing was trained
         assert all(torch.equal(tensor, graph.state[weight]) for weight, tensor in own.items())
     for executor in ran.executors.values():
-        assert not held(executor)
+        assert not micro_batches_kept(executor)
 
 
 @pytest.mark.parametrize("name", ["small", "pair", "named", "early", "words", "gives-input", "evaluating", "skips"])
@@ -197,7 +197,7 @@ def test_a_device_lets_go_of_what_it_has_passed_on() -> None:
 
         def watched(action: Action) -> None:
             act(action)
-            most[executor.device] = max(most.get(executor.device, 0), held(executor))
+            most[executor.device] = max(most.get(executor.device, 0), micro_batches_kept(executor))
 
         executor._act = watched  # type: ignore[method-assign]
 

@@ -6,20 +6,20 @@ from collections import Counter
 
 import msgspec
 import pytest
-from harness import plan_for, run, schedule_of, shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_networks import batches_of, captured
 
 from drawn_plans import plans
-from manyhands.executor.loss import target_names
+from harness import plan_for, run, schedule_of, shared
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, plan_bytes, runs_here
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Receive, Reduce
 from manyhands.schedule.checker import check, check_matching
 from manyhands.schedule.reduction import pair_bytes
+from small_networks import batches_of, captured
 
 
 def drawn_plan(name: str, data: st.DataObject) -> Plan:

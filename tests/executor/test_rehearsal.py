@@ -8,14 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import alone
-from small_networks import batches_of, captured
-from test_replay import CUT, Replayed, plan_for
-from test_replay import SGD as REPLAYED_SGD
-from test_replay import batches as replayed_batches
-from test_replay import captured as replayed_graph
 from torch import nn
 
+from harness import alone
 from manyhands.executor.codec import pack, unpack
 from manyhands.executor.rehearsal import Rehearsal, weight_change_rates
 from manyhands.facts.optimizer import Optimizer
@@ -23,6 +18,11 @@ from manyhands.facts.plan import Codec, Replay
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_inputs, bind_tree
+from real_runs import SGD as REPLAYED_SGD
+from replayed import CUT, Replayed, plan_for
+from replayed import batches as replayed_batches
+from replayed import captured as replayed_graph
+from small_networks import batches_of, captured
 
 SGD = Optimizer("SGD", lr=0.1, momentum=0.9)
 Batch = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]

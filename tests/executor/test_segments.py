@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_networks import batches_of, captured
 
-from manyhands.executor.flight import Flight
+from harness import relative
+from manyhands.executor.segment_micro_batch import SegmentMicroBatch
 from manyhands.executor.segments import Segments, bounds_of, node_input
 from manyhands.executor.statistics import is_batch_norm, merged, own_moments
 from manyhands.graph.graph import Graph
@@ -17,6 +16,7 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce, Step
+from small_networks import batches_of, captured
 
 CONTEXT = Context(seed=3, step=2)
 
@@ -31,27 +31,27 @@ def segments_of(graph: Graph, bounds: set[int], norms: list[int]) -> tuple[Segme
     return Segments(graph, weights, whole, kernels={}, shared_norms=norms), weights
 
 
-def forward(segments: Segments, flight: Flight, norms: list[int], context: Context = CONTEXT) -> None:
+def forward(segments: Segments, batch: SegmentMicroBatch, norms: list[int], context: Context = CONTEXT) -> None:
     """Up to each shared norm, its statistics, and on."""
     start = 0
     for op in norms:
-        segments.forward(flight, start, op, context)
-        flight.moments[op] = merged([own_moments(flight.values[segments.norms[op].input])])
+        segments.forward(batch, start, op, context)
+        batch.moments[op] = merged([own_moments(batch.values[segments.norms[op].input])])
         start = op
-    segments.forward(flight, start, len(segments.graph.nodes), context)
+    segments.forward(batch, start, len(segments.graph.nodes), context)
 
 
-def backward(segments: Segments, flight: Flight, norms: list[int]) -> None:
+def backward(segments: Segments, batch: SegmentMicroBatch, norms: list[int]) -> None:
     high = len(segments.graph.nodes)
     for op in reversed(norms):
-        segments.backward(flight, op + 1, high)
+        segments.backward(batch, op + 1, high)
         norm = segments.norms[op]
-        data, gradient = flight.records[op].data, flight.gradients[norm.output]
+        data, gradient = batch.tapes[op].data, batch.gradients[norm.output]
         assert data is not None
-        scaled, own = norm.own_sums(data, gradient, flight.moments[op])
-        flight.scaled[op] = (scaled, own, [own])
+        scaled, own = norm.own_sums(data, gradient, batch.moments[op])
+        batch.scaled[op] = (scaled, own, [own])
         high = op + 1
-    segments.backward(flight, 0, high)
+    segments.backward(batch, 0, high)
 
 
 @pytest.mark.parametrize("name", ["small", "skips", "pair", "norms"])
@@ -70,12 +70,12 @@ def test_any_cuts_give_the_same(name: str, data: st.DataObject) -> None:
     torch.autograd.backward([values[n] for n in gradients], list(gradients.values()))
 
     segments, own = segments_of(graph, bounds, norms)
-    flight = Flight(values=dict(named))
-    forward(segments, flight, norms)
+    batch = SegmentMicroBatch(values=dict(named))
+    forward(segments, batch, norms)
     for output in graph.outputs:
-        assert relative(flight.values[output], values[output].detach()) <= 1e-12
-    flight.add_gradients({output: gradient.clone() for output, gradient in gradients.items()})
-    backward(segments, flight, norms)
+        assert relative(batch.values[output], values[output].detach()) <= 1e-12
+    batch.add_gradients({output: gradient.clone() for output, gradient in gradients.items()})
+    backward(segments, batch, norms)
     for weight, tensor in weights.tensors.items():
         found = own.tensors[weight]
         assert relative(found.detach(), tensor.detach()) <= 1e-12, weight  # buffers too
@@ -83,10 +83,10 @@ def test_any_cuts_give_the_same(name: str, data: st.DataObject) -> None:
         if tensor.grad is not None:
             assert found.grad is not None
             assert relative(found.grad, tensor.grad) <= 1e-10, weight
-    assert not flight.records, "what backward has passed is let go"
-    assert not flight.moments
-    assert not flight.scaled
-    assert not [name for name in flight.gradients if name in graph.network.producer], "nobody reads these any more"
+    assert not batch.tapes, "what backward has passed is let go"
+    assert not batch.moments
+    assert not batch.scaled
+    assert not [name for name in batch.gradients if name in graph.network.producer], "nobody reads these any more"
 
 
 def test_evaluation_keeps_nothing_for_backward() -> None:
@@ -94,9 +94,9 @@ def test_evaluation_keeps_nothing_for_backward() -> None:
     segments, weights = segments_of(graph, {3, 6}, [])
     before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
     inputs, _ = batches_of("small", 1, 3)[0]
-    flight = Flight(values=bind_inputs(graph, inputs))
-    segments.forward(flight, 0, len(graph.nodes), Context(training=False))
-    assert not flight.records
+    batch = SegmentMicroBatch(values=bind_inputs(graph, inputs))
+    segments.forward(batch, 0, len(graph.nodes), Context(training=False))
+    assert not batch.tapes
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors.items())
 
 
@@ -116,9 +116,9 @@ def test_the_first_tensor_an_operator_reads() -> None:
 # Numbers that are none
 
 
-def first_bad(graph: Graph, flight: Flight, segments: Segments) -> str:
+def first_bad(graph: Graph, batch: SegmentMicroBatch, segments: Segments) -> str:
     """The layer, or the input, where it began."""
-    tensor = segments.first_not_finite(flight, CONTEXT)
+    tensor = segments.first_not_finite(batch, CONTEXT)
     if tensor is None:
         return ""
     made = graph.network.producer.get(tensor)
@@ -129,13 +129,13 @@ def first_bad(graph: Graph, flight: Flight, segments: Segments) -> str:
 def test_a_logarithm_of_a_negative_number_is_found(cuts: set[int]) -> None:
     graph = captured("logs")
     segments, weights = segments_of(graph, cuts, [])
-    flight = Flight(values={"x": torch.ones(2, 6, dtype=torch.float64)})
-    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
-    assert first_bad(graph, flight, segments) == ""
+    batch = SegmentMicroBatch(values={"x": torch.ones(2, 6, dtype=torch.float64)})
+    segments.forward(batch, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, batch, segments) == ""
     with torch.no_grad():
         weights.tensors["b.bias"].fill_(-100.0)
-    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
-    assert first_bad(graph, flight, segments) == "log"
+    segments.forward(batch, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, batch, segments) == "log"
 
 
 @pytest.mark.parametrize("weight", ["b.weight", "d.bias"])
@@ -145,9 +145,9 @@ def test_a_weight_that_is_no_number_is_found(weight: str, number: float) -> None
     segments, weights = segments_of(graph, {2, 5}, [])
     with torch.no_grad():
         weights.tensors[weight].view(-1)[0] = number
-    flight = Flight(values={"x": torch.ones(2, 6, dtype=torch.float64)})
-    segments.forward(flight, 0, len(graph.nodes), CONTEXT)
-    assert first_bad(graph, flight, segments) == weight.split(".")[0]
+    batch = SegmentMicroBatch(values={"x": torch.ones(2, 6, dtype=torch.float64)})
+    segments.forward(batch, 0, len(graph.nodes), CONTEXT)
+    assert first_bad(graph, batch, segments) == weight.split(".")[0]
 
 
 def test_looking_for_it_changes_nothing() -> None:
@@ -156,10 +156,10 @@ def test_looking_for_it_changes_nothing() -> None:
     segments, weights = segments_of(graph, {4}, norms)
     inputs, _ = batches_of("norms", 1, 4)[0]
     inputs[1, 0, 2, 2] = float("nan")
-    flight = Flight(values=bind_inputs(graph, inputs))
-    forward(segments, flight, norms)
+    batch = SegmentMicroBatch(values=bind_inputs(graph, inputs))
+    forward(segments, batch, norms)
     before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
-    assert first_bad(graph, flight, segments) == "x"
+    assert first_bad(graph, batch, segments) == "x"
     assert all(torch.equal(t, before[n]) or bool(t.isnan().any()) for n, t in weights.tensors.items())
 
 
@@ -171,6 +171,6 @@ def test_batch_norms_on_the_way_are_run_as_they_were(is_shared: bool) -> None:
     with torch.no_grad():
         weights.tensors["d.weight"][0, 0] = float("inf")
     inputs, _ = batches_of("norms", 1, 4)[0]
-    flight = Flight(values=bind_inputs(graph, inputs))
-    forward(segments, flight, norms)
-    assert first_bad(graph, flight, segments) == "d"
+    batch = SegmentMicroBatch(values=bind_inputs(graph, inputs))
+    forward(segments, batch, norms)
+    assert first_bad(graph, batch, segments) == "d"

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tile_checks import CONTEXT, Case, check_local, check_sums, held
 from torch import Tensor, nn
 
-from manyhands.executor.tile_operators import Held, SumsOperator, tile_operator
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, WeightGradientCall
+from manyhands.executor.tile_operators import tile_operator
+from manyhands.executor.tile_statistics import StatisticsOperator
 from manyhands.facts.boxes import Box
 from manyhands.facts.profile import Kernel
 from manyhands.graph import kernels
@@ -117,8 +119,8 @@ def test_halving_takes_the_first_of_equals(ceil: bool, rows: int, columns: int, 
     out = Box.whole(case.made.shape)
     leaf = whole.clone().requires_grad_()
     F.max_pool2d(leaf, 2, ceil_mode=ceil).backward(case.gradient)  # type: ignore[no-untyped-call]
-    source = Held(Box.whole(whole.shape), whole)
-    (found,) = case.operator().input_gradients([source], None, case.gradient, out, [True], CONTEXT)
+    source = BoxTensor(Box.whole(whole.shape), whole)
+    (found,) = case.operator().input_gradients(InputGradientCall([source], None, case.gradient, out, [True], CONTEXT))
     assert found is not None
     covered = found.box.intersect(source.box)
     gradient = torch.zeros_like(whole)
@@ -337,7 +339,7 @@ def test_batch_norm_by_running_statistics(data: st.DataObject) -> None:
     case = Case.of(nn.BatchNorm2d(3), (3, 7, 9), context=resting)
     out = Box.of((0, 2), (0, 3), (2, 5), (0, 8))
     with torch.no_grad():
-        found = case.operator().forward([held(next(iter(case.inputs.values())), out, out)], out, resting)
+        found = case.operator().forward(ForwardCall([held(next(iter(case.inputs.values())), out, out)], out, resting))
     assert torch.allclose(found, case.made[out.slices()], rtol=0, atol=1e-12)
 
 
@@ -391,18 +393,18 @@ def test_squeeze_and_excitation_on_what_all_tiles_have() -> None:
     gradients = {graph.outputs[0]: torch.ones_like(wanted)}
     with torch.no_grad():
         for operator in operators:
-            given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+            given = [BoxTensor(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
             out = Box.whole(operator.output.shape_for(3))
-            values[operator.output.name] = operator.forward(given, out, context)
+            values[operator.output.name] = operator.forward(ForwardCall(given, out, context))
         assert torch.allclose(values[graph.outputs[0]], wanted, rtol=0, atol=1e-12)
         for operator in reversed(operators):
             gradient = gradients[operator.output.name]
-            given = [Held(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
+            given = [BoxTensor(Box.whole(values[r.tensor].shape), values[r.tensor]) for r in operator.op.reads]
             out = Box.whole(gradient.shape)
-            output = Held(out, values[operator.output.name])
-            operator.weight_gradients(given, gradient, out, context)
+            output = BoxTensor(out, values[operator.output.name])
+            operator.weight_gradients(WeightGradientCall(given, gradient, out, context))
             wants = [graph.network.tensors[r.tensor].differentiable for r in operator.op.reads]
-            found = operator.input_gradients(given, output, gradient, out, wants, context)
+            found = operator.input_gradients(InputGradientCall(given, output, gradient, out, wants, context))
             for read, part in zip(operator.op.reads, found):
                 if part is not None:
                     gradients[read.tensor] = part.tensor
@@ -432,12 +434,12 @@ def test_a_mask_of_samples_is_made_from_a_shape() -> None:
     shaped, coin = names.index("aten.new_empty.default"), names.index("aten.bernoulli_.float")
     weights, box = Weights.copied(graph), Box.whole((4, 1, 1, 1))
     first, whole = tile_operator(graph, shaped, weights, None), Box.whole((4, 2, 5, 6))
-    assert isinstance(first, SumsOperator)
-    row = first.own_row([Held(whole, torch.zeros(whole.shape))], whole)
+    assert isinstance(first, StatisticsOperator)
+    row = first.local_statistics([BoxTensor(whole, torch.zeros(whole.shape))], whole)
     assert row.numel() == 0
-    made = first.forward([], box, CONTEXT, state=first.merged([row], [30]))
+    made = first.forward(ForwardCall([], box, CONTEXT, statistics=first.combine([row], [30])))
     assert made.shape == (4, 1, 1, 1)
-    tossed = tile_operator(graph, coin, weights, None).forward([Held(box, made)], box, CONTEXT)
+    tossed = tile_operator(graph, coin, weights, None).forward(ForwardCall([BoxTensor(box, made)], box, CONTEXT))
     assert set(tossed.flatten().tolist()) <= {0.0, 1.0}
 
 

@@ -14,7 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from manyhands.executor.tile_operators import Held, SumsOperator, TileOperator, tile_operator
+from manyhands.executor.tile_base import TileOperator
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, WeightGradientCall
+from manyhands.executor.tile_operators import tile_operator
+from manyhands.executor.tile_statistics import StatisticsOperator
 from manyhands.facts.boxes import Box
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
@@ -117,10 +120,10 @@ def grown(data: st.DataObject, box: Box, shape: Sequence[int]) -> Box:
     return Box((*box.intervals[:-2], *inner))
 
 
-def held(tensor: Tensor, box: Box, demand: Box) -> Held:
+def held(tensor: Tensor, box: Box, demand: Box) -> BoxTensor:
     """A buffer of `box`: values over the demand, zeros beyond the border, NaN elsewhere."""
     whole = Box.whole(tensor.shape)
-    buffer = Held(box, tensor.new_zeros(box.shape))
+    buffer = BoxTensor(box, tensor.new_zeros(box.shape))
     inside = box.intersect(whole)
     if not inside.is_empty:
         buffer.view(inside).fill_(NAN)
@@ -129,7 +132,7 @@ def held(tensor: Tensor, box: Box, demand: Box) -> Held:
     return buffer
 
 
-def buffers(data: st.DataObject, case: Case, operator: TileOperator, out: Box) -> list[Held]:
+def buffers(data: st.DataObject, case: Case, operator: TileOperator, out: Box) -> list[BoxTensor]:
     """All inputs of a box, each with or without its padding in place, or with more around it."""
     found = []
     for number, read in enumerate(operator.op.reads):
@@ -148,7 +151,7 @@ def empty_view(box: Box, like: Tensor) -> Tensor:
     return like.new_full((*outer, rows + 3, columns + 5), NAN)[..., 2:-1, 1:-4]
 
 
-def added(target: Tensor, part: Held | None) -> None:
+def added(target: Tensor, part: BoxTensor | None) -> None:
     """Add a gradient to the whole one; beyond the border nothing counts."""
     if part is not None:
         common = part.box.intersect(Box.whole(target.shape))
@@ -181,21 +184,23 @@ def check_local(
         for out in (tile, grown(data, tile, case.made.shape)):
             inputs, into = buffers(data, case, operator, out), empty_view(out, case.made)
             wanted = case.made[out.slices()]
-            assert_equal(operator.forward(inputs, out, context), wanted, f"{op.name}{out}", tolerance)
-            assert operator.forward(inputs, out, context, into) is into
+            assert_equal(operator.forward(ForwardCall(inputs, out, context)), wanted, f"{op.name}{out}", tolerance)
+            assert operator.forward(ForwardCall(inputs, out, context, into)) is into
             assert_equal(into, wanted, f"{op.name}{out} in place", tolerance)
         inputs = buffers(data, case, operator, tile)
         sources = [given if read.tensor in op.derives_from else None for read, given in zip(op.reads, inputs)]
-        output = Held(tile, case.made[tile.slices()]) if op.outputs[0] in op.derives_from else None
+        output = BoxTensor(tile, case.made[tile.slices()]) if op.outputs[0] in op.derives_from else None
         gradient = empty_view(tile, case.made).copy_(case.gradient[tile.slices()])
         wanted_inputs = [True for _ in op.reads]
-        found = operator.input_gradients(sources, output, gradient, tile, wanted_inputs, context)
+        found = operator.input_gradients(InputGradientCall(sources, output, gradient, tile, wanted_inputs, context))
         for number, read in enumerate(op.reads):
             part = found[number]
             assert part is None or part.box.contains(operator.demand(number, tile))
             added(gradients[read.tensor], part)
-        operator.weight_gradients(inputs, gradient, tile, context)
-        nothing = operator.input_gradients(sources, output, gradient, tile, [False for _ in op.reads], context)
+        operator.weight_gradients(WeightGradientCall(inputs, gradient, tile, context))
+        nothing = operator.input_gradients(
+            InputGradientCall(sources, output, gradient, tile, [False for _ in op.reads], context)
+        )
         assert all(part is None for part in nothing)
     for name, wanted in case.input_gradients.items():
         assert_equal(gradients[name], wanted, f"gradient of {name}", tolerance)
@@ -209,9 +214,9 @@ def check_weights(case: Case, operators: Sequence[TileOperator], tolerance: floa
         assert_equal(total, wanted, f"gradient of {name}", tolerance)
 
 
-def sums_operator(case: Case) -> SumsOperator:
+def sums_operator(case: Case) -> StatisticsOperator:
     operator = case.operator()
-    assert isinstance(operator, SumsOperator)
+    assert isinstance(operator, StatisticsOperator)
     return operator
 
 
@@ -230,9 +235,9 @@ def check_sums(case: Case, data: st.DataObject, *, adjoint: bool, tolerance: flo
     is_pool = operators[0].op.tiling == "pool"
     large = [tile if tile.is_empty else grown(data, tile, whole.shape) for tile in tiles]
     inputs = [[held(whole, box, box)] for box in large]
-    rows = [operator.own_row(given, tile) for operator, given, tile in zip(operators, inputs, tiles)]
+    rows = [operator.local_statistics(given, tile) for operator, given, tile in zip(operators, inputs, tiles)]
     shares = [tile.shape[2] * tile.shape[3] for tile in tiles]
-    states = [operator.merged(rows, shares) for operator in operators]
+    states = [operator.combine(rows, shares) for operator in operators]
     if is_pool:
         _check_pool(case, operators, tiles, rows, shares, tolerance)
         return
@@ -241,28 +246,42 @@ def check_sums(case: Case, data: st.DataObject, *, adjoint: bool, tolerance: flo
     for operator, tile, box, given, state, gradient in zip(operators, tiles, large, inputs, states, gradients):
         if not box.is_empty:
             wanted = case.made[box.slices()]
-            assert_equal(operator.forward(given, box, CONTEXT, state=state), wanted, "output", tolerance)
+            assert_equal(
+                operator.forward(ForwardCall(given, box, CONTEXT, statistics=state)), wanted, "output", tolerance
+            )
             into = empty_view(box, wanted)
-            assert operator.forward(given, box, CONTEXT, into, state=state) is into
+            assert operator.forward(ForwardCall(given, box, CONTEXT, into, statistics=state)) is into
             assert_equal(into, wanted, "output in place", tolerance)
         over = box if adjoint else tile
-        backward_rows.append(operator.own_backward_row(given, Held(box, gradient), over, state))
+        backward_rows.append(operator.local_backward_statistics(given, BoxTensor(box, gradient), over, state))
         if not over.is_empty:
-            operator.weight_gradients(given, Held(box, gradient).view(over), over, CONTEXT, state=state)
+            operator.weight_gradients(
+                WeightGradientCall(given, BoxTensor(box, gradient).view(over), over, CONTEXT, statistics=state)
+            )
     total = torch.stack(backward_rows).sum(0)
     found = torch.zeros_like(whole)
     for operator, tile, box, given, state, gradient in zip(operators, tiles, large, inputs, states, gradients):
         if box.is_empty:
             continue
         (part,) = operator.input_gradients(
-            given, None, gradient, box, [True], CONTEXT, state=state, total=total, corrected=tile if adjoint else box
+            InputGradientCall(
+                given,
+                None,
+                gradient,
+                box,
+                [True],
+                CONTEXT,
+                statistics=state,
+                total=total,
+                corrected=tile if adjoint else box,
+            )
         )
         assert part is not None
         if adjoint:
             added(found, part)
         else:
             assert_equal(part.view(box), case.input_gradients[name][box.slices()], "input gradient", tolerance)
-            added(found, Held(tile, part.view(tile)))
+            added(found, BoxTensor(tile, part.view(tile)))
     assert_equal(found, case.input_gradients[name], "input gradient", tolerance)
     check_weights(case, operators, tolerance)
     for operator in operators:
@@ -281,7 +300,7 @@ def _split(gradient: Tensor, boxes: Sequence[Box]) -> list[Tensor]:
 
 def _check_pool(
     case: Case,
-    operators: Sequence[SumsOperator],
+    operators: Sequence[StatisticsOperator],
     tiles: Sequence[Box],
     rows: Sequence[Tensor],
     shares: Sequence[int],
@@ -295,12 +314,14 @@ def _check_pool(
     found = torch.full_like(case.inputs[name], NAN)
     backward_rows = []
     for operator, part in zip(operators, parts):
-        state = operator.merged(rows, shares)
-        assert_equal(operator.forward([], out, CONTEXT, state=state), case.made, "output", tolerance)
-        backward_rows.append(operator.own_backward_row([None], Held(out, part), out, state))
+        state = operator.combine(rows, shares)
+        assert_equal(operator.forward(ForwardCall([], out, CONTEXT, statistics=state)), case.made, "output", tolerance)
+        backward_rows.append(operator.local_backward_statistics([None], BoxTensor(out, part), out, state))
     total = torch.stack(backward_rows).sum(0)
     for operator, tile, part in zip(operators, tiles, parts):
-        (made,) = operator.input_gradients([None], None, part, out, [True], CONTEXT, total=total, corrected=tile)
+        (made,) = operator.input_gradients(
+            InputGradientCall([None], None, part, out, [True], CONTEXT, total=total, corrected=tile)
+        )
         if made is not None:
             found[tile.slices()] = made.view(tile)
     assert_equal(found, case.input_gradients[name], "input gradient", tolerance)

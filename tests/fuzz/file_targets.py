@@ -18,7 +18,7 @@ from fuzz.judging import Build, Target
 from hand_made import chain
 from hand_made import cluster as made_cluster
 from hand_made import profile as made_profile
-from manyhands.executor import checkpoint, packing_cost
+from manyhands.executor import checkpoint, checkpoint_files, packing_cost
 from manyhands.facts.calibration import Calibration, Tried
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import play
@@ -291,30 +291,35 @@ def checkpoint_target(folder: Path) -> Target:
     def finish(data: bytes) -> bytes:
         try:
             document = json.loads(data)
-            return json.dumps({**document, "sha256": checkpoint._own_digest(document)}).encode()
+            return json.dumps({**document, "sha256": checkpoint_files.document_digest(document)}).encode()
         except (ValueError, TypeError, AttributeError, RecursionError):
             return data
 
     def run(data: bytes) -> object:
-        put(saved / checkpoint.STATE_FILE, data)
+        put(saved / checkpoint_files.STATE_FILE, data)
         return checkpoint.load(saved)
 
-    return Target("checkpoints", run, [(saved / checkpoint.STATE_FILE).read_bytes()], "json", finish=finish, share=0.5)
+    return Target(
+        "checkpoints", run, [(saved / checkpoint_files.STATE_FILE).read_bytes()], "json", finish=finish, share=0.5
+    )
 
 
 def checkpoint_tensors_target(folder: Path) -> Target:
     """A checkpoint's weights, with sizes and digests that are right."""
     saved = _saved(folder)
-    state = json.loads((saved / checkpoint.STATE_FILE).read_bytes())
+    state = json.loads((saved / checkpoint_files.STATE_FILE).read_bytes())
 
     def run(data: bytes) -> object:
-        put(saved / checkpoint.MODEL_FILE, data)
-        state["files"][checkpoint.MODEL_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        state["sha256"] = checkpoint._own_digest(state)
-        put(saved / checkpoint.STATE_FILE, json.dumps(state).encode())
+        put(saved / checkpoint_files.MODEL_FILE, data)
+        state["files"][checkpoint_files.MODEL_FILE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        state["sha256"] = checkpoint_files.document_digest(state)
+        put(saved / checkpoint_files.STATE_FILE, json.dumps(state).encode())
         return checkpoint.load(saved)
 
-    seeds = [(saved / checkpoint.MODEL_FILE).read_bytes(), save_tensors({"a": torch.ones(2, 3, dtype=torch.float16)})]
+    seeds = [
+        (saved / checkpoint_files.MODEL_FILE).read_bytes(),
+        save_tensors({"a": torch.ones(2, 3, dtype=torch.float16)}),
+    ]
     return Target("checkpoint tensors", run, seeds, finish=header_right, share=0.7)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.executor.loss import ShareLoss
+from manyhands.executor.share_loss import ShareLoss
 from manyhands.facts.errors import BadData
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.graph.capture import capture

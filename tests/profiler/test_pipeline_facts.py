@@ -70,7 +70,7 @@ def test_an_optimisers_state_is_so_many_times_the_weights(tiny: Graph, optimizer
     for tensor in weights.trainable().values():
         tensor.grad = torch.ones_like(tensor)
     stepper.step()
-    held = sum(tensor.nbytes for tensor in stepper.held() if tensor.dim())
+    held = sum(tensor.nbytes for tensor in stepper.state_tensors() if tensor.dim())
     assert slots(optimizer) == count
     assert held == count * sum(tensor.nbytes for tensor in weights.trainable().values())
 

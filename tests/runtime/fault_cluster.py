@@ -30,6 +30,7 @@ from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
 from manyhands.data.rewinding import Rewindable
 from manyhands.engine.inprocess import InProcessListener, InProcessTransport
+from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import slots
@@ -220,8 +221,8 @@ class FaultCluster:
 
         before(Executor, "_act", act)
         before(
-            Executor, "_take_feed",
-            lambda one, fed, micro_batch: self.meet(one.device, "feed", one.step, f"feed m{micro_batch}"),
+            DeviceFeed, "take",
+            lambda feed, batch, step: self.meet(feed.endpoint.name, "feed", step, f"feed m{batch.number}"),
         )  # fmt: skip
         before(Worker, "_keep", lambda one, prepared, step, *rest: self._at(one, "keep", step))
         before(Worker, "_send_state", lambda one, message: self._at(one, "send copy", message.step))

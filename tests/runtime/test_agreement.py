@@ -62,7 +62,7 @@ def spoilt_gradients(number: float) -> Callable[[Worker], None]:
     def does(worker: Worker) -> None:
         assert worker.prepared is not None
         assert worker.prepared.executor is not None
-        reducer = worker.prepared.executor._reducer
+        reducer = worker.prepared.executor.reductions.reducer
         start = reducer.start
 
         def spoilt(reduce: Any, step: int, gradients: list[torch.Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, all_alike, reference
 
 from manyhands.data.laying import Laying
-from manyhands.executor import shelf as shelves
+from manyhands.executor import resident_dataset
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES, FeedPart
-from manyhands.executor.shelf import SAMPLES, Shelf, shelf_bytes, shelf_key
+from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset, resident_bytes, resident_key
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, OutOfMemory
 from manyhands.facts.plan import ByTiles, Plan, Single, Stage
@@ -82,30 +82,30 @@ def test_what_was_dropped_for_another_part_is_given_again() -> None:
     assert [lost["devices"] for lost in trip.facts("lost")] == [["b"], ["c"]]
 
 
-def test_a_shelf_has_its_box_of_every_sample() -> None:
+def test_a_resident_dataset_has_its_box_of_every_sample() -> None:
     part = FeedPart("x", Box.of((2, 4), (0, 3), (1, 5)), "float64")
-    shelf = Shelf("a", [part], 6, "key")
-    assert shelf.bytes == shelf_bytes([part], 6) == 6 * 3 * 4 * 8
-    assert [tuple(one.shape) for one in shelf.arrays] == [(6, 3, 4)]
-    shelf.arrays[0].copy_(torch.arange(6.0).reshape(6, 1, 1).expand(6, 3, 4))
-    assert shelf.take(0, torch.tensor([5, 0, 5]))[:, 0, 0].tolist() == [5.0, 0.0, 5.0]
+    dataset = ResidentDataset("a", [part], 6, "key")
+    assert dataset.bytes == resident_bytes([part], 6) == 6 * 3 * 4 * 8
+    assert [tuple(one.shape) for one in dataset.arrays] == [(6, 3, 4)]
+    dataset.arrays[0].copy_(torch.arange(6.0).reshape(6, 1, 1).expand(6, 3, 4))
+    assert dataset.take(0, torch.tensor([5, 0, 5]))[:, 0, 0].tolist() == [5.0, 0.0, 5.0]
     for strange in (-1, 6):
         with pytest.raises(BadData, match=f"asked for sample {strange}; it has 6"):
-            shelf.take(0, torch.tensor([0, strange]))
+            dataset.take(0, torch.tensor([0, strange]))
 
 
 def test_a_key_tells_what_lies_there_and_not_whose_samples_are_next() -> None:
     part = FeedPart("x", Box.of((2, 4), (0, 3)), "float64")
-    assert shelf_key("k", [part]) == shelf_key("k", [FeedPart("x", Box.of((0, 1), (0, 3)), "float64")])
+    assert resident_key("k", [part]) == resident_key("k", [FeedPart("x", Box.of((0, 1), (0, 3)), "float64")])
     others = [FeedPart("y", part.box, "float64"), FeedPart("x", Box.of((2, 4), (1, 3)), "float64"),
               FeedPart("x", part.box, "float32")]  # fmt: skip
-    assert len({shelf_key("k", [one]) for one in (part, *others)} | {shelf_key("l", [part])}) == 5
+    assert len({resident_key("k", [one]) for one in (part, *others)} | {resident_key("l", [part])}) == 5
 
 
 def test_what_a_device_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelves, "psutil", type("Full", (), {"virtual_memory": staticmethod(lambda: _Little)}))
+    monkeypatch.setattr(resident_dataset, "psutil", type("Full", (), {"virtual_memory": staticmethod(lambda: _Little)}))
     with pytest.raises(OutOfMemory, match=r"a was to be given 64 B of samples; it has room for 63 B") as raised:
-        Shelf("a", [FeedPart("x", Box.of((0, 1), (0, 2)), "float64")], 4, "key")
+        ResidentDataset("a", [FeedPart("x", Box.of((0, 1), (0, 2)), "float64")], 4, "key")
     assert "--feed start" in raised.value.hint
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.executor import checkpoint
+from manyhands.executor import checkpoint, checkpoint_files
 from manyhands.facts.errors import BadFile
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.job import options as asked
@@ -91,7 +91,7 @@ def test_from_three_workers_to_fewer(clusters: dict[int, Coordinator], whole: Ra
 
 def damage(path: Path, kind: str) -> str:
     """Spoil a checkpoint; what is to be said about it."""
-    model = path / checkpoint.MODEL_FILE
+    model = path / checkpoint_files.MODEL_FILE
     if kind == "cut short":
         os.truncate(model, model.stat().st_size - 7)
         return f"{model}: "
@@ -100,7 +100,7 @@ def damage(path: Path, kind: str) -> str:
         content[-1] ^= 1
         model.write_bytes(content)
         return f"{model}: its SHA-256 is "
-    state = path / checkpoint.STATE_FILE
+    state = path / checkpoint_files.STATE_FILE
     state.write_text(state.read_text().replace('"seed": 5', '"seed": 6'))
     return f"{state}: the SHA-256 of its values is "
 

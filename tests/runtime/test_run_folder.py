@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.executor import checkpoint
+from manyhands.executor import checkpoint_files
 from manyhands.explaining.planned_run import Planned
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -120,13 +120,13 @@ def test_every_file_is_valid_at_any_moment(
         thread.join()
     assert not problems, problems[:3]
     assert looks > 10
-    assert read_all(folder) >= FILES | PICTURES | {"trace.json", checkpoint.MODEL_FILE}
+    assert read_all(folder) >= FILES | PICTURES | {"trace.json", checkpoint_files.MODEL_FILE}
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
     said = [event for event in events if event != "note"]  # on a busy machine, that a prediction was off
     assert [said[0], *said[-2:]] == ["started", "evaluated", "finished"]
     assert len(list((folder / "checkpoints").iterdir())) == 3
     fresh = network()
-    fresh.load_state_dict(load_file(ran.result.checkpoint / checkpoint.MODEL_FILE))
+    fresh.load_state_dict(load_file(ran.result.checkpoint / checkpoint_files.MODEL_FILE))
     assert_same(fresh.state_dict(), ran.state)
     assert ran.result.accuracy is not None
     assert ran.result.throughput > 0

@@ -1,6 +1,6 @@
 """The boxes of a tiled stage, by hand: what is owned, computed, fetched, differentiated and replicated.
 
-That they are enough to train with is tested with the executor itself (tests/executor/test_tiled_training.py).
+That they are enough to train with is tested with the executor itself (tests/exactness/test_tiled_training.py).
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def test_the_coordinator_has_numbers_in_place_of_data(three: Coordinator) -> Non
         graph = regrouped(graph, [("left",), ("right",)])
         plan = resolve(Plan("Both", BATCH, stages, order="replay"), graph.network)
         with pytest.raises(BadPlan, match="edge-b reads 'left', which only edge-a has"):
-            Feeder(graph, Schedule(plan, graph.network), three.endpoint, with_targets=False, held=three.silos)
+            Feeder(graph, Schedule(plan, graph.network), three.endpoint, with_targets=False, local=three.silos)
     assert three.silos == {}
 
 

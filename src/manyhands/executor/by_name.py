@@ -74,7 +74,7 @@ def said(error: Exception) -> str:
 
 
 def _type_hints(kind: Any) -> dict[str, Any]:
-    """Of a class's constructor; none where PyTorch's annotations cannot be read."""
+    """Return the type hints of a class's constructor; none where PyTorch's annotations cannot be read."""
     try:
         return typing.get_type_hints(kind.__init__)
     except Exception:  # an annotation may name what is imported for type checkers only

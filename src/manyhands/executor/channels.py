@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-import msgspec
 import torch
 
 from manyhands.executor.boxes import cut_out, narrowed, place_of
-from manyhands.executor.channel_mail import Bundle, Recipe, as_tensor, bundles_of, joined_shape, recipe_for
+from manyhands.executor.channel_messages import ChannelBundle, Recipe, as_tensor, bundles_of, joined_shape, recipe_for
+from manyhands.executor.local_graph import LocalGraph
 from manyhands.executor.runner import ForwardOnly
 from manyhands.executor.segments import bounds_of
 from manyhands.facts.boxes import Box
-from manyhands.facts.network import Op, TensorSpec
+from manyhands.facts.network import Op
 from manyhands.facts.profile import Kernel
-from manyhands.facts.reads import Blocks
-from manyhands.graph.graph import Graph, Node, Samples, Value
+from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
@@ -31,13 +29,11 @@ from manyhands.schedule.actions import Action, Forward, Message
 from manyhands.schedule.channels import CHANNELS, Boxes, ChannelGeometry
 
 _MOST_BUNDLES = 10_000
-_GROUPS = 6
-"""Where a convolution is told its groups."""
 
 
 @dataclass
-class ChannelFlight:
-    """One micro-batch under way on one device."""
+class ChannelMicroBatch:
+    """The tensors of one in-flight micro-batch on one device."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the local graph's names."""
@@ -61,7 +57,7 @@ class ChannelRunner(ForwardOnly):
     ) -> None:
         self.graph, self.network, self.geometry, self.device = graph, graph.network, geometry, device
         self.weights = weights
-        self.flights: dict[int, ChannelFlight] = {}
+        self.in_flight: dict[int, ChannelMicroBatch] = {}
         self.elements = 0
         """Elements of tensors cut by channels that were computed here: its share of the work."""
         self.local = LocalGraph(graph, geometry, device)
@@ -90,7 +86,7 @@ class ChannelRunner(ForwardOnly):
         self._hulls: dict[str, Box] = {}
         self._recipes: dict[str, Recipe] = {}
         """Local name -> how it is put together: what comes, comes in the same order every time."""
-        self._bundles: dict[int, tuple[Message, tuple[Bundle, ...]]] = {}
+        self._bundles: dict[int, tuple[Message, tuple[ChannelBundle, ...]]] = {}
         """What messages are made of, by their identity: a fixed schedule has the same ones in every round."""
 
     def rest(self, samples: int) -> None:
@@ -116,59 +112,61 @@ class ChannelRunner(ForwardOnly):
                 found.setdefault(first, []).append(name)
         return found
 
-    def flight(self, micro_batch: int) -> ChannelFlight:
-        found = self.flights.get(micro_batch)
+    def micro_batch(self, micro_batch: int) -> ChannelMicroBatch:
+        found = self.in_flight.get(micro_batch)
         if found is None:
-            found = self.flights[micro_batch] = ChannelFlight()
+            found = self.in_flight[micro_batch] = ChannelMicroBatch()
         return found
 
     def drop(self, micro_batch: int) -> None:
-        self.flights.pop(micro_batch, None)
+        self.in_flight.pop(micro_batch, None)
 
     def features(self) -> list[torch.Tensor]:
-        found = [tensor for flight in self.flights.values() for tensor in flight.values.values()]
-        found += [part for flight in self.flights.values() for parts in flight.arrived.values() for _, part in parts]
+        found = [tensor for batch in self.in_flight.values() for tensor in batch.values.values()]
+        found += [part for batch in self.in_flight.values() for parts in batch.arrived.values() for _, part in parts]
         return found + [
-            part for flight in self.flights.values() for one in flight.sums.values() for part in one.values()
+            part for batch in self.in_flight.values() for one in batch.sums.values() for part in one.values()
         ]
 
     # Computing
 
     def forward(self, action: Forward, context: Context) -> None:
-        flight = self.flight(action.micro_batch)
+        batch = self.micro_batch(action.micro_batch)
         if action.part == "sum":
-            self._add_up(flight, self.network.ops[action.first])
+            self._add_up(batch, self.network.ops[action.first])
             return
         for start, piece in self.pieces.items():
             if not action.first <= start < action.last:
                 continue
             if start in self._reading:
-                self._assemble(flight, start)
-            flight.values.update(piece({name: flight.values[name] for name in piece.inputs}, context))
+                self._assemble(batch, start)
+            batch.values.update(piece({name: batch.values[name] for name in piece.inputs}, context))
             self.elements += self._made[start]
             for name in self._frees.get(start, ()):
-                flight.values.pop(name, None)
+                batch.values.pop(name, None)
 
-    def _assemble(self, flight: ChannelFlight, first: int) -> None:
+    def _assemble(self, batch: ChannelMicroBatch, first: int) -> None:
         """What a group reads of others' channels, put together with its own."""
         for name, alias, boxes, shape in self._reading[first]:
-            if alias in flight.values:
+            if alias in batch.values:
                 continue
-            own = flight.values[name]
-            arrived = flight.arrived.pop(name, ())
+            own = batch.values[name]
+            arrived = batch.arrived.pop(name, ())
             recipe = self._recipes.get(alias)
             if recipe is None:
-                recipe = self._recipes[alias] = recipe_for(boxes, [(self._held(name),), *(held for held, _ in arrived)])
+                recipe = self._recipes[alias] = recipe_for(
+                    boxes, [(self._hull(name),), *(hulls for hulls, _ in arrived)]
+                )
             parts = [own, *(data for _, data in arrived)]
             pieces = [narrowed(parts[number], steps) for number, steps in recipe]
-            flight.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
+            batch.values[alias] = torch.cat(pieces, CHANNELS, out=empty_like(own, shape))
 
-    def _add_up(self, flight: ChannelFlight, op: Op) -> None:
+    def _add_up(self, batch: ChannelMicroBatch, op: Op) -> None:
         """Everybody's partial sums, in the order of the devices, and the bias."""
         name = op.outputs[0]
         own = self.geometry.own(self.device, name)
-        parts = flight.sums.pop(name, {})
-        partial = flight.values[name]
+        parts = batch.sums.pop(name, {})
+        partial = batch.values[name]
         parts[self.device] = partial[place_of(own, Box.whole(self.geometry.shape(name)))]
         total = parts[self.geometry.devices[0]].clone()
         for device in self.geometry.devices[1:]:
@@ -176,11 +174,11 @@ class ChannelRunner(ForwardOnly):
         bias = self.local.biases.get(op.name)
         if bias is not None:
             total += self.weights.tensors[bias].view(-1, *(1 for _ in total.shape[2:]))
-        flight.values[name] = total
+        batch.values[name] = total
 
     # What crosses to other devices and other stages
 
-    def _held(self, tensor: str) -> Box:
+    def _hull(self, tensor: str) -> Box:
         found = self._hulls.get(tensor)
         if found is None:
             made_here = self.geometry.is_made_here(tensor)
@@ -189,24 +187,24 @@ class ChannelRunner(ForwardOnly):
         return found
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        return cut_out(self.flight(micro_batch).values[tensor], self._held(tensor), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], self._hull(tensor), box)
 
     def partial(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """This device's partial sums of what another owns."""
-        return cut_out(self.flight(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], Box.whole(self.geometry.shape(tensor)), box)
 
-    def bundles(self, message: Message, *, is_sent: bool) -> tuple[Bundle, ...]:
+    def bundles(self, message: Message, *, is_sent: bool) -> tuple[ChannelBundle, ...]:
         known = self._bundles.get(id(message))
         if known is None or known[0] is not message:
             if len(self._bundles) > _MOST_BUNDLES:  # an event-driven schedule makes its messages anew in every round
                 self._bundles.clear()
-            hulls = {part.tensor: self._held(part.tensor) for part in message.parts} if is_sent else None
+            hulls = {part.tensor: self._hull(part.tensor) for part in message.parts} if is_sent else None
             known = self._bundles[id(message)] = (message, bundles_of(message, self.network, hulls))
         return known[1]
 
     def outgoing(self, message: Message) -> list[torch.Tensor]:
         """What others fetch, as it travels."""
-        values = self.flight(message.micro_batch).values
+        values = self.micro_batch(message.micro_batch).values
         return [
             bundle.joined([narrowed(values[bundle.tensor], steps) for steps in bundle.steps])
             for bundle in self.bundles(message, is_sent=True)
@@ -214,23 +212,23 @@ class ChannelRunner(ForwardOnly):
 
     def incoming(self, message: Message, memory: list[torch.Tensor]) -> None:
         """What was fetched of others, as it came."""
-        arrived = self.flight(message.micro_batch).arrived
+        arrived = self.micro_batch(message.micro_batch).arrived
         for bundle, data in zip(self.bundles(message, is_sent=False), memory):
             here = as_tensor(data.to(self.weights.device))
             arrived.setdefault(bundle.tensor, []).append((bundle.boxes, here))
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        flight = self.flight(micro_batch)
-        hull = self._held(tensor)
+        batch = self.micro_batch(micro_batch)
+        hull = self._hull(tensor)
         if box == hull:
-            flight.values[tensor] = data
+            batch.values[tensor] = data
             return
-        if tensor not in flight.values:
-            flight.values[tensor] = data.new_empty(hull.shape)
-        flight.values[tensor][place_of(box, hull)] = data
+        if tensor not in batch.values:
+            batch.values[tensor] = data.new_empty(hull.shape)
+        batch.values[tensor][place_of(box, hull)] = data
 
     def put_partial(self, micro_batch: int, source: str, tensor: str, data: torch.Tensor) -> None:
-        self.flight(micro_batch).sums.setdefault(tensor, {})[source] = data
+        self.micro_batch(micro_batch).sums.setdefault(tensor, {})[source] = data
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
         """This device's part of what the network returns."""
@@ -242,121 +240,8 @@ class ChannelRunner(ForwardOnly):
         ]
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
-        values = self.flight(micro_batch).values
+        values = self.micro_batch(micro_batch).values
         return next((n for n, t in values.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
-
-
-class LocalGraph:
-    """A stage's operators as one device runs them."""
-
-    def __init__(self, graph: Graph, geometry: ChannelGeometry, device: str) -> None:
-        self.geometry, self.device, self.network = geometry, device, graph.network
-        self.biases: dict[str, str] = {}
-        """Operator that makes partial sums -> the bias that is added to their sum."""
-        self._nodes: list[Node] = []
-        self._starts: dict[int, int] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        self._reading: dict[str, Boxes] = {}
-        """Of what the group under way reads from before it: the boxes of it that are here."""
-        starts = {first: number for number, first in enumerate(geometry.group_starts)}
-        for index in range(geometry.first, geometry.last):
-            self._starts[index] = len(self._nodes)
-            if index in starts:
-                self._reading = geometry.reading[starts[index]][device]
-            if not graph.nodes[index].updates:
-                self._add(index, graph.nodes[index])
-        self._starts[geometry.last] = len(self._nodes)
-        made = {spec.name for node in self._nodes for spec in node.outputs}
-        kept = [name for name in self._kept() if name in made]
-        outside = tuple(spec for name, spec in self._specs.items() if name not in made)
-        self.graph = Graph(
-            name=graph.name, inputs=outside, input_tree=[[], {}], output_tree=kept, nodes=tuple(self._nodes),
-            weights=graph.weights, aliases={}, state={}, granularity=graph.granularity,
-        )  # fmt: skip
-        facts = msgspec.structs.replace(self.network, tensors={**self.network.tensors, **self._specs})
-        self.graph.__dict__["network"] = facts  # what kernels ask for; nothing is planned by it
-
-    def range(self, first: int, last: int) -> tuple[int, int]:
-        """The nodes of operators [first, last)."""
-        return self._starts[first], self._starts[last]
-
-    def name(self, tensor: str, boxes: Boxes) -> str:
-        """What boxes of a tensor are called: a device's own part by the tensor's name."""
-        is_own = self.geometry.is_made_here(tensor) and boxes == (self.geometry.own(self.device, tensor),)
-        return tensor if is_own else tensor + "".join(map(str, boxes))
-
-    def _kept(self) -> list[str]:
-        """Tensors that are read, sent or returned beside what nodes read."""
-        found = list(self.network.outputs)
-        for group, tensors in zip(self.geometry.groups, self.geometry.reading):
-            found += [*group.fetches, *group.sums]
-            found += [name for name, boxes in tensors[self.device].items() if self.name(name, boxes) != name]
-        later = self.network.ops[self.geometry.last :]
-        return list(dict.fromkeys([*found, *(name for op in later for name in op.inputs)]))
-
-    def _add(self, index: int, node: Node) -> None:
-        op = self.network.ops[index]
-        changed: dict[str, str] = {}
-        for name, box in self.geometry.needs(self.device, index).items():
-            changed[name] = self._input(op, name, box)
-        node = _renamed(node, changed)
-        if index in self.geometry.input_based:
-            bias = node.arguments[2] if len(node.arguments) > 2 else None
-            if bias is not None:
-                self.biases[op.name] = bias.name
-            node = msgspec.structs.replace(node, arguments=(*node.arguments[:2], None, *node.arguments[3:]))
-        elif any(name in self.geometry.split for name in op.outputs):
-            node = self._cut(op, node)
-        self._nodes.append(node)
-        self._specs.update({spec.name: spec for spec in node.outputs})
-
-    def _input(self, op: Op, name: str, box: Box) -> str:
-        """The name under which an operator finds a box of a tensor; a slice is made where more of it is here."""
-        boxes = self._reading.get(name, ())
-        if self.geometry.shuffles(self.network.op_index[op.name]):  # of every group what is needed, and no more
-            known = self.name(name, boxes)
-            self._specs.setdefault(known, self._spec(known, name, Box.whole(joined_shape(boxes))))
-            return known
-        if not self.geometry.is_made_here(name):
-            held, known = self.geometry.entering(name).hull(self.device), name
-        else:
-            held = boxes[0] if boxes else self.geometry.own(self.device, name)
-            known = self.name(name, (held,))
-        self._specs.setdefault(known, self._spec(known, name, held))
-        wanted, here = box.intervals[CHANNELS], held.intervals[CHANNELS]
-        if wanted != here:  # along other axes all is here, and a window's stride passes over what it does not read
-            cut = f"{known}>{op.name}"
-            spec = self._spec(cut, name, held.replace(CHANNELS, wanted))
-            place = (CHANNELS, wanted[0] - here[0], wanted[1] - here[0], 1)
-            node = Node(cut, "aten.slice.Tensor", (Value(known), *place), {}, (spec,), module=op.module)
-            self._nodes.append(node)
-            self._specs[cut] = spec
-            known = cut
-        return known
-
-    def _spec(self, known: str, name: str, box: Box) -> TensorSpec:
-        """The facts of a box of a tensor, for one sample."""
-        spec = self.network.tensors[name]
-        shape = tuple(spec.shape[axis] if axis == spec.batch_axis else extent for axis, extent in enumerate(box.shape))
-        return msgspec.structs.replace(spec, name=known, shape=shape)
-
-    def _cut(self, op: Op, node: Node) -> Node:
-        """An operator that makes this device's channels only."""
-        name = op.outputs[0]
-        own = self.geometry.own(self.device, name)
-        spec = self._spec(name, name, own)
-        arguments: tuple[Any, ...] = node.arguments
-        target = node.target
-        if op.channels == "grouped":
-            rule = op.reads[0].rules[CHANNELS]
-            assert isinstance(rule, Blocks)
-            first, last = own.intervals[CHANNELS]
-            arguments = (*arguments[:_GROUPS], max(1, (last - first) // rule.outputs), *arguments[_GROUPS + 1 :])
-        elif op.channels == "shaped":
-            sizes = [Samples(spec.shape[0]), *spec.shape[1:]]
-            target, arguments = "aten.reshape.default", (arguments[0], sizes)
-        options = {} if op.channels == "shaped" else node.options
-        return msgspec.structs.replace(node, target=target, arguments=arguments, options=options, outputs=(spec,))
 
 
 def empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -364,19 +249,3 @@ def empty_like(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     is_last = data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last) and not data.is_contiguous()
     wanted = torch.channels_last if is_last else torch.contiguous_format
     return torch.empty(shape, dtype=data.dtype, device=data.device, memory_format=wanted)
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The same with other names for what it reads."""
-    if all(old == new for old, new in names.items()):
-        return node
-
-    def change(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return Value(names.get(argument.name, argument.name))
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(change(item) for item in argument)
-        return argument
-
-    options = {key: change(value) for key, value in node.options.items()}
-    return msgspec.structs.replace(node, arguments=change(node.arguments), options=options)

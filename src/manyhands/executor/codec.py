@@ -164,8 +164,13 @@ class Coding:
         }
 
     @property
-    def held_bytes(self) -> int:
-        """Of errors, now."""
+    def expects_gradients(self) -> bool:
+        """Whether gradients of what this device sends come back to it."""
+        return bool(self._returning)
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of errors that are kept now."""
         return sum(error.nbytes for kept in self._errors.values() for _, error in kept)
 
     def bits(self, message: Message, part: Part) -> int:
@@ -218,11 +223,6 @@ class Coding:
         """All of a message's gradients: their errors are needed no more."""
         for part in message.parts:
             self._errors.pop((message.stage, message.micro_batch, source, part.tensor), None)
-
-    def drop(self, micro_batch: int) -> None:
-        """Forget a micro-batch whose gradients nobody will use."""
-        for key in [key for key in self._errors if key[1] == micro_batch]:
-            del self._errors[key]
 
     def forget(self) -> None:
         self._errors.clear()

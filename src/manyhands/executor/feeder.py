@@ -12,9 +12,9 @@ from manyhands.data.laying import Laying
 from manyhands.data.silo import Kept
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
-from manyhands.executor.loss import target_names
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
-from manyhands.executor.shelf import SAMPLES, shelf_key
+from manyhands.executor.resident_dataset import SAMPLES, resident_key
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
@@ -28,9 +28,9 @@ from manyhands.schedule.policy import Schedule
 class Feeder:
     """Cuts batches into the boxes that devices are fed with.
 
-    What a device has in its silo (`held`) is not here: in its place a batch has the samples' numbers, in the order that
-    was agreed, and the device is sent the numbers of its rows. With `laying` that is so for everything, once each
-    device was given its boxes of all samples (`lay`).
+    What a device has in its silo (`local`) is not here: in its place a batch has the samples' numbers, in the order
+    that was agreed, and the device is sent the numbers of its rows. With `laying` that is so for everything, once each
+    device was given its boxes of all samples (`preload`).
     """
 
     def __init__(
@@ -40,28 +40,32 @@ class Feeder:
         endpoint: Endpoint,
         *,
         with_targets: bool = True,
-        held: Mapping[str, Kept] | None = None,
+        local: Mapping[str, Kept] | None = None,
         laying: Laying | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
-        self.plan, self.held, self.laying = schedule.plan, dict(held or {}), laying
+        self.plan, self.local, self.laying = schedule.plan, dict(local or {}), laying
         if laying is not None:
             names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
-            self.held = {device: Kept(names, rows) for device in self.plan.devices}
-        self._away = frozenset(name for one in self.held.values() for name in one.names)
+            self.local = {device: Kept(names, rows) for device in self.plan.devices}
+        self._away = frozenset(name for one in self.local.values() for name in one.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts
             for device in self.plan.devices
-            if (parts := feed_parts(graph, schedule.lowering, device, targets=with_targets, held=self.held_by(device)))
+            if (
+                parts := feed_parts(
+                    graph, schedule.lowering, device, targets=with_targets, local=self.local_names(device)
+                )
+            )
         }
         self._specs = {spec.name: spec for spec in graph.inputs}
         self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
         self._check_silos()
         self._laid = self._bound_laying()
 
-    def held_by(self, device: str) -> frozenset[str]:
+    def local_names(self, device: str) -> frozenset[str]:
         """What a device takes from its silo."""
-        return self.held[device].names if device in self.held else frozenset()
+        return self.local[device].names if device in self.local else frozenset()
 
     def _check_silos(self) -> None:
         """What is in a silo is read there, a row for each sample."""
@@ -69,8 +73,8 @@ class Feeder:
             for part in parts:
                 if part.name not in self._away:
                     continue
-                if not part.is_held:
-                    holders = ", ".join(name for name, one in self.held.items() if part.name in one.names)
+                if not part.is_local:
+                    holders = ", ".join(name for name, one in self.local.items() if part.name in one.names)
                     raise BadPlan(
                         f"{device} reads '{part.name}', which only {holders} has.",
                         hint="Give the layers that read it to the device that has it.",
@@ -91,13 +95,13 @@ class Feeder:
             found |= {(name, True): tensor for name, tensor in targets.items()}
         return found
 
-    def shelf(self, device: str) -> str:
+    def resident_key(self, device: str) -> str:
         """What was to be laid out at a device, in a word; empty: nothing."""
         if self.laying is None or device not in self.parts:
             return ""
-        return shelf_key(self.laying.key, self.parts[device])
+        return resident_key(self.laying.key, self.parts[device])
 
-    def lay(self, device: str, step: int) -> None:
+    def preload(self, device: str, step: int) -> None:
         """Give a device its boxes of all samples; does not wait."""
         rows = [
             self._laid[part.name, part.is_target][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]
@@ -160,9 +164,9 @@ class Feeder:
         tensor = (targets if part.is_target else values)[part.name]
         if part.scattered:
             return self._gathered(device, part, tensor, micro_batch)
-        if part.is_held:
+        if part.is_local:
             first, last = (micro_batch * self.plan.micro_batch_size + place for place in part.box.intervals[0])
-            return self.held[device].rows[tensor[first:last]].contiguous()
+            return self.local[device].rows[tensor[first:last]].contiguous()
         spec = (self._target_specs if part.is_target else self._specs)[part.name]
         hull = Box.whole(tensor.shape)
         box = part.box
@@ -175,11 +179,11 @@ class Feeder:
     def _gathered(self, device: str, part: FeedPart, tensor: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Rows of a micro-batch that do not lie side by side, as one tensor."""
         spec = self._target_specs[part.name]
-        axis = 0 if part.is_held else spec.batch_axis
+        axis = 0 if part.is_local else spec.batch_axis
         assert axis is not None
-        start = micro_batch * self.plan.micro_batch_size * (1 if part.is_held else spec.rows_per_sample)
+        start = micro_batch * self.plan.micro_batch_size * (1 if part.is_local else spec.rows_per_sample)
         rows = torch.cat([tensor.narrow(axis, start + first, last - first) for first, last in part.scattered], axis)
-        return self.held[device].rows[rows].contiguous() if part.is_held else packed_alone(rows)
+        return self.local[device].rows[rows].contiguous() if part.is_local else packed_alone(rows)
 
     # Inference
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.executor.boxes import dtype_of, empty
-from manyhands.executor.loss import target_names
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
@@ -23,7 +23,7 @@ from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
 COORDINATOR = "coordinator"
 """The name under which whoever started the run feeds inputs and gathers results."""
 ROW_BYTES = 8
-"""Of a sample's number."""
+"""Bytes of a sample's number."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class FeedPart:
     stage: int = AT_HOME
     """The stage that reads it."""
     is_target: bool = False
-    is_held: bool = False
-    """The device has it, in its silo or because it was laid out there: the rows' numbers travel."""
+    is_local: bool = False
+    """The device has it, in its silo or because it was preloaded there: the rows' numbers travel."""
     scattered: tuple[Interval, ...] = ()
     """Where the rows of `box` come from, if not from side by side: intervals of the micro-batch's rows."""
 
     @property
     def bytes(self) -> int:
-        return len(range(*self.box.intervals[0])) * ROW_BYTES if self.is_held else self._volume_bytes
+        return len(range(*self.box.intervals[0])) * ROW_BYTES if self.is_local else self._volume_bytes
 
     @property
     def _volume_bytes(self) -> int:
@@ -51,7 +51,7 @@ class FeedPart:
 
     def room(self) -> torch.Tensor:
         """Memory for what travels."""
-        return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_held else empty(self.box, self.dtype)
+        return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_local else empty(self.box, self.dtype)
 
     def cut_from(self, rows: torch.Tensor) -> torch.Tensor:
         """This box of the samples that a silo gave."""
@@ -67,18 +67,21 @@ class FeedPart:
 
 
 def feed_parts(
-    graph: Graph, lowering: Lowering, device: str, *, targets: bool, held: Collection[str] = ()
+    graph: Graph, lowering: Lowering, device: str, *, targets: bool, local: Collection[str] = ()
 ) -> tuple[FeedPart, ...]:
-    """What a device is fed, in the order it travels; `held`: what it has, so that numbers will do."""
+    """Return what a device is fed, in the order it travels.
+
+    `local` names what the device has itself, so that the numbers of rows will do.
+    """
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
     found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
     last = lowering.geometries[-1]
     if targets and graph.loss is not None and device in last.loss_devices:
         specs = {spec.name: spec for spec in graph.loss.inputs}
-        samples = last.sample_intervals(device)
-        found += [_target(specs[name], samples, last.samples) for name in target_names(graph)]
-    return tuple(replace(part, is_held=True) if part.name in held else part for part in found)
+        rows = last.sample_intervals(device)
+        found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
+    return tuple(replace(part, is_local=True) if part.name in local else part for part in found)
 
 
 def everything_fed(graph: Graph, *, targets: bool = True) -> frozenset[str]:

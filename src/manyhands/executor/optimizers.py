@@ -69,7 +69,7 @@ class Stepper:
             self._torch, self._schedule = _construct(self.optimizer, over)
 
     def _laid_as_rows(self) -> dict[str, _Row]:
-        """Of weights in channels_last, leaves over the same memory that are contiguous: a fused step, which knows no
+        """For weights in channels_last, leaves over the same memory that are contiguous: a fused step, which knows no
         axes, copies the gradients of others first, and takes two to three times as long."""
         found = {}
         for name, weight in self.weights.items():
@@ -118,9 +118,10 @@ class Stepper:
         """What the next step will use."""
         return float(self._torch.param_groups[0]["lr"])
 
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that are kept for the weights now, those in use."""
-        return [one for held in self._torch.state.values() for one in held.values() if isinstance(one, torch.Tensor)]
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept for the weights now, those in use."""
+        states = self._torch.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def state(self, *, copy: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.
@@ -130,9 +131,9 @@ class Stepper:
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
         for name, weight in self.weights.items():
-            held, row = self._torch.state.get(self._stepped(name), {}), self._rows.get(name)
-            for key in dict.fromkeys([*self._probes.of(weight), *held]):
-                value = held.get(key)
+            entries, row = self._torch.state.get(self._stepped(name), {}), self._rows.get(name)
+            for key in dict.fromkeys([*self._probes.of(weight), *entries]):
+                value = entries.get(key)
                 if isinstance(value, torch.Tensor):
                     value = value if row is None else row.as_weight(value)
                     tensors[_entry(name, key)] = value.detach().clone() if copy else value.detach()
@@ -150,9 +151,9 @@ class Stepper:
             raise BadValue(f"The state is of step {steps_done}; steps are >= 0.")
         found = dict(self._find(tensors, scalars, steps_done))
         self._start()
-        for name, held in found.items():
+        for name, entries in found.items():
             row = self._rows.get(name)
-            self._torch.state[self._stepped(name)] = held if row is None else row.as_rows(held)
+            self._torch.state[self._stepped(name)] = entries if row is None else row.as_rows(entries)
         self._torch.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
         if self._schedule is not None:
             for _ in range(steps_done):
@@ -182,14 +183,14 @@ class Stepper:
                     f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does "
                     f"not keep: it is another optimiser's."
                 )
-            held: dict[str, Any] = {}
+            entries: dict[str, Any] = {}
             for key, like in expected[name].items():
                 entry = _entry(name, key)
                 value = tensors[entry] if entry in tensors else scalars[entry]
                 if value is not None:
-                    held[key] = _restored(entry, value, like, weight)
-            if held:
-                yield name, held
+                    entries[key] = _restored(entry, value, like, weight)
+            if entries:
+                yield name, entries
 
 
 class _Row(NamedTuple):
@@ -205,13 +206,13 @@ class _Row(NamedTuple):
             return value
         return value.permute([self.order.index(axis) for axis in range(len(self.order))])
 
-    def as_rows(self, held: Mapping[str, Any]) -> dict[str, Any]:
+    def as_rows(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The other way round, all that is kept for a weight."""
         return {
             key: value.permute(self.order)
             if isinstance(value, torch.Tensor) and value.dim() == len(self.order)
             else value
-            for key, value in held.items()
+            for key, value in entries.items()
         }
 
 

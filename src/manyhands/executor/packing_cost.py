@@ -2,7 +2,7 @@
 
 packing      upstream, with the error that is kept for the gradient: a constant and so much for each byte
 unpacking    downstream, for each byte
-feedback     upstream, mending the gradient that comes back, for each byte
+feedback     upstream, correcting the gradient that comes back, for each byte
 
 Bytes are those of the feature at 32 bits. Measured at 8 bits, as the paper does; other widths are within a third of it.
 """

@@ -44,17 +44,17 @@ class SumRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last: int
     micro_batch: int
     own: tuple[float | None, ...]
-    """Of each chunk of its own gradients, before the sum."""
+    """For each chunk of its own gradients, before the sum."""
     norms: tuple[float, ...]
     """The Euclidean norms of the same; 0 where not finite."""
     received: tuple[float | None, ...]
-    """Of the chunks of others that it added to its own, in the order of the hops."""
+    """For the chunks of others that it added to its own, in the order of the hops."""
     sums: tuple[float | None, ...]
-    """Of the sums that it formed, in the order in which it formed them."""
+    """For the sums that it formed, in the order in which it formed them."""
     after: tuple[float | None, ...]
-    """Of each chunk after the sum."""
+    """For each chunk after the sum."""
     weights: float | None = 0.0
-    """Of the weights that these gradients belong to, after the optimiser's step."""
+    """For the weights that these gradients belong to, after the optimiser's step."""
     weights_norm: float = 0.0
 
     @property
@@ -125,7 +125,7 @@ def _of_both(part: Numbers) -> tuple[float, float]:
 
 
 def _rest(part: Numbers, count: int) -> float:
-    """Of what does not fill a row."""
+    """Return the projection of what does not fill a row."""
     rest = part[count * COLUMNS :]
     if not rest.size:
         return 0.0

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.executor.codec import NoRange, pack, unpack
-from manyhands.executor.loss import ShareLoss, trained_weights
 from manyhands.executor.optimizers import build
+from manyhands.executor.share_loss import ShareLoss, trained_weights
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.graph.graph import Graph
@@ -125,8 +125,8 @@ class Rehearsal:
         loss, gradients = self._downstream(context, inputs, arrived, targets)
         if self._learns:
             self._begun.append(self._updates)
-            mended = self._mended(gradients, errors)
-            self._under_way.append(_UnderWay(context, inputs, made, mended))
+            corrected = self._with_feedback(gradients, errors)
+            self._under_way.append(_UnderWay(context, inputs, made, corrected))
             self._catch_up()
         return loss
 
@@ -166,8 +166,8 @@ class Rehearsal:
         return float(loss), {name: gradients[name] for name in arrived if name in gradients}
 
     @torch.no_grad()
-    def _mended(self, gradients: Tensors, errors: Tensors) -> Tensors:
-        """Gradients as upstream takes them (Alg. 1, line 5)."""
+    def _with_feedback(self, gradients: Tensors, errors: Tensors) -> Tensors:
+        """Return the gradients as upstream takes them, corrected by the error of packing (Alg. 1, line 5)."""
         found: Tensors = {}
         for name, gradient in gradients.items():
             bits = packed_bits(self.codec, self.network.tensors[name].dtype) if self.codec.gradients else 0

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, place_of
-from manyhands.executor.flight import Flight
+from manyhands.executor.segment_micro_batch import SegmentMicroBatch
 from manyhands.executor.segments import Segments, bounds_of
 from manyhands.executor.statistics import merged, own_moments
 from manyhands.facts.boxes import Box
@@ -25,7 +25,7 @@ from manyhands.schedule.geometry import StageGeometry
 
 
 class Runner(Protocol):
-    """Computes a stage's actions and keeps its tensors, one flight for each micro-batch under way."""
+    """Computes a stage's actions and keeps the tensors of each in-flight micro-batch."""
 
     @property
     def geometry(self) -> StageGeometry: ...
@@ -46,18 +46,18 @@ class Runner(Protocol):
     def features(self) -> list[torch.Tensor]:
         """The values that are held now."""
 
-    def deltas(self) -> list[torch.Tensor]:
+    def feature_gradients(self) -> list[torch.Tensor]:
         """Their gradients."""
 
     def forward(self, action: Forward, context: Context) -> None: ...
 
     def backward(self, action: Backward, context: Context) -> None: ...
 
-    def own_row(self, reduce: Reduce, context: Context) -> torch.Tensor:
-        """This device's part of sums that are about to be exchanged."""
+    def local_statistics(self, reduce: Reduce, context: Context) -> torch.Tensor:
+        """Return this device's row for an all-gather of statistics."""
 
-    def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
-        """Everybody's, in the order of the devices."""
+    def take_gathered(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
+        """Take all devices' rows, in the order of the devices."""
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         """A box of a tensor, on the CPU, to be sent."""
@@ -93,13 +93,13 @@ class ForwardOnly:
     def settle(self, micro_batch: int) -> None:
         """Nothing is kept for a way back."""
 
-    def deltas(self) -> list[torch.Tensor]:
+    def feature_gradients(self) -> list[torch.Tensor]:
         return []
 
     def _refuse(self, *_: object) -> NoReturn:
         raise AssertionError(f"{type(self).__name__} is for inference")
 
-    backward = own_row = take_rows = gradient = add_gradient = outputs = put_output = _refuse
+    backward = local_statistics = take_gathered = gradient = add_gradient = outputs = put_output = _refuse
     take_gradients = output_gradient = _refuse
 
 
@@ -121,57 +121,57 @@ class SegmentRunner:
         own = [a for a in actions if isinstance(a, (Forward, Backward, Reduce)) and a.stage == geometry.index]
         norms = {a.first for a in own if isinstance(a, Reduce) and a.what == "statistics"}
         self.segments = Segments(graph, weights, bounds_of(own, norms), kernels=kernels, shared_norms=norms)
-        self.flights: dict[int, Flight] = {}
+        self.in_flight: dict[int, SegmentMicroBatch] = {}
         self._boxes: dict[str, Box] = {}
 
     def rest(self, samples: int) -> None:
         for piece in self.segments.pieces.values():
             piece.rest(samples)
 
-    def flight(self, micro_batch: int) -> Flight:
-        found = self.flights.get(micro_batch)
+    def micro_batch(self, micro_batch: int) -> SegmentMicroBatch:
+        found = self.in_flight.get(micro_batch)
         if found is None:
-            found = self.flights[micro_batch] = Flight()
+            found = self.in_flight[micro_batch] = SegmentMicroBatch()
         return found
 
     def drop(self, micro_batch: int) -> None:
-        self.flights.pop(micro_batch, None)
+        self.in_flight.pop(micro_batch, None)
 
     def settle(self, micro_batch: int) -> None:
-        self.segments.settle(self.flight(micro_batch))
+        self.segments.settle(self.micro_batch(micro_batch))
 
     def features(self) -> list[torch.Tensor]:
-        return [tensor for flight in self.flights.values() for tensor in flight.values.values()]
+        return [tensor for batch in self.in_flight.values() for tensor in batch.values.values()]
 
-    def deltas(self) -> list[torch.Tensor]:
-        return [tensor for flight in self.flights.values() for tensor in flight.gradients.values()]
+    def feature_gradients(self) -> list[torch.Tensor]:
+        return [tensor for batch in self.in_flight.values() for tensor in batch.gradients.values()]
 
     def forward(self, action: Forward, context: Context) -> None:
-        self.segments.forward(self.flight(action.micro_batch), action.first, action.last, context)
+        self.segments.forward(self.micro_batch(action.micro_batch), action.first, action.last, context)
 
     def backward(self, action: Backward, context: Context) -> None:
-        self.segments.backward(self.flight(action.micro_batch), action.first, action.last)
+        self.segments.backward(self.micro_batch(action.micro_batch), action.first, action.last)
 
-    def own_row(self, reduce: Reduce, context: Context) -> torch.Tensor:
-        flight, norm = self.flight(reduce.micro_batch), self.segments.norms[reduce.first]
+    def local_statistics(self, reduce: Reduce, context: Context) -> torch.Tensor:
+        batch, norm = self.micro_batch(reduce.micro_batch), self.segments.norms[reduce.first]
         if not reduce.backward:
-            return own_moments(flight.values[norm.input])
-        data = flight.records[reduce.first].data
+            return own_moments(batch.values[norm.input])
+        data = batch.tapes[reduce.first].data
         assert data is not None
-        gradient = flight.gradients.get(norm.output)
+        gradient = batch.gradients.get(norm.output)
         if gradient is None:
             gradient = torch.zeros_like(data)
-        scaled, own = norm.own_sums(data, gradient, flight.moments[reduce.first])
-        flight.scaled[reduce.first] = (scaled, own, [])
+        scaled, own = norm.own_sums(data, gradient, batch.moments[reduce.first])
+        batch.scaled[reduce.first] = (scaled, own, [])
         return own
 
-    def take_rows(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
-        flight = self.flight(reduce.micro_batch)
+    def take_gathered(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
+        batch = self.micro_batch(reduce.micro_batch)
         if not reduce.backward:
-            flight.moments[reduce.first] = merged(rows)
+            batch.moments[reduce.first] = merged(rows)
             return
-        scaled, own, _ = flight.scaled[reduce.first]
-        flight.scaled[reduce.first] = (scaled, own, rows)
+        scaled, own, _ = batch.scaled[reduce.first]
+        batch.scaled[reduce.first] = (scaled, own, rows)
 
     def _hull(self, tensor: str) -> Box:
         """The box of a tensor that this device holds."""
@@ -183,10 +183,10 @@ class SegmentRunner:
         return found
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        return cut_out(self.flight(micro_batch).values[tensor], self._hull(tensor), box)
+        return cut_out(self.micro_batch(micro_batch).values[tensor], self._hull(tensor), box)
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        values, hull = self.flight(micro_batch).values, self._hull(tensor)
+        values, hull = self.micro_batch(micro_batch).values, self._hull(tensor)
         if box == hull:
             values[tensor] = data
             return
@@ -195,13 +195,13 @@ class SegmentRunner:
         values[tensor][place_of(box, hull)] = data
 
     def gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        found = self.flight(micro_batch).gradients.get(tensor)
+        found = self.micro_batch(micro_batch).gradients.get(tensor)
         if found is None:
             return torch.zeros(box.shape, dtype=dtype_of(self.graph.network.tensors[tensor].dtype))
         return cut_out(found, self._hull(tensor), box)
 
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        gradients, hull = self.flight(micro_batch).gradients, self._hull(tensor)
+        gradients, hull = self.micro_batch(micro_batch).gradients, self._hull(tensor)
         known = gradients.get(tensor)
         if known is None and box == hull:
             gradients[tensor] = data
@@ -211,21 +211,21 @@ class SegmentRunner:
         known[place_of(box, hull)] += data
 
     def outputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        values = self.flight(micro_batch).values
+        values = self.micro_batch(micro_batch).values
         return {name: values[name] for name in self.graph.outputs}
 
     def put_output(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         raise AssertionError("outputs are gathered in tiled stages only")
 
     def take_gradients(self, micro_batch: int, found: Mapping[str, torch.Tensor]) -> None:
-        self.flight(micro_batch).add_gradients(found)
+        self.micro_batch(micro_batch).add_gradients(found)
 
     def output_gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         raise AssertionError("outputs are gathered in tiled stages only")
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
-        values = self.flight(micro_batch).values
+        values = self.micro_batch(micro_batch).values
         return [values[name].detach().contiguous().cpu() for name in self.graph.outputs]
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
-        return self.segments.first_not_finite(self.flight(micro_batch), context)
+        return self.segments.first_not_finite(self.micro_batch(micro_batch), context)

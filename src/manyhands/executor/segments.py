@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from manyhands.executor.flight import Flight, Record
+from manyhands.executor.segment_micro_batch import SegmentMicroBatch, SegmentTape
 from manyhands.executor.statistics import SharedBatchNorm
 from manyhands.graph.graph import Graph, Node, Value, records_of, values_of
 from manyhands.graph.piece import Call, Context, Piece
@@ -44,61 +44,61 @@ class Segments:
                          for piece in pieces}  # fmt: skip
         """First operator -> what was made here and is read by nobody after the segment."""
 
-    def forward(self, flight: Flight, first: int, last: int, context: Context) -> None:
+    def forward(self, batch: SegmentMicroBatch, first: int, last: int, context: Context) -> None:
         """Run operators [first, last); what leaves each segment is kept for those that follow and for sending."""
         for start, piece in self.pieces.items():
             if first <= start < last:
-                self._forward(flight, start, piece, context)
+                self._forward(batch, start, piece, context)
 
-    def _forward(self, flight: Flight, start: int, piece: Piece, context: Context) -> None:
+    def _forward(self, batch: SegmentMicroBatch, start: int, piece: Piece, context: Context) -> None:
         norm = self.norms.get(start) if context.training else None
         if not context.training or not context.records:
             with torch.no_grad():
-                left = piece({name: flight.values[name].detach() for name in piece.inputs}, context)
+                left = piece({name: batch.values[name].detach() for name in piece.inputs}, context)
         elif norm is not None:
-            record = flight.records[start] = Record()
-            record.data = flight.values[norm.input].detach()
-            left = {norm.output: norm.forward(record.data, flight.moments[start])}
+            tape = batch.tapes[start] = SegmentTape()
+            tape.data = batch.values[norm.input].detach()
+            left = {norm.output: norm.forward(tape.data, batch.moments[start])}
         else:
-            record = flight.records[start] = Record()
+            tape = batch.tapes[start] = SegmentTape()
             with torch.enable_grad():
-                left = piece({name: self._entering(flight, record, name) for name in piece.inputs}, context)
-                record.leaving(left)
-        flight.values.update({name: tensor.detach() for name, tensor in left.items()})
+                left = piece({name: self._entering(batch, tape, name) for name in piece.inputs}, context)
+                tape.leaving(left)
+        batch.values.update({name: tensor.detach() for name, tensor in left.items()})
         for name in self._read_up[start]:
-            del flight.values[name]
+            del batch.values[name]
 
-    def _entering(self, flight: Flight, record: Record, name: str) -> torch.Tensor:
-        tensor = flight.values[name].detach()
-        return record.entering(name, tensor) if self._has_gradient(name) else tensor
+    def _entering(self, batch: SegmentMicroBatch, tape: SegmentTape, name: str) -> torch.Tensor:
+        tensor = batch.values[name].detach()
+        return tape.entering(name, tensor) if self._has_gradient(name) else tensor
 
     def _has_gradient(self, name: str) -> bool:
         return name not in self.inputs and self.graph.network.tensors[name].differentiable
 
-    def settle(self, flight: Flight) -> None:
+    def settle(self, batch: SegmentMicroBatch) -> None:
         """Let go of what was made here: everybody has read it."""
-        for name in self.made & flight.values.keys():
-            del flight.values[name]
+        for name in self.made & batch.values.keys():
+            del batch.values[name]
 
-    def backward(self, flight: Flight, first: int, last: int) -> None:
+    def backward(self, batch: SegmentMicroBatch, first: int, last: int) -> None:
         """Gradients of operators [first, last), last to first; memory falls on the way."""
         for start in reversed([start for start in self.pieces if first <= start < last]):
-            record = flight.records.pop(start)
+            tape = batch.tapes.pop(start)
             norm = self.norms.get(start)
             if norm is None:
-                flight.add_gradients(record.backward(flight.gradients))
-            elif start in flight.scaled:
-                assert record.data is not None
-                scaled, own, rows = flight.scaled.pop(start)
-                made = norm.backward(record.data, scaled, own, rows, flight.moments.pop(start))
+                batch.add_gradients(tape.backward(batch.gradients))
+            elif start in batch.scaled:
+                assert tape.data is not None
+                scaled, own, rows = batch.scaled.pop(start)
+                made = norm.backward(tape.data, scaled, own, rows, batch.moments.pop(start))
                 if self._has_gradient(norm.input):
-                    flight.add_gradient(norm.input, made)
+                    batch.add_gradient(norm.input, made)
             for name in self.pieces[start].outputs:  # whoever reads these has been passed
-                flight.gradients.pop(name, None)
+                batch.gradients.pop(name, None)
 
-    def first_not_finite(self, flight: Flight, context: Context) -> str | None:
-        """Run the flight again, operator by operator: the first tensor with a number that is none, by name."""
-        values = {name: flight.values[name] for name in self.inputs if name in flight.values}
+    def first_not_finite(self, batch: SegmentMicroBatch, context: Context) -> str | None:
+        """Run the micro-batch again, operator by operator: the first tensor with a number that is none, by name."""
+        values = {name: batch.values[name] for name in self.inputs if name in batch.values}
         for piece in self.pieces.values():
             weights = Weights(
                 {name: plain(piece.weights.tensors[name]).detach().clone() for name in piece.weight_names}
@@ -110,16 +110,16 @@ class Segments:
                 one = Piece(self.graph, weights, op, op + 1)
                 for name in one.inputs:
                     if name not in values:
-                        if name not in flight.values:
+                        if name not in batch.values:
                             return None  # came from elsewhere and is gone
-                        values[name] = flight.values[name]
+                        values[name] = batch.values[name]
                     if not _is_finite(values[name]):
                         return name
                 with torch.no_grad():
-                    if op in self.norms and op in flight.moments:
+                    if op in self.norms and op in batch.moments:
                         made = {
                             self.norms[op].output: self.norms[op].normalised(
-                                values[node_input(node)], flight.moments[op]
+                                values[node_input(node)], batch.moments[op]
                             )
                         }
                     else:

@@ -16,11 +16,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from manyhands.executor.boxes import narrowed, steps_to
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, WeightGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
 from manyhands.facts.profile import Kernel
@@ -30,30 +29,8 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
 
-class Held(msgspec.Struct, eq=False, gc=False):
-    """A tensor that holds `box` of a whole one. Where the box reaches over the true border the tensor holds zeros."""
-
-    box: Box
-    tensor: Tensor
-
-    def view(self, box: Box) -> Tensor:
-        """The part of it that `box` names, in place."""
-        if box == self.box:
-            return self.tensor
-        return narrowed(self.tensor, steps_to(box, self.box))
-
-
-Notes = dict[str, Held]
-"""What one operator keeps of one micro-batch from its forward pass for its backward, each with the box it is over."""
-
-
 class TileOperator:
-    """One operator of a graph, on boxes. This class runs any operator again to have its gradients.
-
-    `notes` are given forward and again backward; without them, or over another box, what they would say is computed
-    again. `may_overwrite`: nobody reads the first input (forward) or the gradient (backward) after this call, so its
-    memory may become the result's.
-    """
+    """One operator of a graph, on boxes. This class runs any operator again to have its gradients."""
 
     def __init__(self, graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> None:
         self.graph, self.index, self.weights, self.kernel = graph, index, weights, kernel
@@ -88,53 +65,40 @@ class TileOperator:
         """The same, with the zeros beyond the border that the operator would like to find in place."""
         return self.demand(number, out)
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
         """`out` of the output, from inputs that hold at least its demand; written to `into` where that is given."""
-        return placed(self._again(self._crops(inputs, out), out, context), into)
+        out = call.out
+        return placed(self._again(self._crops(call.inputs, out), out, call.context), call.into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
         """Gradients of the wanted inputs, over boxes that contain their demand; None where that is empty.
 
         `inputs` and `output` hold what `op.derives_from` names, over the demand of `out` and over `out`. The result may
         be (or be a part of) `gradient` itself: whoever adds to it must own it first.
         """
+        out, wanted = call.out, call.wanted
         if not any(wanted):
             return [None for _ in wanted]
-        crops = self._crops(inputs, out)
+        crops = self._crops(call.inputs, out)
         leaves = [crop.detach().requires_grad_() if want else crop for crop, want in zip(crops, wanted, strict=True)]
         with torch.enable_grad():
-            made = self._again(leaves, out, context)
+            made = self._again(leaves, out, call.context)
         asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-        found = iter(torch.autograd.grad(made, asked, gradient, allow_unused=True) if made.requires_grad else ())
+        found = iter(torch.autograd.grad(made, asked, call.gradient, allow_unused=True) if made.requires_grad else ())
         gradients = [next(found, None) if want else None for want in wanted]
         return [
-            None if part is None or part.numel() == 0 else Held(self.demand(number, out), part)
+            None if part is None or part.numel() == 0 else BoxTensor(self.demand(number, out), part)
             for number, part in enumerate(gradients)
         ]
 
-    def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
-    ) -> None:
+    def weight_gradients(self, call: WeightGradientCall) -> None:
         """Add to the gradients of the trainable weights what the gradient over `out` gives."""
+        out = call.out
         if not self.trainable:
             return
         with torch.enable_grad():
-            made = self._again(self._crops(inputs, out), out, context)
-        found = torch.autograd.grad(made, self.trainable, gradient, allow_unused=True)
+            made = self._again(self._crops(call.inputs, out), out, call.context)
+        found = torch.autograd.grad(made, self.trainable, call.gradient, allow_unused=True)
         for parameter, part in zip(self.trainable, found, strict=True):
             if part is not None:
                 add_gradient(parameter, part)
@@ -149,13 +113,13 @@ class TileOperator:
         calls = {} if self.kernel is None else kernel_calls(self.graph, {self.node.name: self.kernel})
         return Piece(self.graph, self.weights, self.index, self.index + 1, kernels=calls)
 
-    def _crops(self, inputs: Sequence[Held | None], out: Box) -> list[Tensor]:
+    def _crops(self, inputs: Sequence[BoxTensor | None], out: Box) -> list[Tensor]:
         """Each input over its demand; where only its shape matters, something of that shape."""
         crops = []
-        for number, held in enumerate(inputs):
+        for number, source in enumerate(inputs):
             box = self.demand(number, out)
-            if held is not None:
-                crops.append(held.view(box))
+            if source is not None:
+                crops.append(source.view(box))
             else:
                 crops.append(blank(box, getattr(torch, self.sources[number].dtype), self.weights.device))
         return crops
@@ -204,7 +168,7 @@ def format_of(tensor: Tensor) -> torch.memory_format | None:
     return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
 
 
-def formatted_like(gradient: Tensor, others: Sequence[Held | None]) -> Tensor:
+def formatted_like(gradient: Tensor, others: Sequence[BoxTensor | None]) -> Tensor:
     """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
     long. Kernels of neighbours may differ in it."""
     for one in others:
@@ -227,7 +191,7 @@ def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
     for (low, high), (first, last) in zip(reversed(box.intervals), reversed(wide.intervals)):
         amounts += [low - first, last - high]
     if all(amount <= 0 for amount in amounts):
-        return Held(box, tensor).view(wide)
+        return BoxTensor(box, tensor).view(wide)
     if box.intersect(wide).is_empty:
         return tensor.new_full(wide.shape, value)
     return torch.constant_pad_nd(tensor, amounts, value)

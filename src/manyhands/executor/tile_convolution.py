@@ -9,23 +9,23 @@ faster). The input's needs no values, and leaves out the padding on every axis t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, placed, widened
+from manyhands.executor.tile_base import TileOperator, add_gradient, placed, widened
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, WeightGradientCall
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
 from manyhands.graph.graph import Weight
 from manyhands.graph.kernels import Flags, Packed, by_groups, goes_by_groups, kernel_calls, product, takes_product
-from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten
 
 
-class _Convolution(TileOperator):
+class _TileConvolution(TileOperator):
     """What plain and transposed convolutions share."""
 
     transposed = False
@@ -95,9 +95,9 @@ class _Convolution(TileOperator):
 
     def _product_derived(self, gradient: Tensor, data: Tensor, mask: list[bool]) -> list[Tensor]:
         """As `convolution_backward` gives them; what was not asked for is empty."""
-        slopes, matrix, none = gradient.movedim(1, -1), self.weight.flatten(1), gradient.new_empty(0)
-        rows = slopes.reshape(-1, slopes.shape[-1])
-        of_data = (slopes @ matrix).movedim(-1, 1) if mask[0] else none
+        rows_last, matrix, none = gradient.movedim(1, -1), self.weight.flatten(1), gradient.new_empty(0)
+        rows = rows_last.reshape(-1, rows_last.shape[-1])
+        of_data = (rows_last @ matrix).movedim(-1, 1) if mask[0] else none
         of_weight = rows.t() @ data.movedim(1, -1).reshape(-1, data.shape[1]) if mask[1] else none
         return [of_data, of_weight.view(self.weight.shape) if mask[1] else none, rows.sum(0) if mask[2] else none]
 
@@ -124,7 +124,7 @@ class _Convolution(TileOperator):
         return Box.of((0, samples), (0, channels), rows, columns)
 
 
-class Convolution(_Convolution):
+class Convolution(_TileConvolution):
     """A convolution with any kernel, stride, padding, dilation and groups."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -149,49 +149,36 @@ class Convolution(_Convolution):
         )
         return self._input_box(rows, columns, out)
 
-    def _data(self, held: Held, out: Box) -> tuple[Tensor, list[int]]:
+    def _data(self, source: BoxTensor, out: Box) -> tuple[Tensor, list[int]]:
         """The input with zeros wherever windows reach over the border, but for those the convolution adds itself."""
-        known = self._read.get((held.box, out))
+        known = self._read.get((source.box, out))
         if known is None:
-            known = self._read[held.box, out] = self._to_read(held.box, out)
+            known = self._read[source.box, out] = self._to_read(source.box, out)
         box, padding = known
         if padding is not None:
-            return held.view(box), padding
+            return source.view(box), padding
         raw = self._raw(out)
         if box.is_empty:  # nothing but padding
-            return held.tensor.new_zeros(raw.shape), [0, 0]
-        return widened(held.view(box), box, raw), [0, 0]
+            return source.tensor.new_zeros(raw.shape), [0, 0]
+        return widened(source.view(box), box, raw), [0, 0]
 
-    def _to_read(self, held: Box, out: Box) -> tuple[Box, list[int] | None]:
+    def _to_read(self, source: Box, out: Box) -> tuple[Box, list[int] | None]:
         raw, demand = self._raw(out), self.demand(0, out)
         if demand.is_empty:
             return demand, None
-        box = raw.intersect(held)
-        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {held} is here"
+        box = raw.intersect(source)
+        assert box.contains(demand), f"{self.node.name} needs {demand}, and only {source} is here"
         for axis in (2, 3):  # another reader may have wanted zeros on one side
             if not _is_even(box.intervals[axis], raw.intervals[axis]):
                 box = box.replace(axis, demand.intervals[axis])
         return box, _even_padding(box, raw)
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        return placed(self._convolved(*self._data(inputs[0], out)), into)
+    def forward(self, call: ForwardCall) -> Tensor:
+        return placed(self._convolved(*self._data(call.inputs[0], call.out)), call.into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
+        if not call.wanted[0]:
             return [None]
         known = self._gradients.get(out)
         if known is None:
@@ -200,21 +187,19 @@ class Convolution(_Convolution):
         if box.is_empty:
             return [None]
         like = self._like_input(box.shape, gradient)
-        return [Held(box, self._derived(gradient, like, padding, [True, False, False])[0])]
+        return [BoxTensor(box, self._derived(gradient, like, padding, [True, False, False])[0])]
 
     def _to_derive(self, out: Box) -> tuple[Box, list[int]]:
         box = self.raw_demand(0, out)
         return box, _even_padding(box, self._raw(out)) or [0, 0]
 
-    def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
-    ) -> None:
+    def weight_gradients(self, call: WeightGradientCall) -> None:
         mask = self._trainable_mask
         if any(mask):
-            self._collect(gradient, *self._data(inputs[0], out), mask)
+            self._collect(call.gradient, *self._data(call.inputs[0], call.out), mask)
 
 
-class TransposedConvolution(_Convolution):
+class TransposedConvolution(_TileConvolution):
     """A transposed convolution: every input element spreads over a window of the output."""
 
     transposed = True
@@ -227,10 +212,8 @@ class TransposedConvolution(_Convolution):
         )
         return Box((*out.intervals[:2], rows, columns))
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        inputs, out, into = call.inputs, call.out, call.into
         demand = self.demand(0, out)
         full = Box(tuple((0, 0) for _ in out.intervals)) if demand.is_empty else self._full(demand, out)
         if full.contains(out) and not full.is_empty:
@@ -242,38 +225,27 @@ class TransposedConvolution(_Convolution):
         common = full.intersect(out)
         if not common.is_empty:
             convolved = self._convolved(inputs[0].view(demand), [0, 0])
-            Held(out, made).view(common).copy_(Held(full, convolved).view(common))
+            BoxTensor(out, made).view(common).copy_(BoxTensor(full, convolved).view(common))
         return made
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
         demand = self.demand(0, out)
-        if not wanted[0] or demand.is_empty:
+        if not call.wanted[0] or demand.is_empty:
             return [None]
         spread = widened(gradient, out, self._full(demand, out))
         like = self._like_input(demand.shape, gradient)
-        return [Held(demand, self._derived(spread, like, [0, 0], [True, False, False])[0])]
+        return [BoxTensor(demand, self._derived(spread, like, [0, 0], [True, False, False])[0])]
 
-    def weight_gradients(
-        self, inputs: Sequence[Held], gradient: Tensor, out: Box, context: Context, *, notes: Notes | None = None
-    ) -> None:
+    def weight_gradients(self, call: WeightGradientCall) -> None:
+        gradient, out = call.gradient, call.out
         _, weight, bias = self._trainable_mask
         demand = self.demand(0, out)
         if bias and self.bias is not None:  # also of output that no input made
             add_gradient(self.bias, gradient.sum((0, 2, 3)))
         if weight and not demand.is_empty:
             spread = widened(gradient, out, self._full(demand, out))
-            self._collect(spread, inputs[0].view(demand), [0, 0], [False, True, False])
+            self._collect(spread, call.inputs[0].view(demand), [0, 0], [False, True, False])
 
 
 def _is_even(inner: Interval, outer: Interval) -> bool:

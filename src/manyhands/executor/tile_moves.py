@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
+from manyhands.executor.tile_base import TileOperator, placed, widened
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.graph.piece import Context
 from manyhands.graph.random_ops import RANDOM_CALLS, dropped
@@ -17,31 +17,18 @@ from manyhands.graph.random_ops import RANDOM_CALLS, dropped
 class Concatenation(TileOperator):
     """Maps one after the other along their channels."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        parts, axis = self._crops(inputs, out), self._axis
+    def forward(self, call: ForwardCall) -> Tensor:
+        into = call.into
+        parts, axis = self._crops(call.inputs, call.out), self._axis
         return torch.cat(parts, axis) if into is None else torch.cat(parts, axis, out=into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        found: list[Held | None] = []
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        found: list[BoxTensor | None] = []
         first = 0
-        for number, want in enumerate(wanted):
-            box = self.demand(number, out)
+        for number, want in enumerate(call.wanted):
+            box = self.demand(number, call.out)
             size = box.shape[self._axis]
-            found.append(Held(box, gradient.narrow(self._axis, first, size)) if want else None)
+            found.append(BoxTensor(box, call.gradient.narrow(self._axis, first, size)) if want else None)
             first += size
         return found
 
@@ -53,38 +40,26 @@ class Concatenation(TileOperator):
 class Regrouping(TileOperator):
     """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = inputs[0].view(self.demand(0, out))
+    def forward(self, call: ForwardCall) -> Tensor:
+        out, into = call.out, call.into
+        data = call.inputs[0].view(self.demand(0, out))
         made = data.permute(self._order) if self._order else data.reshape(out.shape)
         if into is not None:
             return into.copy_(made)
         return made.clone(memory_format=torch.contiguous_format)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient = call.gradient
+        if not call.wanted[0]:
             return [None]
-        demand = self.demand(0, out)
+        demand = self.demand(0, call.out)
         if not self._order:
-            return [Held(demand, gradient.reshape(demand.shape))]
-        return [Held(demand, gradient.permute([self._order.index(axis) for axis in range(len(self._order))]))]
+            return [BoxTensor(demand, gradient.reshape(demand.shape))]
+        return [BoxTensor(demand, gradient.permute([self._order.index(axis) for axis in range(len(self._order))]))]
 
     @cached_property
     def _order(self) -> list[int]:
-        """Of axes that are put in another order; none where they are joined or split."""
+        """The order that axes are put in; empty where they are joined or split."""
         name, rank = self.node.target.split(".")[1], len(self.output.shape)
         if name == "permute":
             return [axis % rank for axis in self.node.arguments[1]]
@@ -99,35 +74,20 @@ class Regrouping(TileOperator):
 class Slice(TileOperator):
     """A range of channels, rows or columns."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = inputs[0].view(self.demand(0, out))
+    def forward(self, call: ForwardCall) -> Tensor:
+        into = call.into
+        data = call.inputs[0].view(self.demand(0, call.out))
         return data.clone() if into is None else into.copy_(data)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        return [Held(self.demand(0, out), gradient) if wanted[0] else None]
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        return [BoxTensor(self.demand(0, call.out), call.gradient) if call.wanted[0] else None]
 
 
 class Padding(TileOperator):
     """A constant around the map; less than nothing cuts."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        inputs, out, into = call.inputs, call.out, call.into
         position = 2 if "constant" in self.node.target else 3
         value = float(self.node.arguments[position] or 0) if len(self.node.arguments) > position else 0.0
         demand = self.demand(0, out)
@@ -138,25 +98,15 @@ class Padding(TileOperator):
             made = widened(data, self._shifted(demand), out, value)
             return made.clone() if made is data else made
         into.fill_(value)
-        Held(out, into).view(self._shifted(demand)).copy_(data)
+        BoxTensor(out, into).view(self._shifted(demand)).copy_(data)
         return into
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        out = call.out
         demand = self.demand(0, out)
-        if not wanted[0] or demand.is_empty:
+        if not call.wanted[0] or demand.is_empty:
             return [None]
-        return [Held(demand, Held(out, gradient).view(self._shifted(demand)))]
+        return [BoxTensor(demand, BoxTensor(out, call.gradient).view(self._shifted(demand)))]
 
     def _shifted(self, demand: Box) -> Box:
         """Where an input box lies in the output."""
@@ -165,34 +115,22 @@ class Padding(TileOperator):
         return demand.shift(before)
 
 
-class Shuffle(TileOperator):
+class PixelShuffle(TileOperator):
     """Channels to neighbours (pixel_shuffle) or neighbours to channels (pixel_unshuffle)."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        out = call.out
         demand = self.demand(0, out)
-        made = self._moved(inputs[0].view(demand), "unshuffle" in self.node.target)
-        return placed(Held(self._full(demand, out), made).view(out), into)
+        made = self._moved(call.inputs[0].view(demand), "unshuffle" in self.node.target)
+        return placed(BoxTensor(self._full(demand, out), made).view(out), call.into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        out = call.out
+        if not call.wanted[0]:
             return [None]
         demand = self.demand(0, out)
-        spread = widened(gradient, out, self._full(demand, out))
-        return [Held(demand, self._moved(spread, "unshuffle" not in self.node.target))]
+        spread = widened(call.gradient, out, self._full(demand, out))
+        return [BoxTensor(demand, self._moved(spread, "unshuffle" not in self.node.target))]
 
     def _moved(self, data: Tensor, to_channels: bool) -> Tensor:
         factor = self.node.arguments[1]
@@ -208,61 +146,40 @@ class Shuffle(TileOperator):
         return Box((*out.intervals[:2], *inner))
 
 
-class ChannelShuffle(TileOperator):
+class TileChannelShuffle(TileOperator):
     """Channels dealt out among groups, place by place; the way back deals them the other way."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        return placed(torch.channel_shuffle(inputs[0].view(out).contiguous(), self.node.arguments[1]), into)
+    def forward(self, call: ForwardCall) -> Tensor:
+        return placed(
+            torch.channel_shuffle(call.inputs[0].view(call.out).contiguous(), self.node.arguments[1]), call.into
+        )
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        out = call.out
+        if not call.wanted[0]:
             return [None]
-        return [Held(out, torch.channel_shuffle(gradient.contiguous(), out.shape[1] // self.node.arguments[1]))]
+        return [
+            BoxTensor(out, torch.channel_shuffle(call.gradient.contiguous(), out.shape[1] // self.node.arguments[1]))
+        ]
 
 
 class Dropout(TileOperator):
     """All kinds of dropout: the part of the mask that belongs to the box, drawn again for the gradient."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = inputs[0].view(out)
+    def forward(self, call: ForwardCall) -> Tensor:
+        out, context, into = call.out, call.context, call.into
+        data = call.inputs[0].view(out)
         if not self._draws(context):
             return data.clone() if into is None else into.copy_(data)
         factor, offset = self._mask(out, context, data)
         made = torch.mul(data, factor, out=into)
         return made if offset is None else made.add_(offset)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out, context = call.gradient, call.out, call.context
+        if not call.wanted[0]:
             return [None]
-        return [Held(out, gradient * self._mask(out, context, gradient)[0] if self._draws(context) else gradient)]
+        return [BoxTensor(out, gradient * self._mask(out, context, gradient)[0] if self._draws(context) else gradient)]
 
     def _draws(self, context: Context) -> bool:
         return RANDOM_CALLS[self.node.target].draws(self.node, context.training)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator
+from manyhands.executor.tile_base import TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
-from manyhands.executor.tile_moves import ChannelShuffle, Concatenation, Dropout, Padding, Regrouping, Shuffle, Slice
+from manyhands.executor.tile_moves import (
+    Concatenation,
+    Dropout,
+    Padding,
+    PixelShuffle,
+    Regrouping,
+    Slice,
+    TileChannelShuffle,
+)
+from manyhands.executor.tile_normalization import BatchNorm, GroupNorm, InstanceNorm
 from manyhands.executor.tile_pointwise import pointwise
 from manyhands.executor.tile_pooling import AdaptiveAveragePool, AveragePool, MaxPool
 from manyhands.executor.tile_resampling import Resampling
-from manyhands.executor.tile_sums import (
-    BatchNorm,
-    FromShape,
-    GlobalPool,
-    GroupNorm,
-    InstanceNorm,
-    Normalisation,
-    State,
-    SumsOperator,
-)
+from manyhands.executor.tile_statistics import FromShape, GlobalPool
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 
-__all__ = ["BatchNorm", "Held", "Normalisation", "Notes", "State", "SumsOperator", "TileOperator", "tile_operator"]
-
 _BY_NAME: dict[str, type[TileOperator]] = {
     "conv2d": Convolution, "conv_transpose2d": TransposedConvolution, "max_pool2d": MaxPool,
     "avg_pool2d": AveragePool, "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling,
-    "upsample_bilinear2d": Resampling, "pixel_shuffle": Shuffle, "pixel_unshuffle": Shuffle,
-    "channel_shuffle": ChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
+    "upsample_bilinear2d": Resampling, "pixel_shuffle": PixelShuffle, "pixel_unshuffle": PixelShuffle,
+    "channel_shuffle": TileChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
     "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
     "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),

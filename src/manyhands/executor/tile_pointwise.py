@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, placed
+from manyhands.executor.tile_base import TileOperator, is_dense, placed
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.graph.graph import Node, Value, Weight
-from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten
 
@@ -86,40 +86,28 @@ class Activation(TileOperator):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.call, self.numbers, self.slope = _ACTIVATIONS[self.node.target](self.node)
+        self.call, self.numbers, self.derivative = _ACTIVATIONS[self.node.target](self.node)
         self.from_output = self.output.name in self.op.derives_from
-        self.slopes_in_place = self.node.target in ("aten.relu.default", "aten.leaky_relu.default")
+        self.derives_in_place = self.node.target in ("aten.relu.default", "aten.leaky_relu.default")
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = inputs[0].view(out)
+    def forward(self, call: ForwardCall) -> Tensor:
+        into = call.into
+        data = call.inputs[0].view(call.out)
         if into is None:
-            into = data if may_overwrite else torch.empty_like(data)
+            into = data if call.may_overwrite else torch.empty_like(data)
         made: Tensor = self.call(data, *self.numbers, out=into)
         return made
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        values = output if self.from_output else inputs[0]
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
+        values = call.output if self.from_output else call.inputs[0]
         assert values is not None, f"{self.node.name} needs the values it derives from"
-        if not wanted[0]:
+        if not call.wanted[0]:
             return [None]
         given = values.view(out)
-        if may_overwrite and self.slopes_in_place and is_dense(gradient):
-            return [Held(out, self.slope(gradient, given, gradient))]
-        return [Held(out, self.slope(gradient, given))]
+        if call.may_overwrite and self.derives_in_place and is_dense(gradient):
+            return [BoxTensor(out, self.derivative(gradient, given, gradient))]
+        return [BoxTensor(out, self.derivative(gradient, given))]
 
 
 class _Combination(TileOperator):
@@ -129,49 +117,39 @@ class _Combination(TileOperator):
         super().__init__(*arguments)
         self.numbers = [None if isinstance(a, Value) else a for a in self.node.arguments[:2]]
 
-    def _operands(self, inputs: Sequence[Held | None], out: Box) -> list[Any]:
+    def _operands(self, inputs: Sequence[BoxTensor | None], out: Box) -> list[Any]:
         """Both operands in the order of the call, which is the order of the reads."""
         crops = iter(self._crops(inputs, out))
         return [next(crops) if number is None else number for number in self.numbers]
 
-    def _reduced(self, part: Tensor, number: int, out: Box) -> Held:
+    def _reduced(self, part: Tensor, number: int, out: Box) -> BoxTensor:
         """The gradient of an input that may have been broadcast."""
         box = self.demand(number, out)
-        return Held(box, part if tuple(part.shape) == box.shape else part.sum_to_size(box.shape))
+        return BoxTensor(box, part if tuple(part.shape) == box.shape else part.sum_to_size(box.shape))
 
 
 class Sum(_Combination):
     """a + k·b, a - k·b, k·b - a."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        first, second = self._operands(inputs, out)
+    def forward(self, call: ForwardCall) -> Tensor:
+        into = call.into
+        first, second = self._operands(call.inputs, call.out)
         name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
-        call = getattr(torch, name)
+        function = getattr(torch, name)
         if into is None or name == "rsub":
-            return placed(call(first, second, alpha=alpha), into)
-        made: Tensor = call(first, second, alpha=alpha, out=into)
+            return placed(function(first, second, alpha=alpha), into)
+        made: Tensor = function(first, second, alpha=alpha, out=into)
         return made
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient = call.gradient
         name, alpha = self.node.target.split(".")[1], self.node.options.get("alpha", 1)
         factors = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name]
         used = [factor for factor, number in zip(factors, self.numbers) if number is None]
         return [
-            self._reduced(gradient if factor == 1 else gradient * factor, place, out) if wanted[place] else None
+            self._reduced(gradient if factor == 1 else gradient * factor, place, call.out)
+            if call.wanted[place]
+            else None
             for place, factor in enumerate(used)
         ]
 
@@ -179,55 +157,30 @@ class Sum(_Combination):
 class Product(_Combination):
     """a · b, also with a number."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        first, second = self._operands(inputs, out)
-        return torch.mul(first, second, out=into)
+    def forward(self, call: ForwardCall) -> Tensor:
+        first, second = self._operands(call.inputs, call.out)
+        return torch.mul(first, second, out=call.into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        first, second = self._operands(inputs, out)
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        out = call.out
+        first, second = self._operands(call.inputs, out)
         others = [other for other, number in ((second, self.numbers[0]), (first, self.numbers[1])) if number is None]
         return [
-            self._reduced(gradient * other, place, out) if wanted[place] else None for place, other in enumerate(others)
+            self._reduced(call.gradient * other, place, out) if call.wanted[place] else None
+            for place, other in enumerate(others)
         ]
 
 
 class Copy(TileOperator):
     """The same numbers again."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = inputs[0].view(out)
+    def forward(self, call: ForwardCall) -> Tensor:
+        into = call.into
+        data = call.inputs[0].view(call.out)
         return data.clone() if into is None else into.copy_(data)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        return [Held(out, gradient) if wanted[0] else None]
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        return [BoxTensor(call.out, call.gradient) if call.wanted[0] else None]
 
 
 def pointwise(node: Node, dtypes: set[str]) -> type[TileOperator]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, are_alike, placed, widened
+from manyhands.executor.tile_base import TileOperator, are_alike, placed, widened
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Adaptive, Window
-from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten
 
@@ -45,11 +44,9 @@ class MaxPool(_WindowPool):
     notes: to make smaller numbers of them takes as long as to find them again.
     """
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
-        data = self._data(inputs[0], out)
+    def forward(self, call: ForwardCall) -> Tensor:
+        out, into, notes = call.out, call.into, call.notes
+        data = self._data(call.inputs[0], out)
         if self._is_halving(data):
             wide = torch.maximum(data[..., 0::2], data[..., 1::2])
             return torch.maximum(wide[:, :, 0::2], wide[:, :, 1::2], out=into)
@@ -61,22 +58,12 @@ class MaxPool(_WindowPool):
             made, places = _aten.max_pool2d_with_indices.default(data, *settings)
             made = placed(made, into)
         if notes is not None:
-            notes["places"] = Held(out, places)
+            notes["places"] = BoxTensor(out, places)
         return cast(Tensor, made)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        inputs, gradient, out, notes = call.inputs, call.gradient, call.out, call.notes
+        if not call.wanted[0]:
             return [None]
         assert inputs[0] is not None, f"{self.node.name} needs its input"
         raw, settings = self._raw(out), (self.windows, self.stride, [0, 0], self.dilation)
@@ -86,23 +73,23 @@ class MaxPool(_WindowPool):
         else:
             data = self._data(inputs[0], out)
             if self._is_halving(data):
-                return [Held(raw, _halved_backward(data, gradient))]
+                return [BoxTensor(raw, _halved_backward(data, gradient))]
             _, places = _aten.max_pool2d_with_indices.default(data, *settings)
         found = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
-        return [Held(raw, found)]
+        return [BoxTensor(raw, found)]
 
-    def _data(self, held: Held, out: Box) -> Tensor:
+    def _data(self, source: BoxTensor, out: Box) -> Tensor:
         """The input over all windows, with nothing larger beyond the border."""
         demand = self.demand(0, out)
-        return widened(held.view(demand), demand, self._raw(out), -inf)
+        return widened(source.view(demand), demand, self._raw(out), -inf)
 
-    def _like_data(self, held: Held, raw: Box) -> Tensor:
+    def _like_data(self, source: BoxTensor, raw: Box) -> Tensor:
         """Something with the shape and format of the input over all windows."""
-        if held.box.contains(raw):
-            return held.view(raw)
-        is_last = held.tensor.is_contiguous(memory_format=torch.channels_last)
+        if source.box.contains(raw):
+            return source.view(raw)
+        is_last = source.tensor.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if is_last else torch.contiguous_format
-        return torch.empty(raw.shape, dtype=held.tensor.dtype, device=held.tensor.device, memory_format=layout)
+        return torch.empty(raw.shape, dtype=source.tensor.dtype, device=source.tensor.device, memory_format=layout)
 
     def _is_halving(self, data: Tensor) -> bool:
         is_plain = self.windows == self.stride == [2, 2] and self.dilation == [1, 1]
@@ -125,34 +112,22 @@ def _halved_backward(data: Tensor, gradient: Tensor) -> Tensor:
 class AveragePool(_WindowPool):
     """The mean of each window, by the divisors of the whole map."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        out, into = call.out, call.into
         demand = self.demand(0, out)
-        data = widened(inputs[0].view(demand), demand, self._raw(out))
+        data = widened(call.inputs[0].view(demand), demand, self._raw(out))
         made = _aten.avg_pool2d.default(data, self.windows, self.stride, [0, 0], False, True, 1)
         return torch.div(made, self._divisors(out, made), out=made if into is None else into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
+        if not call.wanted[0]:
             return [None]
         raw = self._raw(out)
         shares = gradient / self._divisors(out, gradient)
         like = gradient.new_empty(()).expand(raw.shape)
         found = _aten.avg_pool2d_backward.default(shares, like, self.windows, self.stride, [0, 0], False, True, 1)
-        return [Held(raw, found)]
+        return [BoxTensor(raw, found)]
 
     def _divisors(self, out: Box, like: Tensor) -> Tensor | float:
         given = (*self.node.arguments, *(None for _ in range(7)))
@@ -174,32 +149,20 @@ class AveragePool(_WindowPool):
 class AdaptiveAveragePool(TileOperator):
     """Means over windows whose bounds follow from the whole axes; as two products with narrow matrices."""
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        out = call.out
         demand = self.demand(0, out)
-        data = inputs[0].view(demand)
+        data = call.inputs[0].view(demand)
         rows, columns = (self._means(axis, demand, out, data) for axis in (2, 3))
-        return placed(torch.matmul(rows, torch.matmul(data, columns.t())), into)
+        return placed(torch.matmul(rows, torch.matmul(data, columns.t())), call.into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
+        if not call.wanted[0]:
             return [None]
         demand = self.demand(0, out)
         rows, columns = (self._means(axis, demand, out, gradient) for axis in (2, 3))
-        return [Held(demand, torch.matmul(rows.t(), torch.matmul(gradient, columns)))]
+        return [BoxTensor(demand, torch.matmul(rows.t(), torch.matmul(gradient, columns)))]
 
     def _means(self, axis: int, demand: Box, out: Box, like: Tensor) -> Tensor:
         """[outputs, inputs]: each row has the same share on every element of its window, together 1."""

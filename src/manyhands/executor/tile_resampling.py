@@ -6,16 +6,15 @@ each axis is gathered by a table that is made once for the whole axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.executor.tile_base import Held, Notes, TileOperator, placed, widened
+from manyhands.executor.tile_base import TileOperator, placed, widened
+from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
 from manyhands.facts.reads import Blocks, Window
-from manyhands.graph.piece import Context
 from manyhands.graph.read_rules import resampling_factors, resampling_scales
 
 _aten = torch.ops.aten
@@ -34,36 +33,24 @@ class Resampling(TileOperator):
         self.changed = [axis for axis, rule in enumerate(rules, start=2) if not isinstance(rule, Window)]
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]] = {}
 
-    def forward(
-        self, inputs: Sequence[Held], out: Box, context: Context, into: Tensor | None = None, *,
-        notes: Notes | None = None, may_overwrite: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, call: ForwardCall) -> Tensor:
+        out, into = call.out, call.into
         demand = self.demand(0, out)
-        data = inputs[0].view(demand)
+        data = call.inputs[0].view(demand)
         if self.is_by_blocks:
             full = self._full(demand)
             if self.linear:
                 made = _aten.upsample_bilinear2d.default(data, full.shape[2:], False)
             else:
                 made = _aten.upsample_nearest2d.default(data, full.shape[2:])
-            return placed(Held(full, made).view(out), into)
+            return placed(BoxTensor(full, made).view(out), into)
         for axis in self.changed:
             data = self._gathered(data, axis, demand, out)
         return placed(data, into)
 
-    def input_gradients(
-        self,
-        inputs: Sequence[Held | None],
-        output: Held | None,
-        gradient: Tensor,
-        out: Box,
-        wanted: Sequence[bool],
-        context: Context,
-        *,
-        notes: Notes | None = None,
-        may_overwrite: bool = False,
-    ) -> list[Held | None]:
-        if not wanted[0]:
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        gradient, out = call.gradient, call.out
+        if not call.wanted[0]:
             return [None]
         demand = self.demand(0, out)
         if self.is_by_blocks:
@@ -73,10 +60,10 @@ class Resampling(TileOperator):
                 found = _aten.upsample_bilinear2d_backward.default(spread, *sizes, False)
             else:
                 found = _aten.upsample_nearest2d_backward.default(spread, *sizes)
-            return [Held(demand, found)]
+            return [BoxTensor(demand, found)]
         for axis in reversed(self.changed):
             gradient = self._scattered(gradient, axis, demand, out)
-        return [Held(demand, gradient)]
+        return [BoxTensor(demand, gradient)]
 
     def _full(self, demand: Box) -> Box:
         """What a crop becomes."""

@@ -58,7 +58,7 @@ class BackwardWay(msgspec.Struct, frozen=True):
     others: tuple[bool, ...]
     wanted: tuple[bool, ...]
     collected: tuple[Box, ...]
-    """Of each input, the box of its gradient that this operator adds to."""
+    """For each input, the box of its gradient that this operator adds to."""
 
 
 class TileWays:

@@ -114,7 +114,7 @@ def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | N
     for device in plan.devices:
         if graph is not None:
             names = everything_fed(graph) if is_laid else ()
-            parts = feed_parts(graph, lowering, device, targets=plan.is_training, held=names)
+            parts = feed_parts(graph, lowering, device, targets=plan.is_training, local=names)
             size = sum(part.bytes for part in parts)
         else:
             inputs = fed_inputs(lowering).get(device, ())

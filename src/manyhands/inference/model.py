@@ -118,7 +118,7 @@ def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> 
 
 def _weights(path: Path) -> tuple[Wish | None, dict[str, Tensor], str]:
     """Of a run's newest checkpoint, of one checkpoint's folder, or of a file; and the run, where it is known."""
-    from manyhands.executor import checkpoint
+    from manyhands.executor import checkpoint, checkpoint_files
 
     if not path.exists():
         raise BadFile(
@@ -127,7 +127,7 @@ def _weights(path: Path) -> tuple[Wish | None, dict[str, Tensor], str]:
         )
     if path.is_file():
         return None, _tensors(path), f"Weights of {path}."
-    if (path / checkpoint.MODEL_FILE).is_file():
+    if (path / checkpoint_files.MODEL_FILE).is_file():
         folder = path.absolute().parent.parent
         run = _run(folder) if (folder / "config.yaml").exists() else None
         return run, checkpoint.load(path).model, f"Weights of {path}."

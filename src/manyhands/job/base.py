@@ -19,7 +19,7 @@ from manyhands.data.loader import Prefetcher, length
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
-from manyhands.executor.shelf import shelf_bytes
+from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import Planned
 from manyhands.explaining.prediction_accuracy import Honesty, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic
@@ -292,7 +292,7 @@ class Job:
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
-            sizes[name] = shelf_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
+            sizes[name] = resident_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
             needed, memory = planned.prediction.devices[name].peak_bytes, planned.cluster.device(name).memory_bytes
             if needed + sizes[name] > memory:
                 raise OutOfMemory(

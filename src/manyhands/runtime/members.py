@@ -53,7 +53,7 @@ class Member:
     graph_digest: str = ""
     """Of the graph that it was given last."""
     shelf: str = ""
-    """What was laid out at it last: see `Feeder.shelf`."""
+    """What was laid out at it last: see `Feeder.resident_key`."""
     invitation: Invitation | None = None
     """Of one that was dialled; None: it came by itself."""
 

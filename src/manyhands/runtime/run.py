@@ -156,7 +156,7 @@ class Run:
         is_training = order.plan.is_training
         self.feeder = Feeder(
             order.graph, self.schedule, coordinator.endpoint, with_targets=is_training,
-            held=coordinator.silos if is_training else None, laying=order.laying,
+            local=coordinator.silos if is_training else None, laying=order.laying,
         )  # fmt: skip
         self.outcome = Outcome()
         self.first = located.steps_done
@@ -308,8 +308,8 @@ class Run:
             scalars=located.scalars, steps_done=self.first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
-            wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.held_by(name))),
-            laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.shelf(name),
+            wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.local_names(name))),
+            laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.resident_key(name),
             is_laid=not self._is_to_be_laid(name),
         )  # fmt: skip
 
@@ -324,7 +324,7 @@ class Run:
 
     def _is_to_be_laid(self, name: str) -> bool:
         """Whether a device is still to be given its part of all samples."""
-        return self.feeder.shelf(name) not in ("", self.members[name].shelf)
+        return self.feeder.resident_key(name) not in ("", self.members[name].shelf)
 
     # Running
 
@@ -360,7 +360,7 @@ class Run:
         if order.laying is not None:
             self._check_targets("The targets", order.laying.targets)
         for name in filter(self._is_to_be_laid, self.names):
-            self.feeder.lay(name, self.first)
+            self.feeder.preload(name, self.first)
         for name in self.everybody:
             snapshots = order.snapshots if name in keepers else ()
             start = Start(self.generation, self.first, order.last_step, snapshots, order.backup_every)
@@ -514,7 +514,7 @@ class Run:
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
-            self.members[name].shelf = self.feeder.shelf(name)
+            self.members[name].shelf = self.feeder.resident_key(name)
         self._done_step[name] = self._updated[name] = message.step
         self.on_arrivals(name, message.arrivals)
         self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})

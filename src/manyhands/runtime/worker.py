@@ -29,11 +29,12 @@ from manyhands.engine.keys import Role
 from manyhands.engine.security import LaterSecurity
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import Reached, TcpTransport, Transport
-from manyhands.executor.executor import Executor, Setting
+from manyhands.executor.executor import Executor
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
-from manyhands.executor.shelf import SAMPLES, Shelf
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset
 from manyhands.facts.boxes import Box
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
@@ -173,7 +174,7 @@ class Worker:
         """Else other workers are in it too: it is never ended."""
         self.transport = transport or TcpTransport()
         self.silo = Silo.read(joining.silo) if joining.silo else None
-        self.shelf: Shelf | None = None
+        self.resident: ResidentDataset | None = None
         """What was laid out here last."""
         sys.setswitchinterval(SWITCH_SECONDS)
         keep_memory()
@@ -488,39 +489,40 @@ class Worker:
         stepper = None
         if job.optimizer is not None and plan.is_training:
             stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
-        setting = Setting(
+        options = ExecutorOptions(
             seed=job.seed, kernels=job.kernels, torch_device=self.joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
             watch_every=job.watch_every,
-            with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo, held=frozenset(job.held),
-            shelf=self._shelf_for(graph, schedule, job),
+            with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo,
+            local_names=frozenset(job.held),
+            resident=self._resident_for(graph, schedule, job),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
         self.endpoint.mailbox.received_bytes.clear()
-        executor = Executor(graph, schedule, self.endpoint, weights, stepper, setting)
+        executor = Executor(graph, schedule, self.endpoint, weights, stepper, options)
         expected = executor.expected()
         self.endpoint.mailbox.open(command.generation, expected, job.steps_done, plan.steps_per_round)
         for source, names in job.sources.items():
             if source != self.endpoint.name:
                 self.endpoint.mailbox.expect(source, STATE, state.byte_count(_listed(job, names)))
-        if setting.shelf is not None and not job.is_laid:
-            self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, setting.shelf.bytes)
+        if options.resident is not None and not job.is_laid:
+            self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, options.resident.bytes)
         self.prepared = _Prepared(command, executor)
 
-    def _shelf_for(self, graph: Graph, schedule: Schedule, job: Job) -> Shelf | None:
+    def _resident_for(self, graph: Graph, schedule: Schedule, job: Job) -> ResidentDataset | None:
         """Where the samples are that are laid out here: one that was filled before, or one to be filled."""
-        kept, self.shelf = self.shelf, None
+        kept, self.resident = self.resident, None
         if not job.shelf:
             return None
         if job.is_laid:
             if kept is None or kept.key != job.shelf or not kept.is_full:
                 raise WorkerLost(f"{self.endpoint.name} was to have the samples; it has not.")
-            self.shelf = kept
+            self.resident = kept
         else:
-            own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, held=job.held)
-            self.shelf = Shelf(self.endpoint.name, own, job.laid, job.shelf)
-        return self.shelf
+            own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
+            self.resident = ResidentDataset(self.endpoint.name, own, job.laid, job.shelf)
+        return self.resident
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
@@ -630,10 +632,10 @@ class Worker:
             if executor.loss is not None:
                 for name, tensor in state.of(state.LOSS, tensors).items():
                     executor.loss.piece.weights.tensors[name].copy_(tensor)
-        shelf = executor.setting.shelf
-        if shelf is not None and not job.is_laid:
-            self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, shelf.arrays)
-            shelf.is_full = True
+        resident = executor.options.resident
+        if resident is not None and not job.is_laid:
+            self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
+            resident.is_full = True
         if executor.stepper is not None and job.steps_done:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
         executor.settled_step = step

@@ -29,8 +29,8 @@ from torch.utils.data import Dataset
 from manyhands.data.loader import example, length
 from manyhands.data.order import BatchOrder, permutation
 from manyhands.executor.boxes import dtype_of
-from manyhands.executor.loss import target_names
 from manyhands.executor.rehearsal import Batch, Rehearsal, Score
+from manyhands.executor.share_loss import target_names
 from manyhands.facts.calibration import UNPACKED, VERSION, WIDTHS, Calibration, Measure, Tried
 from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError

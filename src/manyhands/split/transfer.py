@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.executor import checkpoint
+from manyhands.executor import checkpoint, checkpoint_files
 from manyhands.facts.errors import BadFile, BadValue, unknown
 from manyhands.facts.network import Network
 from manyhands.job.evaluation import captured
@@ -47,7 +47,7 @@ def begin_with(model: nn.Module, source: str | Path, say: Say | None = None) -> 
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    if (path / checkpoint.STATE_FILE).exists():
+    if (path / checkpoint_files.STATE_FILE).exists():
         return checkpoint.load(path).model
     if path.is_dir():
         newest = checkpoint.load_newest(path)

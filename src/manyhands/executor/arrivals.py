@@ -1,0 +1,44 @@
+"""What an event-driven policy may look at: the mailbox is asked, message by message, as the policy wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manyhands.engine.mailbox import Mailbox
+from manyhands.executor.messages import COORDINATOR
+from manyhands.schedule.actions import Message
+from manyhands.schedule.feeding import feed_topic
+
+
+class ArrivedMessages:
+    """Messages of a round that are here, as (source, message). One that was received counts as arrived."""
+
+    def __init__(self, box: Mailbox, step: int, topic: Callable[[Message], str]) -> None:
+        self._box, self._step, self._topic = box, step, topic
+        self._seen: set[tuple[str, Message]] = set()
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._seen:
+            return True
+        assert isinstance(key, tuple)
+        source, message = key
+        if not self._box.has_arrived(source, self._step, self._topic(message)):
+            return False
+        self._seen.add(key)
+        return True
+
+
+class FedMicroBatches:
+    """Micro-batches of a round whose inputs and targets are here; they come in order."""
+
+    def __init__(self, box: Mailbox, step: int) -> None:
+        self._box, self._step = box, step
+        self._count = 0
+
+    def __contains__(self, number: object) -> bool:
+        assert isinstance(number, int)
+        while self._count <= number:
+            if not self._box.has_arrived(COORDINATOR, self._step, feed_topic(self._count)):
+                return False
+            self._count += 1
+        return True

@@ -1,0 +1,69 @@
+"""What the coordinator hands to one device for every micro-batch: inputs of its stages, inputs for others, targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.executor.in_flight_micro_batch import InFlightMicroBatch
+from manyhands.executor.messages import COORDINATOR, FeedPart
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.runner import Runner
+from manyhands.facts.errors import BadData
+from manyhands.schedule.feeding import AT_HOME, feed_topic
+from manyhands.schedule.lowering import entering_input
+
+
+class DeviceFeed:
+    """Receives a device's part of each micro-batch and puts it where it is read."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        parts: Sequence[FeedPart],
+        runners: Mapping[int, Runner],
+        options: ExecutorOptions,
+        torch_device: torch.device,
+    ) -> None:
+        self.endpoint, self.parts, self.runners, self.options = endpoint, parts, runners, options
+        self.torch_device = torch_device
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that travel for each micro-batch."""
+        return sum(part.bytes for part in self.parts)
+
+    def take(self, batch: InFlightMicroBatch, step: int) -> None:
+        """Wait for a micro-batch's inputs and targets, and put them where they are read."""
+        if not self.parts:
+            return
+        tensors = [part.room() for part in self.parts]
+        self.endpoint.mailbox.receive(COORDINATOR, step, feed_topic(batch.number), tensors)
+        for number, (part, sent) in enumerate(zip(self.parts, tensors)):
+            tensor = self._local_rows(number, part, sent) if part.is_local else sent
+            here = tensor.to(self.torch_device, non_blocking=True)
+            if part.is_target:
+                batch.targets[part.name] = here
+            elif part.stage != AT_HOME:
+                self.runners[part.stage].put_value(batch.number, part.name, part.box, here)
+            else:
+                batch.at_home[part.name] = here
+                self._share_among_stages(batch.number, part.name, here)
+
+    def _share_among_stages(self, micro_batch: int, name: str, whole: torch.Tensor) -> None:
+        """Give this device's stages their share of an input that it has whole, for others."""
+        for runner in self.runners.values():
+            layout = entering_input(runner.geometry, name)
+            for box in layout.boxes(self.endpoint.name) if layout is not None else ():
+                runner.put_value(micro_batch, name, box, whole[box.slices()])
+
+    def _local_rows(self, number: int, part: FeedPart, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the device itself has of a part, by the samples' numbers."""
+        if self.options.resident is not None:
+            return self.options.resident.take(number, rows)
+        if self.options.silo is None:
+            names = ", ".join(sorted(self.options.local_names))
+            raise BadData(f"{self.endpoint.name} was to have {names}; it has no silo.")
+        return part.cut_from(self.options.silo.take(part.name, rows))

@@ -1,0 +1,33 @@
+"""What a device is told about a run beside graph, plan and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manyhands.data.silo import Silo
+from manyhands.executor.resident_dataset import ResidentDataset
+from manyhands.facts.profile import Kernel
+
+
+@dataclass(frozen=True)
+class ExecutorOptions:
+    """The options of one executor."""
+
+    seed: int = 0
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    torch_device: str = "cpu"
+    trace_steps: range = range(0)
+    """Steps whose actions are kept with their times."""
+    memory_step: int = -1
+    """The step in which tensor bytes are counted; it takes a little longer."""
+    watch_every: int = 0
+    """One round in so many is looked at while the run goes on; 0: none."""
+    with_targets: bool = True
+    slowdown: float = 1.0
+    """Computing takes so many times as long as it must: this device stands for a slower one."""
+    silo: Silo | None = None
+    local_names: frozenset[str] = frozenset()
+    """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""
+    resident: ResidentDataset | None = None
+    """Where those lie that were preloaded here; None: they are in the silo."""

@@ -1,0 +1,143 @@
+"""Reductions of one device: all-gathers of statistics, waited for at once or later, and all-reduces of gradients.
+
+Gradients are added up on a thread of their own while backward goes on (reducer.py); what this device saw of each sum is
+recorded, together with the weights that the sum has led to, so that devices can be compared (`runtime.agreement`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.executor.diagnosis import NumberDiagnosis
+from manyhands.executor.in_flight import InFlightMicroBatches
+from manyhands.executor.log import Recorder
+from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
+from manyhands.executor.reducer import Reducer, row_of
+from manyhands.graph.weights import Weights, dense_gradient
+from manyhands.schedule.actions import Await, Reduce
+from manyhands.schedule.policy import Schedule
+from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
+
+WEIGHT_NORM_ROUNDS = 64
+"""Rounds after which the norm of weights is formed anew."""
+_SumKey = tuple[int, int, int, int]
+_Hops = list[tuple[str, str, str]]
+
+
+class Reductions:
+    """Carries out a device's reductions."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        schedule: Schedule,
+        weights: Weights,
+        in_flight: InFlightMicroBatches,
+        diagnosis: NumberDiagnosis,
+        recorder: Recorder,
+    ) -> None:
+        self.endpoint, self.weights, self.recorder = endpoint, weights, recorder
+        self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
+        self.reducer = Reducer(endpoint, schedule.network, self._reduced)
+        self._completed = {
+            stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last)
+            for stage, runner in self.runners.items()
+        }
+        self._keeps_messages = schedule.keeps_messages
+        self._hops: dict[int, _Hops] = {}
+        """Hops of all-gathers, by the action's identity: the schedule keeps it."""
+        self._summed: dict[_SumKey, list[str]] = {}
+        """The weights of each sum of gradients, by its record's key."""
+        self._weight_norms: dict[_SumKey, tuple[float | None, float, int]] = {}
+        """The projection of those weights when their norm was last formed, the norm, and rounds since then."""
+
+    def start(self, action: Reduce) -> None:
+        """Begin a reduction; statistics are also waited for, unless the action says later."""
+        if action.what == "statistics":
+            self._gather_statistics(action)
+        else:
+            self._sum_gradients(action)
+
+    def close(self) -> None:
+        self.reducer.close()
+
+    # Statistics
+
+    def _gather_statistics(self, reduce: Reduce) -> None:
+        in_flight, device = self.in_flight, self.endpoint.name
+        in_flight.begin_pass(reduce.stage, reduce.micro_batch)
+        batch = in_flight.fed(reduce.micro_batch)
+        runner = self.runners[reduce.stage]
+        row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
+        sent = row if row.is_cpu else row.cpu()
+        self.diagnosis.watch(device, [sent])
+        for source, target, name in self._hops_of(reduce):
+            if source == device:
+                self.endpoint.send(target, in_flight.step, name, [sent], urgent=True)
+        if reduce.later:
+            batch.pending_statistics[reduce.key] = (reduce, row)
+        else:
+            runner.take_gathered(reduce, self._gathered(reduce, row))
+
+    def finish_statistics(self, action: Await) -> None:
+        """Wait for the others' rows of an all-gather that was begun before."""
+        reduce, row = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
+        self.runners[reduce.stage].take_gathered(reduce, self._gathered(reduce, row))
+
+    def _gathered(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return all devices' rows, in the order of the devices."""
+        device = self.endpoint.name
+        rows = {device: row}
+        for source, target, name in self._hops_of(reduce):
+            if target == device:
+                came = self.endpoint.mailbox.take(source, self.in_flight.step, name)
+                other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
+                self.diagnosis.watch(source, [other])
+                rows[source] = other if row.is_cpu else other.to(row.device)
+        return [rows[name] for name in reduce.devices]
+
+    def _hops_of(self, reduce: Reduce) -> _Hops:
+        """Return source, target and topic of every row."""
+        hops = self._hops.get(id(reduce))
+        if hops is None:
+            hops = [
+                (hop.source, hop.target, topic(reduce, 0, hop.chunk)) for hop in statistics_rounds(reduce.devices)[0]
+            ]
+            if self._keeps_messages:
+                self._hops[id(reduce)] = hops
+        return hops
+
+    # Gradients
+
+    def _sum_gradients(self, reduce: Reduce) -> None:
+        completed = self._completed[reduce.stage]
+        names = [name for op in range(reduce.last - 1, reduce.first - 1, -1) for name in completed.get(op, ())]
+        self._summed[reduce.stage, reduce.first, reduce.last, reduce.micro_batch] = names
+        gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
+        self.reducer.start(reduce, self.in_flight.step, gradients)
+
+    def _reduced(self, reduce: Reduce, start: float, end: float) -> None:
+        self.recorder.span(reduce, str(reduce), start, end)
+
+    def wait(self) -> None:
+        """Wait until all gradients that were handed over are sums."""
+        self.reducer.wait()
+
+    def take_records(self) -> list[SumRecord]:
+        """Return what this device saw of the sums since this was last called, with the weights as they are now."""
+        return [self._with_weights(record) for record in self.reducer.take_records()]
+
+    def _with_weights(self, record: SumRecord) -> SumRecord:
+        """Return the record of a sum with what the weights have come to by it. Their norm changes slowly: it is formed
+        anew after some rounds, or when the weights have moved far."""
+        weights = [self.weights.tensors[name].detach().cpu() for name in self._summed[record.key]]
+        rows = [numbers_in(row_of(weight), weight.dtype) for weight in weights]
+        now = projection(rows)
+        before, norm, rounds = self._weight_norms.get(record.key, (None, 0.0, 0))
+        if now is None or before is None or rounds == WEIGHT_NORM_ROUNDS or abs(now - before) > norm / 4:
+            now, norm = projection_and_norm(rows)
+            before, rounds = now, 0
+        self._weight_norms[record.key] = (before, norm, rounds + 1)
+        return msgspec.structs.replace(record, weights=now, weights_norm=norm)

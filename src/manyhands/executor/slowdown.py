@@ -1,0 +1,21 @@
+"""A device that stands for a slower one: after computing it sleeps."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Slowdown:
+    """Makes what is computed take `factor` times as long; a factor of 1 changes nothing."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.is_on = factor, factor > 1.0
+        self.now = time.thread_time if torch.get_num_threads() == 1 else time.monotonic
+        """Seconds of computing: on a crowded machine, waiting for a core is not slowed."""
+
+    def stretch(self, started: float) -> None:
+        """Sleep for what a slower device would take longer than this one has since `started`, by `now`."""
+        if self.is_on:
+            time.sleep((self.factor - 1.0) * (self.now() - started))
