@@ -242,7 +242,7 @@ FACTS = control.Facts("a machine", 4, 4, 10**9, "2.6", pid=7)
 HELLO = control.Hello(__version__, control.PROTOCOL, "pi-1", "127.0.0.1", 1, FACTS)
 
 
-def messages() -> list[control.Said]:
+def messages() -> list[control.Message]:
     """Of every kind that workers send, and some that the coordinator does."""
     entry = control.TensorEntry("w", "float32", (3, 4))
     return [
@@ -269,7 +269,7 @@ def control_target(folder: Path) -> Target:
 
     def run(data: bytes) -> object:
         try:
-            said: control.Said = control.decode_from_worker(data)
+            said: control.Message = control.decode_from_worker(data)
         except Refused:
             said = control.decode_from_coordinator(data)
         if isinstance(said, (control.State, control.Hold)) and said.tensors and state.byte_count(said.tensors) < 2**20:

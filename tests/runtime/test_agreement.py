@@ -227,12 +227,12 @@ class TestDecided:
 
 def test_an_account_that_is_not_of_the_plan() -> None:
     def does(worker: Worker) -> None:
-        say = worker._say
+        send = worker._send
 
         def less(message: Any) -> None:
-            say(msgspec.structs.replace(message, sums=message.sums[1:]) if isinstance(message, Progress) else message)
+            send(msgspec.structs.replace(message, sums=message.sums[1:]) if isinstance(message, Progress) else message)
 
-        worker._say = less  # type: ignore[method-assign]
+        worker._send = less  # type: ignore[method-assign]
 
     with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=does)) as cluster:
         trip = cluster.travel(PLANS["samples"])

@@ -19,7 +19,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.runtime.control import Beat, Reshape, Shape
+from manyhands.runtime.control import Heartbeat, Reshape, Shape
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import MOST_A_SECOND, Following, Setting
 from manyhands.runtime.joining import Joining
@@ -158,7 +158,7 @@ def work(worker: Worker) -> None:
 @contextmanager
 def two_workers(slowdown: float = 1.0) -> Iterator[tuple[Coordinator, dict[str, Worker]]]:
     """In threads of this process, over sockets."""
-    with Coordinator(beat_seconds=0.05) as coordinator:
+    with Coordinator(heartbeat_seconds=0.05) as coordinator:
         workers, threads = {}, []
         for name in UP:
             joining = Joining(*coordinator.address, coordinator.token, name, slowdown=slowdown)
@@ -205,7 +205,7 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
 
         def are_told() -> bool:
             event = coordinator.next_event(0.01)
-            if event is not None and isinstance(event[1], Beat):
+            if event is not None and isinstance(event[1], Heartbeat):
                 told[event[0]] += event[1].arrivals
             return all(told.values())
 
@@ -219,9 +219,9 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
 def test_other_links_stay_when_one_is_shaped_anew() -> None:
     with two_workers() as (coordinator, workers):
         edge = workers["edge"]
-        coordinator.say("edge", Reshape({"server": Shape(1000.0, 0.5), "other": Shape(None, 0.25)}))
+        coordinator.send("edge", Reshape({"server": Shape(1000.0, 0.5), "other": Shape(None, 0.25)}))
         wait_until(lambda: len(edge.links) == 2)
-        coordinator.say("edge", Reshape({"server": Shape(0.0, 0.0)}))
+        coordinator.send("edge", Reshape({"server": Shape(0.0, 0.0)}))
         wait_until(lambda: edge.links["server"].delay_seconds == 0.0)
         assert edge.links["other"] == Link(float("inf"), 0.25)
         assert 0 < edge.links["server"].bytes_per_second <= 1.0

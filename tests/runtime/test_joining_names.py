@@ -16,7 +16,7 @@ from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
 from manyhands.runtime import members
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Welcome, decode_from_coordinator, encode
+from manyhands.runtime.control import PROTOCOL, Facts, Hello, Message, Refusal, Welcome, decode_from_coordinator, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining
@@ -50,7 +50,7 @@ def hello(identity: Identity, name: str = "pi", *, is_named: bool = False) -> He
     return Hello(__version__, PROTOCOL, name, "127.0.0.1", 1, facts, identity, is_named)
 
 
-def greet(coordinator: Coordinator, said: Hello | bytes) -> tuple[Channel, Said]:
+def greet(coordinator: Coordinator, said: Hello | bytes) -> tuple[Channel, Message]:
     channel = connect(*coordinator.address, coordinator.security, 5.0)
     OPEN.append(channel)
     channel.send(said if isinstance(said, bytes) else encode(said))

@@ -18,7 +18,7 @@ from manyhands.facts.profile import Profile
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, encode
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.job_membership import RetryPolicy
 
 HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 4, 4, 10**9, "2.6"))
 
@@ -30,7 +30,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def coordinator(said: list[str]) -> Iterator[Coordinator]:
-    with Coordinator(on_event=said.append, silence_seconds=60.0) as found:
+    with Coordinator(on_event=said.append, heartbeat_timeout_seconds=60.0) as found:
         yield found
 
 
@@ -141,7 +141,7 @@ def test_the_only_worker_is_lost_while_it_measures(
     measuring(monkeypatch, lambda: lose(coordinator, "pi-1", first))
     thread, joined = join_once(said, "Waiting for others to join: 0 of 1", coordinator, "pi-2")
     with open_session(coordinator) as session:
-        cluster, _ = measure_who_stays(session, None, 8, Endurance("auto"))  # type: ignore[arg-type]
+        cluster, _ = measure_who_stays(session, None, 8, RetryPolicy("auto"))  # type: ignore[arg-type]
     assert cluster.names == ("pi-2",)
     thread.join(10)
     assert joined
@@ -154,4 +154,4 @@ def test_where_nobody_comes_it_ends_with_what_went_wrong(
     coordinator.wait_for(1, 0.5)
     measuring(monkeypatch, lambda: lose(coordinator, "pi-1", first))
     with open_session(coordinator) as session, pytest.raises(WorkerLost, match="pi-1 was lost"):
-        measure_who_stays(session, None, 8, Endurance("auto"))  # type: ignore[arg-type]
+        measure_who_stays(session, None, 8, RetryPolicy("auto"))  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_a_queue_counts_memory_and_not_letters(monkeypatch: pytest.MonkeyPatch) 
     """Messages that nobody has taken yet are decoded already."""
     monkeypatch.setattr(event_queue, "MOST_WAITING_BYTES", 4 * MIB)
     said: list[str] = []
-    with Coordinator(silence_seconds=20.0, on_event=said.append) as coordinator:
+    with Coordinator(heartbeat_timeout_seconds=20.0, on_event=said.append) as coordinator:
         channel = connect(*coordinator.address, coordinator.security, 5.0)
         channel.send(encode(HELLO))
         assert channel.receive(5.0) is not None

@@ -217,7 +217,7 @@ def test_a_queue_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_floods_the_coordinator_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_queue, "MOST_WAITING", 500)
-    with Coordinator(silence_seconds=20.0) as coordinator:
+    with Coordinator(heartbeat_timeout_seconds=20.0) as coordinator:
         with one_of_the_house(coordinator.address, coordinator.security) as attack:
             end = time.monotonic() + 60
             while not any(member.is_lost for member in list(coordinator.members.values())):

@@ -44,7 +44,8 @@ class Desk:
 
     def opened(self, token: str = TOKEN) -> Coordinator:
         return Coordinator(
-            "0.0.0.0", 0, token, on_event=self.heard.append, announce=False, silence_seconds=1.0, beat_seconds=0.1,
+            "0.0.0.0", 0, token, on_event=self.heard.append, announce=False, heartbeat_timeout_seconds=1.0,
+            heartbeat_seconds=0.1,
             credentials=own_credentials(Role.COORDINATOR, folder=self.home),
         )  # fmt: skip
 
@@ -239,7 +240,7 @@ def test_local_runs_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     used: list[str] = []
     monkeypatch.setattr(coordinators, "own_credentials", lambda *_: used.append("key"))
-    with Coordinator(silence_seconds=1.0, beat_seconds=0.1) as coordinator:
+    with Coordinator(heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.1) as coordinator:
         assert coordinator.security.is_secret
         worker = Worker(Joining(*coordinator.address, coordinator.token, "pi"), TcpTransport())
         thread = threading.Thread(target=worker.run)

@@ -21,7 +21,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import named_sample
 from manyhands.graph.graph import Graph
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.streaming import Streaming
 
@@ -111,7 +111,7 @@ class Stand:
             self.session.coordinator,
             order,
             _nobody_else,
-            Endurance(attempts=0),
+            RetryPolicy(attempts=0),
             most_waiting=max(plan.step_size, at_once),
         )
         found = Ran(turns)

@@ -31,7 +31,7 @@ from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.observe.recovery_plots import Passage, draw_passages
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 
 SETTING = Setting("mobilenetv2", (3, 32, 32), 32, 4)
 QUICK = Setting("tiny", (1, 16, 16), 32, 2)
@@ -188,7 +188,7 @@ def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[s
         _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
     )  # fmt: skip
     ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
-    silence_seconds = site.session.coordinator.silence_seconds
+    silence_seconds = site.session.coordinator.heartbeat_timeout_seconds
     return {
         "recovery_seconds": light,
         "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),
@@ -338,7 +338,7 @@ def bench_recovery(
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
     if lab:
         return figures | bench_lab(extent, say)
-    with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=SILENCE_SECONDS) as session:
+    with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=HEARTBEAT_TIMEOUT_SECONDS) as session:
         if kills is None:
             say("measuring")
             site = site_for(session, extent.setting, extent.measure_seconds)

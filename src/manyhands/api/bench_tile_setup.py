@@ -138,7 +138,7 @@ class Subject:
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
             kernels=dict.fromkeys(plan.devices, self.kernels),
             trace_steps=range(WARM_UP_STEPS, steps) if trace else range(0), memory_step=steps - 1 if memory else -1,
-            laying=self.laying if laid else None,
+            preload=self.laying if laid else None,
         )  # fmt: skip
         run = Run(session.coordinator, order)
         run.prepare()

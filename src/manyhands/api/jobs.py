@@ -30,7 +30,7 @@ from manyhands.observe.tensorboard import need_tensorboard
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.strategies import STRATEGIES
 from manyhands.planner.task import TileWish
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Wish:
     replan: str = "auto"
     backup_every: int | None = None
     """Rounds between two backups; None: so that they are hardly felt."""
-    silence: float = SILENCE_SECONDS
+    silence: float = HEARTBEAT_TIMEOUT_SECONDS
     """A worker that says nothing for so long is lost."""
 
     def __post_init__(self) -> None:
@@ -437,14 +437,14 @@ def _told(listen: str, token: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _joined(wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
     """A coordinator that enough workers have joined; others may come later."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, beat_for
-    from manyhands.runtime.household import household_token
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, heartbeat_interval
+    from manyhands.runtime.shared_token import shared_token
 
     host, port = parse_address(wish.listen, DEFAULT_PORT)
-    count, beat_seconds = wish.count, beat_for(wish.silence)
+    count, heartbeat_seconds = wish.count, heartbeat_interval(wish.silence)
     with Coordinator(
-        host, port, token or household_token(say), on_event=say, silence_seconds=wish.silence,
-        beat_seconds=beat_seconds, max_devices=wish.max_devices, title=wish.model,
+        host, port, token or shared_token(say), on_event=say, heartbeat_timeout_seconds=wish.silence,
+        heartbeat_seconds=heartbeat_seconds, max_devices=wish.max_devices, title=wish.model,
     ) as coordinator:  # fmt: skip
         more = "" if count > 1 else " (more: --devices N)"
         say(f"Waiting for {count} worker(s){more}. On each device:\n{join_text(coordinator)}")

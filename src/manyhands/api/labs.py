@@ -111,8 +111,8 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
             0,
             new_secret(),
             logs=logs,
-            patience=_patience(played),
-            silence_seconds=SILENCE_SECONDS,
+            timeout_factor=_patience(played),
+            heartbeat_timeout_seconds=SILENCE_SECONDS,
             announce=False,
         ) as coordinator,
     ):
@@ -175,7 +175,7 @@ def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
 def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
     scale = asked.scale or 1.0
     cluster = with_slots(scaled(asked.cluster, scale), asked.slots)
-    with Coordinator(logs=logs, patience=max(1.0, scale)) as coordinator:
+    with Coordinator(logs=logs, timeout_factor=max(1.0, scale)) as coordinator:
         coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
         coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)
         yield Session(

@@ -25,12 +25,12 @@ from manyhands.files.documents import load_cluster, read_document, write_documen
 from manyhands.graph.graph import Graph
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
-from manyhands.runtime.crew import Endurance
-from manyhands.runtime.household import household_token
+from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, heartbeat_interval
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
+from manyhands.runtime.fork_server import NoForkServer, fork_server_for
+from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.measuring import measure_on, probe_links
-from manyhands.runtime.nursery import NoNursery, nursery_for
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.shared_token import shared_token
 
 WORTH_PROBING = 6_000_000
 """Bytes per second of the slowest link from which on it is measured what messages cost devices."""
@@ -70,14 +70,14 @@ class Session:
         """How long a job with too few workers waits for others to join, or to join again; 0: nobody can."""
         return REJOIN_SECONDS if self.others_may_join else 0.0
 
-    def begin(self, endurance: Endurance) -> None:
+    def begin(self, endurance: RetryPolicy) -> None:
         """Take those that a job begins with: as many of the devices at hand as it may use. Refused where they are fewer
         than it needs."""
         endurance.begins_with(len(self.cluster.devices))
         for name in self.cluster.names[endurance.max_devices :] if endurance.max_devices is not None else ():
             self.cluster = self.cluster.without(name)
 
-    def go_on_without_lost(self, endurance: Endurance) -> list[str]:
+    def go_on_without_lost(self, endurance: RetryPolicy) -> list[str]:
         """Who of the cluster is gone, and no longer in it: a job that has not begun yet begins without them. Nobody
         where too few would be left, or where all were started here: one of those that ends so early would not work."""
         here = {member.name for member in self.coordinator.alive() if not member.is_leaving}
@@ -88,7 +88,7 @@ class Session:
             self.cluster = self.cluster.without(name)
         return gone
 
-    def wait_for_enough(self, endurance: Endurance) -> bool:
+    def wait_for_enough(self, endurance: RetryPolicy) -> bool:
         """Wait for others where some were lost and too few are left to begin with; whether there are enough again.
 
         They are waited for as long as the first ones were. A cluster of a file is one of given names, which are waited
@@ -118,8 +118,8 @@ def expect_session(cluster: object) -> None:
     if cluster is None:
         cluster = _usual()
     if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
-        with contextlib.suppress(NoNursery):
-            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices))
+        with contextlib.suppress(NoForkServer):
+            fork_server_for(threads_each(len(cluster.devices)), len(cluster.devices))
 
 
 def _usual() -> Cluster:
@@ -135,7 +135,7 @@ def open_session(
     limit_seconds: float = JOIN_SECONDS,
     threads: int = 0,
     pin: Sequence[int] = (),
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     slowdowns: Mapping[str, float] | None = None,
     apart: bool = False,
 ) -> Iterator[Session]:
@@ -168,8 +168,8 @@ def open_session(
     if all(device.kind == "local" for device in cluster.devices):
         threads = threads or threads_each(len(cluster.devices))
         with Coordinator.local_cluster(
-            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
-            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
+            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, heartbeat_timeout_seconds=silence_seconds,
+            slowdowns=slowdowns, timeout_factor=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
         ) as coordinator:  # fmt: skip
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
@@ -179,8 +179,9 @@ def open_session(
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
     said = say or (lambda text: None)
     with Coordinator(
-        host, port, os.environ.get("MANYHANDS_TOKEN", "") or household_token(said), silence_seconds=silence_seconds,
-        beat_seconds=beat_for(silence_seconds), title=cluster.name, on_event=said,
+        host, port, os.environ.get("MANYHANDS_TOKEN", "") or shared_token(said),
+        heartbeat_timeout_seconds=silence_seconds, heartbeat_seconds=heartbeat_interval(silence_seconds),
+        title=cluster.name, on_event=said,
     ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
         said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")
@@ -212,7 +213,8 @@ def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapp
 
 
 def measure_who_stays(
-    session: Session, graph: Graph, batch_size: int, endurance: Endurance | None, *, optimizer: Optimizer | None = None,
+    session: Session, graph: Graph, batch_size: int, endurance: RetryPolicy | None, *,
+    optimizer: Optimizer | None = None,
     say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
 ) -> tuple[Cluster, Profile]:  # fmt: skip
     """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited

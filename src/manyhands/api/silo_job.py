@@ -31,8 +31,8 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.trace import LinkTrace
 from manyhands.planner.split import Bound, Deployment
 from manyhands.runtime.control import Arrival, Reshape, Shape
+from manyhands.runtime.elastic_job import Change, Controller
 from manyhands.runtime.following import Following
-from manyhands.runtime.journey import Change, Pilot
 from manyhands.runtime.members import Member
 
 RIVALS: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
 
 
 class SiloPilot:
-    """Both the `Pilot` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
+    """Both the `Controller` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
 
     def __init__(
         self, stages: tuple[Stage, ...], ends: Ends, phases: Phases, steps_per_epoch: int, measured: Profile,
@@ -222,7 +222,7 @@ class SiloJob(Job):
     def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
-    def pilot(self) -> Pilot | None:
+    def pilot(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: Planned, lasting: Lasting) -> int:
@@ -272,4 +272,4 @@ class SiloJob(Job):
         finally:
             for edge in self.joined.edges:
                 for sender, receiver in ((edge, server), (server, edge)):
-                    coordinator.say(sender, Reshape({receiver: Shape(None, 0.0)}), 2.0)
+                    coordinator.send(sender, Reshape({receiver: Shape(None, 0.0)}), 2.0)

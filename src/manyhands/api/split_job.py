@@ -44,8 +44,8 @@ from manyhands.facts.units import format_bytes
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.elastic_job import Controller
 from manyhands.runtime.following import Following
-from manyhands.runtime.journey import Pilot
 from manyhands.schedule.policy import Schedule
 
 LEAST_BITS = 8
@@ -254,7 +254,7 @@ class SplitJob(Job):
     def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
-    def pilot(self) -> Pilot | None:
+    def pilot(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: Planned, lasting: Lasting) -> int:

@@ -35,10 +35,10 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
+from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
 from manyhands.runtime.record import read_config, read_decided
-from manyhands.runtime.watch import SILENCE_SECONDS
 
 
 def train(
@@ -69,7 +69,7 @@ def train(
     backup_every: int | None = None,
     min_devices: int = 1,
     max_devices: int | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     name: str = "",
     config: Mapping[str, Any] | None = None,
     on_opened: OnOpened | None = None,
@@ -168,7 +168,7 @@ def train(
 class TrainJob(Job):
     """Plans for any cluster, by any strategy."""
 
-    def planned(self, wish: Sharing, endurance: Endurance, asked_before: Mapping[str, Any] | None) -> Planned:
+    def planned(self, wish: Sharing, endurance: RetryPolicy, asked_before: Mapping[str, Any] | None) -> Planned:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
         network, wanted = self.graph.network, wish.plan

@@ -49,14 +49,14 @@ class Backups:
         if holder is not None:
             hold = Hold(self.run.generation, name, message.step, listed, message.scalars, message.checksums)
             self._offered[name, message.step] = hold
-            self.run.coordinator.say(holder, hold)
+            self.run.coordinator.send(holder, hold)
         self._look(message.step)
 
     def holds(self, name: str, message: Holds) -> None:
         """A worker has room for another's copy."""
         if self.holders.get(message.source) == name:
             send = Send(self.run.generation, message.step, name, message.attempt)
-            self.run.coordinator.say(message.source, send)
+            self.run.coordinator.send(message.source, send)
 
     def held(self, name: str, message: Held) -> None:
         """It has arrived. One that differs from what was offered is asked for again, once."""
@@ -72,9 +72,9 @@ class Backups:
         what = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
         if hold.attempt:  # before it was sent again, the source has looked at its own: see `State.has_changed`
             raise self.run.evicted(Verdict(name, f"for the second time {what}, which has not changed"))
-        self.run.tell("note", text=f"T{what[1:]}: it is sent again.")
+        self.run.log_event("note", text=f"T{what[1:]}: it is sent again.")
         self._offered[source, step] = hold = msgspec.structs.replace(hold, attempt=1)
-        self.run.coordinator.say(name, hold)
+        self.run.coordinator.send(name, hold)
 
     def _look(self, step: int) -> None:
         is_safe = self._kept[step] >= set(self.run.names) and self._held[step] >= set(self.holders)
@@ -87,7 +87,7 @@ class Backups:
         wanted = self.run.wanted_snapshot
         first = step if wanted is None else min(step, wanted)
         for name in self.run.everybody:
-            self.run.coordinator.say(name, Retain(first, _NO_LIMIT))
+            self.run.coordinator.send(name, Retain(first, _NO_LIMIT))
         self.run.on_safe(step)
 
     def owing(self) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.identity import Identity
-from manyhands.runtime.knocking import Answer
+from manyhands.runtime.reachability import Answer
 from manyhands.schedule.glimpse import Glimpse
 
 PROTOCOL = 11
@@ -113,11 +113,11 @@ class Job(msgspec.Struct, frozen=True):
     """One round in so many is looked at while the run goes on; 0: none."""
     held: tuple[str, ...] = ()
     """Inputs and targets that the device has, in its silo or laid out there: it is sent the numbers of its rows."""
-    laid: int = 0
+    preload_samples: int = msgspec.field(default=0, name="laid")
     """Samples that are laid out at the device before the first step; 0: what it has is in its silo."""
-    shelf: str = ""
+    resident_dataset: str = msgspec.field(default="", name="shelf")
     """What that is, in a word; it comes with the weights, unless the device has it from before."""
-    is_laid: bool = False
+    is_preloaded: bool = msgspec.field(default=False, name="is_laid")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -141,12 +141,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     name: str
-    silence_seconds: float
-    """A side that has said nothing for so long is gone."""
+    heartbeat_timeout_seconds: float = msgspec.field(name="silence_seconds")
+    """A side that has sent nothing for so long is gone."""
     links: dict[str, Shape] = {}
     """Peers -> what is to pass for the link to them, where no network plays it."""
     up_bytes_per_second: float | None = None
-    beat_seconds: float = 0.5
+    heartbeat_seconds: float = msgspec.field(default=0.5, name="beat_seconds")
     """How often a worker says that it is alive."""
     secret: str = ""
     """By which workers and coordinator make data connections."""
@@ -411,7 +411,7 @@ class Clock(msgspec.Struct, frozen=True, tag="clock"):
     """Since 1970, as the machine has it; 0: not said."""
 
 
-class Knock(msgspec.Struct, frozen=True, tag="knock"):
+class ProbePeers(msgspec.Struct, frozen=True, tag="knock"):
     """Connect to each of these once and say whether a member answers there: see `member_probes`."""
 
     generation: int
@@ -419,7 +419,7 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
     limit_seconds: float
 
 
-class Knocked(msgspec.Struct, frozen=True, tag="knocked"):
+class PeersProbed(msgspec.Struct, frozen=True, tag="knocked"):
     generation: int
     answers: dict[str, Answer]
 
@@ -467,7 +467,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """Alive. A worker says what has come meanwhile, and where it stands in a run."""
 
     arrivals: tuple[Arrival, ...] = ()
@@ -476,14 +476,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done
-    | Measured | Probed | Clock | Knocked | Diagnosis | Beat | Corrupt
+    | Measured | Probed | Clock | PeersProbed | Diagnosis | Heartbeat | Corrupt
 )  # fmt: skip
 """What a worker says. A refusal: of one that listens and is asked by a second coordinator."""
 FromCoordinator = (
     Welcome | Refusal | Prepare | Start | EndAt | Reshape | Send | Hold | Retain | Survey | AskIds | Measure
-    | ProbeLinks | AskClock | Knock | Stop | Leave | Evict | Beat
+    | ProbeLinks | AskClock | ProbePeers | Stop | Leave | Evict | Heartbeat
 )  # fmt: skip
-Said = FromWorker | FromCoordinator
+Message = FromWorker | FromCoordinator
 
 LARGEST_HELLO_BYTES = 16 * 1024
 """Of a worker's first message: what it says of itself, with some sixty bytes for each array of a silo."""
@@ -505,7 +505,7 @@ class _Anybody(msgspec.Struct):
     protocol: int
 
 
-def encode(message: Said) -> bytes:
+def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 

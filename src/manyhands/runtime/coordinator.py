@@ -43,14 +43,14 @@ from manyhands.runtime.control import (
     LARGEST_HELLO_BYTES,
     PROTOCOL,
     AskClock,
-    Beat,
     Clock,
     Evict,
+    Heartbeat,
     Hello,
     Leave,
     Leaving,
+    Message,
     Refusal,
-    Said,
     decode_from_worker,
     encode,
     spoken,
@@ -59,8 +59,8 @@ from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.discovery import Announcer, can_announce, interface_asked
 from manyhands.runtime.event_queue import EventQueue
 from manyhands.runtime.failed_proofs import FailedProofs
-from manyhands.runtime.household import config_folder, household_token
-from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, meeting_address
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS, FailureDetector
+from manyhands.runtime.inviting import INVITE_SECONDS, Invitation, Inviting, peer_address
 from manyhands.runtime.members import (
     Event,
     Joined,
@@ -75,22 +75,22 @@ from manyhands.runtime.members import (
 )
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.quarantine import Quarantine
-from manyhands.runtime.watch import SILENCE_SECONDS, Watch
+from manyhands.runtime.shared_token import config_folder, shared_token
 
 DEFAULT_PORT = 7077
 JOIN_SECONDS = 120.0
-BEAT_SECONDS = 0.5
-COORDINATOR_SILENCE_SECONDS = 15.0
+HEARTBEAT_SECONDS = 0.5
+COORDINATOR_TIMEOUT_SECONDS = 15.0
 """Workers have more patience with the coordinator: who is lost is its judgement, and without it nothing goes on."""
-_BEATS_IN_SILENCE = 4
-_LOOKS_IN_SILENCE = 8
+_HEARTBEATS_IN_TIMEOUT = 4
+_LOOKS_IN_TIMEOUT = 8
 _HELLO_SECONDS = 10.0
 _WELCOME_SECONDS = 2.0
 _LEAVE_SECONDS = 0.3
 _EVICT_SECONDS = 0.5
 _CLOCK_TRIES = 5
 _MOST_CLOCKS = 10_000
-_MOST_GUESTS = 1200
+_MOST_CONNECTIONS = 1200
 """Connected at once: each has a thread."""
 _PROBE_TICKET = -1
 """Of an answer that nobody looks at: that it came is enough."""
@@ -107,9 +107,9 @@ class Coordinator:
         *,
         on_event: Callable[[str], None] | None = None,
         logs: Path | None = None,
-        silence_seconds: float = SILENCE_SECONDS,
-        beat_seconds: float = BEAT_SECONDS,
-        patience: float = 1.0,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        timeout_factor: float = 1.0,
         max_devices: int | None = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -123,29 +123,30 @@ class Coordinator:
         with, `mh.train`'s. `credentials`: this device's key and whom it knows; None: as they are kept
         (`device_book`), where other machines can join.
         """
-        silence_seconds *= patience
-        if not 0 < beat_seconds < math.inf:
-            raise BadValue(f"beat_seconds is {beat_seconds:g}; it must be > 0 and finite.")
-        if not silence_seconds >= _BEATS_IN_SILENCE * beat_seconds:
+        heartbeat_timeout_seconds *= timeout_factor
+        if not 0 < heartbeat_seconds < math.inf:
+            raise BadValue(f"heartbeat_seconds is {heartbeat_seconds:g}; it must be > 0 and finite.")
+        if not heartbeat_timeout_seconds >= _HEARTBEATS_IN_TIMEOUT * heartbeat_seconds:
             raise BadValue(
-                f"silence_seconds is {silence_seconds:g}; it must be at least {_BEATS_IN_SILENCE * beat_seconds:g}.",
-                hint=f"Workers say that they are alive every {beat_seconds:g} s.",
+                f"heartbeat_timeout_seconds is {heartbeat_timeout_seconds:g}; it must be at least "
+                f"{_HEARTBEATS_IN_TIMEOUT * heartbeat_seconds:g}.",
+                hint=f"Workers send a heartbeat every {heartbeat_seconds:g} s.",
             )
         if max_devices is not None and max_devices < 1:
             raise BadValue(f"max_devices is {max_devices}; it must be at least 1.")
         interface = interface_asked()
-        self.silence_seconds, self.beat_seconds = silence_seconds, beat_seconds
+        self.heartbeat_timeout_seconds, self.heartbeat_seconds = heartbeat_timeout_seconds, heartbeat_seconds
         self.clock = clock
         """By which silence is judged."""
         self.transport = transport or TcpTransport()
         self.on_event = on_event or (lambda text: None)
         self.encrypted = not is_loopback(host)
-        self.token = token or (household_token(self.on_event) if self.encrypted else new_secret())
+        self.token = token or (shared_token(self.on_event) if self.encrypted else new_secret())
         self._credentials = credentials
         if self._credentials is None and self.encrypted and not is_secret(self.token):
             self._credentials = own_credentials(Role.COORDINATOR, self.on_event)
         self.security = DeviceSecurity(
-            self.token, encrypted=self.encrypted, patience=patience, credentials=self._credentials
+            self.token, encrypted=self.encrypted, patience=timeout_factor, credentials=self._credentials
         )
         self.secret = new_secret()
         """By which those who have joined make data connections among each other."""
@@ -172,23 +173,23 @@ class Coordinator:
         self._closing = threading.Event()
         self._clocks: dict[tuple[str, int], Clock] = {}
         self._tickets = itertools.count(_PROBE_TICKET - 1, -1)
-        self._watch = Watch(silence_seconds)
+        self._detector = FailureDetector(heartbeat_timeout_seconds)
         self._watching = threading.Lock()
-        self._guests: dict[ControlChannel, threading.Thread] = {}
+        self._connections: dict[ControlChannel, threading.Thread] = {}
         """Everybody who is connected, joined or not yet, and the thread that listens to him."""
         self._inviting: list[Inviting] = []
         self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
         self.listener.tell_of_failures(self._turned_away)
         try:
-            own = Security(self.secret, encrypted=self.encrypted, patience=patience)
+            own = Security(self.secret, encrypted=self.encrypted, patience=timeout_factor)
             self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, own, host=host)
         except BaseException:
             self.listener.close()
             raise
         self.address: tuple[str, int] = self.listener.address
         self._threads = [
-            threading.Thread(target=self._accept, name="coordinator door", daemon=True),
-            threading.Thread(target=self._beat, name="coordinator beat", daemon=True),
+            threading.Thread(target=self._accept, name="coordinator listener", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="coordinator heartbeat", daemon=True),
             threading.Thread(target=self._look_around, name="coordinator watch", daemon=True),
         ]
         for thread in self._threads:
@@ -206,18 +207,22 @@ class Coordinator:
         threads: int = 1,
         logs: Path | None = None,
         limit_seconds: float = JOIN_SECONDS,
-        silence_seconds: float = SILENCE_SECONDS,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
         slowdowns: Mapping[str, float] | None = None,
-        patience: float = 1.0,
+        timeout_factor: float = 1.0,
         apart: bool = False,
     ) -> Coordinator:
         """A coordinator with one process on this machine for each device of the cluster, all joined.
 
-        `slowdowns`: device -> how many times longer than it must whatever it computes takes. `patience`: how many times
-        longer than usual to wait for anybody, silence included. `apart`: each loads PyTorch by itself.
+        `slowdowns`: device -> how many times longer than it must whatever it computes takes. `timeout_factor`: how
+        many times longer than usual every timeout is, the heartbeat timeout included. `apart`: each loads PyTorch
+        by itself.
         """
         coordinator = cls(
-            logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds), patience=patience
+            logs=logs,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            heartbeat_seconds=heartbeat_interval(heartbeat_timeout_seconds),
+            timeout_factor=timeout_factor,
         )
         try:
             coordinator.wanted = set(cluster.names)
@@ -279,14 +284,14 @@ class Coordinator:
         self.endpoint.close()
         self._threads[0].join(2)  # nobody is let in from now on
         with self._change:
-            guests = dict(self._guests)
-            told = [guests[member.channel] for member in self.members.values() if member.channel in guests]
+            connections = dict(self._connections)
+            told = [connections[member.channel] for member in self.members.values() if member.channel in connections]
         end = time.monotonic() + _LEAVE_SECONDS
         for thread in told:  # one that is cut off while it speaks never reads that it may go
             thread.join(max(0.0, end - time.monotonic()))
-        for channel in guests:
+        for channel in connections:
             channel.close()
-        for thread in (*guests.values(), *self._threads):
+        for thread in (*connections.values(), *self._threads):
             if thread is not threading.current_thread():
                 thread.join(2)
 
@@ -413,14 +418,14 @@ class Coordinator:
     ) -> None:
         """Have a thread listen to somebody who is connected."""
         thread = threading.Thread(
-            target=self._greet, args=(channel, invitation, found or Future()), name="coordinator guest", daemon=True
+            target=self._greet, args=(channel, invitation, found or Future()), name="coordinator peer", daemon=True
         )
         with self._change:
-            is_late = self._closing.is_set() or len(self._guests) >= _MOST_GUESTS
+            is_late = self._closing.is_set() or len(self._connections) >= _MOST_CONNECTIONS
             if not is_late:
                 try:
                     thread.start()  # it waits for this lock before it forgets itself
-                    self._guests[channel] = thread
+                    self._connections[channel] = thread
                 except RuntimeError:  # the system has no more threads
                     is_late = True
         if is_late:
@@ -438,14 +443,14 @@ class Coordinator:
                 found.set_result(member)
                 self._listen(member)
         except Exception as error:
-            said = error.message if isinstance(error, ManyhandsError) else repr(error)
-            self.on_event(f"a guest from {channel.peer_host} was turned away: {said:.300}")
+            reason = error.message if isinstance(error, ManyhandsError) else repr(error)
+            self.on_event(f"a guest from {channel.peer_host} was turned away: {reason:.300}")
             if not found.done():
                 found.set_exception(error)
         finally:
             channel.close()
             with self._change:
-                self._guests.pop(channel, None)
+                self._connections.pop(channel, None)
 
     def _admit(self, channel: ControlChannel, invitation: Invitation | None) -> Member | Refusal:
         """A worker says who it is, and is taken in or told why not."""
@@ -477,14 +482,16 @@ class Coordinator:
             if isinstance(found, Member):
                 label = pinned_name(hello.name, invitation)
                 is_new = book is not None and bool(channel.peer_key) and pinned(book, channel.peer_key, label)
-                patience = max(COORDINATOR_SILENCE_SECONDS * self.security.patience, self.silence_seconds)
-                welcome = welcomed(hello.name, patience, self.beat_seconds, self.shaping, self.secret)
+                worker_timeout = max(
+                    COORDINATOR_TIMEOUT_SECONDS * self.security.patience, self.heartbeat_timeout_seconds
+                )
+                welcome = welcomed(hello.name, worker_timeout, self.heartbeat_seconds, self.shaping, self.secret)
                 channel.send(encode(welcome), _WELCOME_SECONDS)
                 channel.limit_received(LARGEST_CONTROL_BYTES)
                 self.members[hello.name] = found
                 self.local.joined(hello.name, hello.facts.pid)
                 with self._watching:
-                    self._watch.begin(hello.name, self.clock())
+                    self._detector.begin(hello.name, self.clock())
                 self.events.put((hello.name, Joined(found)))
                 self._change.notify_all()
         if isinstance(found, Refusal):
@@ -510,11 +517,11 @@ class Coordinator:
         reason, unfinished_bytes, has_left = "", 0, False
         try:
             while True:  # until the channel ends, here or there
-                data = member.channel.receive(self.beat_seconds)
+                data = member.channel.receive(self.heartbeat_seconds)
                 if data is None and member.channel.unfinished_bytes == unfinished_bytes:
                     continue
                 unfinished_bytes = member.channel.unfinished_bytes
-                self._heard(member)
+                self._note_received(member)
                 if data is None:
                     continue  # it is still speaking
                 message = decode_from_worker(data)
@@ -523,9 +530,9 @@ class Coordinator:
                         self._clocks.clear()  # nobody asked for so many
                     self._clocks[(member.name, message.ticket)] = message
                     continue
-                if isinstance(message, Beat):
+                if isinstance(message, Heartbeat):
                     member.stands(message.standing, time.monotonic())
-                if not isinstance(message, Beat) or message.arrivals:
+                if not isinstance(message, Heartbeat) or message.arrivals:
                     member.is_leaving = member.is_leaving or isinstance(message, Leaving)
                     self.events.put((member.name, message), decoded_bytes(data))
         except ManyhandsError as error:
@@ -535,10 +542,10 @@ class Coordinator:
             reason = f"what it says cannot be understood: {error!r:.200}"
         self._lose(member, reason, has_left=has_left)
 
-    def _heard(self, member: Member) -> None:
+    def _note_received(self, member: Member) -> None:
         with self._watching:
             if not member.is_lost:
-                self._watch.heard(member.name, self.clock())
+                self._detector.received(member.name, self.clock())
 
     def _lose(self, member: Member, reason: str, *, has_left: bool = False) -> None:
         """Once: it left, its connection broke, or it was silent for too long."""
@@ -546,7 +553,7 @@ class Coordinator:
             if member.is_lost:
                 return
             with self._watching:
-                self._watch.forget(member.name)
+                self._detector.forget(member.name)
                 member.is_lost, member.reason, member.has_left = True, reason, has_left
             self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
             if not self._closing.is_set():
@@ -599,7 +606,7 @@ class Coordinator:
     # Watching
 
     def _look_around(self) -> None:
-        while not self._closing.wait(self.silence_seconds / _LOOKS_IN_SILENCE):
+        while not self._closing.wait(self.heartbeat_timeout_seconds / _LOOKS_IN_TIMEOUT):
             with contextlib.suppress(Exception):  # whatever those raise who are told of losses: the watch goes on
                 self.look_around()
             with contextlib.suppress(Exception):
@@ -610,21 +617,21 @@ class Coordinator:
         """Ask those who are silent whether they are there, and give up those who do not answer."""
         now = self.clock()
         with self._watching:
-            silent_seconds = {name: self._watch.silent_seconds(name, now) for name in list(self.members)}
-            due = self._watch.due(now)
+            silent_seconds = {name: self._detector.silent_seconds(name, now) for name in list(self.members)}
+            due = self._detector.due(now)
             lost = [self.members[name] for name in due.lost]
         for name in due.probe:
             self.ask(name, _PROBE_TICKET)
         for member in lost:
             try:
-                self._lose(member, silence(silent_seconds[member.name]))
+                self._lose(member, no_heartbeat(silent_seconds[member.name]))
             finally:
                 member.channel.close()
 
     def silent_seconds(self, name: str) -> float:
-        """How long a worker has said nothing."""
+        """How long a worker has sent nothing."""
         with self._watching:
-            return self._watch.silent_seconds(name, self.clock())
+            return self._detector.silent_seconds(name, self.clock())
 
     def ask(self, name: str, ticket: int | None = None) -> int:
         """Ask a worker whether it is there, without waiting for anything: see `has_answered`. Returns the ticket."""
@@ -633,7 +640,7 @@ class Coordinator:
 
         def send() -> None:
             with contextlib.suppress(ManyhandsError):
-                channel.send(data, self.silence_seconds)  # which waits where it does not read
+                channel.send(data, self.heartbeat_timeout_seconds)  # which waits where it does not read
 
         threading.Thread(target=send, name="coordinator probe", daemon=True).start()
         return found
@@ -641,16 +648,16 @@ class Coordinator:
     def has_answered(self, name: str, ticket: int) -> bool:
         return (name, ticket) in self._clocks
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Workers end when nobody has spoken to them for long."""
-        while not self._closing.wait(self.beat_seconds * 2):
+        while not self._closing.wait(self.heartbeat_seconds * 2):
             for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
-                    member.channel.send(encode(Beat()), 2.0)
+                    member.channel.send(encode(Heartbeat()), 2.0)
 
     # Talking to members
 
-    def muster(self, names: Iterable[str]) -> dict[str, Member]:
+    def members_for(self, names: Iterable[str]) -> dict[str, Member]:
         """The members a job is about to use. What was said before it began is forgotten."""
         while self.next_event(0.0) is not None:
             pass
@@ -672,7 +679,7 @@ class Coordinator:
             )
         return found
 
-    def say(self, name: str, message: Said, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
+    def send(self, name: str, message: Message, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         """A lost worker is not an error here: its loss is in the events."""
         with contextlib.suppress(WorkerLost, TimedOut):
             self.members[name].channel.send(encode(message), limit_seconds * self.security.patience)
@@ -680,11 +687,11 @@ class Coordinator:
     def dismiss(self, name: str) -> None:
         """Let a worker go that has said that it wants to."""
         self.members[name].is_dismissed = True
-        self.say(name, Leave())
+        self.send(name, Leave())
 
     def wake(self) -> None:
         """Whoever waits for an event looks around now."""
-        self.events.put((COORDINATOR, Beat()))
+        self.events.put((COORDINATOR, Heartbeat()))
 
     def next_event(self, limit_seconds: float) -> Event | None:
         try:
@@ -702,7 +709,7 @@ class Coordinator:
         own = self.members.get(reader)
         asking = reader, own.invitation if own is not None else None
         found = {
-            name: meeting_address(asking, (name, self.members[name].invitation), self.members[name].address)
+            name: peer_address(asking, (name, self.members[name].invitation), self.members[name].address)
             for name in names
         }
         if not with_coordinator:
@@ -710,7 +717,7 @@ class Coordinator:
         host, port = self.endpoint.address
         if own is not None and host in EVERY_ADDRESS:  # the one under which this worker has found us
             host = own.channel.local_host
-        found[COORDINATOR] = meeting_address(asking, (COORDINATOR, None), (host, port))
+        found[COORDINATOR] = peer_address(asking, (COORDINATOR, None), (host, port))
         return found
 
     def set_clocks(self, names: Iterable[str]) -> dict[str, float]:
@@ -724,7 +731,7 @@ class Coordinator:
             for ticket in range(_CLOCK_TRIES):
                 start = time.monotonic()
                 self._clocks.pop((name, ticket), None)
-                self.say(name, AskClock(ticket))
+                self.send(name, AskClock(ticket))
                 while (name, ticket) not in self._clocks and time.monotonic() - start < 2.0:
                     if self.members[name].is_lost:
                         break  # it is in the events
@@ -752,10 +759,10 @@ class Coordinator:
         return Cluster.local(1).with_devices(name, devices)
 
 
-def beat_for(silence_seconds: float) -> float:
+def heartbeat_interval(heartbeat_timeout_seconds: float) -> float:
     """How often workers say that they are alive, where so much silence means that they are not."""
-    return min(BEAT_SECONDS, silence_seconds / _BEATS_IN_SILENCE)
+    return min(HEARTBEAT_SECONDS, heartbeat_timeout_seconds / _HEARTBEATS_IN_TIMEOUT)
 
 
-def silence(seconds: float) -> str:
-    return f"it has said nothing for {seconds:.1f} s: it hangs, was stopped, or its network is down"
+def no_heartbeat(seconds: float) -> str:
+    return f"it has sent nothing for {seconds:.1f} s: it hangs, was stopped, or its network is down"

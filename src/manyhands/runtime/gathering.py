@@ -92,7 +92,7 @@ class Gathering:
         box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
         box.expect(name, called, state.byte_count(listed))
         box.post(name, step, called, list(tensors.values()))
-        self.run.coordinator.say(name, Send(self.run.generation, step, COORDINATOR, attempt))
+        self.run.coordinator.send(name, Send(self.run.generation, step, COORDINATOR, attempt))
         box.receive(name, step, called, list(tensors.values()))
         return tensors if checksums(tensors.values()) == message.checksums else None
 

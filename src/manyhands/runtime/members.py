@@ -14,7 +14,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Standing, Welcome
+from manyhands.runtime.control import PROTOCOL, Facts, Hello, Message, Refusal, Shape, Standing, Welcome
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.inviting import Invitation
 
@@ -52,7 +52,7 @@ class Member:
     """When it last got any further, by this process' monotonic clock."""
     graph_digest: str = ""
     """Of the graph that it was given last."""
-    shelf: str = ""
+    resident_dataset: str = ""
     """What was laid out at it last: see `Feeder.shelf`."""
     invitation: Invitation | None = None
     """Of one that was dialled; None: it came by itself."""
@@ -95,7 +95,7 @@ class Joined:
     member: Member
 
 
-Event = tuple[str, Said | Lost | Joined]
+Event = tuple[str, Message | Lost | Joined]
 """Which worker, and what it said or what became of it."""
 
 
@@ -238,12 +238,14 @@ def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = 
 
 
 def welcomed(
-    name: str, silence_seconds: float, beat_seconds: float, shaping: Cluster | None, secret: str = ""
+    name: str, heartbeat_timeout_seconds: float, heartbeat_seconds: float, shaping: Cluster | None, secret: str = ""
 ) -> Welcome:
     """What a worker is told that may join; `shaping`: links it is to imitate; `secret`: of data connections."""
     coordinator = _printable(socket.gethostname())
     if shaping is None:
-        return Welcome(name, silence_seconds, beat_seconds=beat_seconds, secret=secret, coordinator=coordinator)
+        return Welcome(
+            name, heartbeat_timeout_seconds, heartbeat_seconds=heartbeat_seconds, secret=secret, coordinator=coordinator
+        )
     own = shaping.device(name)
     slots = sum(one.host_name == own.host_name for one in shaping.devices)  # each a process: a part of the port
     links = {}
@@ -254,7 +256,7 @@ def welcomed(
             links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
     up = own.up_bytes_per_second / slots
     rate_up = up if math.isfinite(up) else None
-    return Welcome(name, silence_seconds, links, rate_up, beat_seconds, secret, coordinator)
+    return Welcome(name, heartbeat_timeout_seconds, links, rate_up, heartbeat_seconds, secret, coordinator)
 
 
 def _printable(name: str) -> str:
@@ -266,5 +268,5 @@ def device_of(hello: Hello) -> Device:
     facts = hello.facts
     return Device(
         name=hello.name, kind="local", gflops=10.0, memory_bytes=facts.memory_bytes, cores=facts.cores,
-        compute=facts.compute, source="Said by the worker itself.",
+        compute=facts.compute, source="Message by the worker itself.",
     )  # fmt: skip

@@ -41,22 +41,21 @@ from manyhands.runtime import stalls, state
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.backing import Backups
-from manyhands.runtime.blame import culprit, is_witness, lost
 from manyhands.runtime.control import (
     Arrival,
-    Beat,
     Corrupt,
     Diagnosis,
     Done,
     EndAt,
     Failed,
+    Heartbeat,
     Held,
     Holds,
     Job,
+    Message,
     Prepare,
     Progress,
     Ready,
-    Said,
     Start,
     State,
     Stepped,
@@ -64,11 +63,12 @@ from manyhands.runtime.control import (
     TensorEntry,
 )
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Tell
 from manyhands.runtime.gathering import Gathering
+from manyhands.runtime.job_membership import LogEvent
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.members import Joined, Lost, Member
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
 from manyhands.runtime.stall_watch import StallWatch, Usual
 from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.state import Located
@@ -123,13 +123,13 @@ class Run:
         since: int | None = None,
         usual: Usual | None = None,
         suspicions: Suspicions | None = None,
-        tell: Tell | None = None,
+        log_event: LogEvent | None = None,
     ) -> None:
         """`usual`: how long things took in the job's earlier generations; `suspicions`: devices whose numbers were
         wrong in them."""
         self.coordinator = coordinator
         self.usual = usual or Usual()
-        self.tell: Tell = tell or (lambda event, /, **facts: None)
+        self.log_event: LogEvent = log_event or (lambda event, /, **facts: None)
         self.on_safe = on_safe or (lambda step: None)
         self.should_pause = should_pause or (lambda: False)
         self.on_step = on_step or (lambda step, loss, seconds: None)
@@ -156,7 +156,7 @@ class Run:
         is_training = order.plan.is_training
         self.feeder = Feeder(
             order.graph, self.schedule, coordinator.endpoint, with_targets=is_training,
-            held=coordinator.silos if is_training else None, laying=order.laying,
+            held=coordinator.silos if is_training else None, laying=order.preload,
         )  # fmt: skip
         self.outcome = Outcome()
         self.first = located.steps_done
@@ -171,7 +171,7 @@ class Run:
         self._updated = dict.fromkeys(self.names, self.first - 1)
         """The last step that each is done with, in the middle of a round too."""
         self._ends_early = False
-        self._told: dict[int, dict[str, Progress]] = defaultdict(dict)
+        self._reported: dict[int, dict[str, Progress]] = defaultdict(dict)
         """Of rounds that somebody has ended."""
         self._fed: dict[int, Any] = {}
         """Inputs of the steps under way."""
@@ -235,7 +235,7 @@ class Run:
 
     def prepare(self) -> None:
         """Everybody builds its part and connects to the others."""
-        self.members = self.coordinator.muster(self.everybody)
+        self.members = self.coordinator.members_for(self.everybody)
         try:
             self._prepare()
         except BaseException as error:
@@ -248,22 +248,24 @@ class Run:
         for name in self.everybody:
             peers = self.coordinator.addresses(self.everybody, name)
             job = self._job(name, document, digest) if name in self.names else None
-            if job is not None and not (job.shelf and job.is_laid):
-                self.members[name].shelf = ""  # it drops what it has; what it is given is there after its first round
+            if job is not None and not (job.resident_dataset and job.is_preloaded):
+                self.members[
+                    name
+                ].resident_dataset = ""  # it drops what it has; what it is given is there after its first round
             gives = self.gives.get(name, {})
-            self.coordinator.say(name, Prepare(self.generation, job, peers, gives, self.since))
-        patience = self.coordinator.security.patience
+            self.coordinator.send(name, Prepare(self.generation, job, peers, gives, self.since))
+        timeout_factor = self.coordinator.security.patience
         is_connected = threading.Event()
 
         def connect() -> None:
-            self.coordinator.connect(self.everybody, CONNECT_SECONDS * patience)
+            self.coordinator.connect(self.everybody, CONNECT_SECONDS * timeout_factor)
             is_connected.set()
             self.coordinator.wake()  # nobody may have anything left to say
 
         connecting = Attempt(connect, "coordinator connect")
         ready: set[str] = set()
 
-        def hear(name: str, message: Said) -> None:
+        def handle(name: str, message: Message) -> None:
             if isinstance(message, Ready):
                 ready.add(name)
                 if name in self.names:
@@ -273,8 +275,8 @@ class Run:
             return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(self.everybody)
 
         began = time.monotonic()
-        limit_seconds = self.usual.prepare_limit_seconds * patience
-        self._follow(is_ready, hear, "to get ready", limit_seconds, lambda: set(self.everybody) - ready)
+        limit_seconds = self.usual.prepare_limit_seconds * timeout_factor
+        self._follow(is_ready, handle, "to get ready", limit_seconds, lambda: set(self.everybody) - ready)
         self.prepare_seconds = time.monotonic() - began
         if self.order.trace_steps or self.order.watch_every:
             self.coordinator.set_clocks(self.names)
@@ -309,8 +311,9 @@ class Run:
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
             wait_limit_seconds=self.worker_wait_seconds, held=tuple(sorted(self.feeder.held_by(name))),
-            laid=order.laying.count if order.laying is not None else 0, shelf=self.feeder.shelf(name),
-            is_laid=not self._is_to_be_laid(name),
+            preload_samples=order.preload.count if order.preload is not None else 0,
+            resident_dataset=self.feeder.shelf(name),
+            is_preloaded=not self._needs_preload(name),
         )  # fmt: skip
 
     def _checksums(self, name: str) -> dict[str, dict[str, int]]:
@@ -322,9 +325,9 @@ class Run:
                 found[source] = own
         return found
 
-    def _is_to_be_laid(self, name: str) -> bool:
+    def _needs_preload(self, name: str) -> bool:
         """Whether a device is still to be given its part of all samples."""
-        return self.feeder.shelf(name) not in ("", self.members[name].shelf)
+        return self.feeder.shelf(name) not in ("", self.members[name].resident_dataset)
 
     # Running
 
@@ -357,14 +360,14 @@ class Run:
         for name, tensors in self.gives.get(COORDINATOR, {}).items():
             own = [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
             self.coordinator.endpoint.send(name, self.first, STATE, own)
-        if order.laying is not None:
-            self._check_targets("The targets", order.laying.targets)
-        for name in filter(self._is_to_be_laid, self.names):
+        if order.preload is not None:
+            self._check_targets("The targets", order.preload.targets)
+        for name in filter(self._needs_preload, self.names):
             self.feeder.lay(name, self.first)
         for name in self.everybody:
             snapshots = order.snapshots if name in keepers else ()
             start = Start(self.generation, self.first, order.last_step, snapshots, order.backup_every)
-            self.coordinator.say(name, start)
+            self.coordinator.send(name, start)
         self._ended_at = time.monotonic()
         self._has_begun = True
 
@@ -388,7 +391,7 @@ class Run:
                 return self._steps_done() > done or may_feed() or (not self.is_paused and self.should_pause())
 
             limit_seconds = self.order.wait_limit_seconds + 30
-            self._follow(moved, self._hear, f"to end step {done}", limit_seconds, self._last_ones)
+            self._follow(moved, self._handle, f"to end step {done}", limit_seconds, self._last_ones)
 
     @property
     def is_idle(self) -> bool:
@@ -417,7 +420,7 @@ class Run:
         if self.stride > 1 and not self._ends_early and fed < self.round_end(fed):
             self._ends_early = True
             for name in self.names:
-                self.coordinator.say(name, EndAt(self.generation, fed))
+                self.coordinator.send(name, EndAt(self.generation, fed))
 
     @property
     def steps_updated(self) -> int:
@@ -435,7 +438,7 @@ class Run:
     def _feed(self, fed: int, batches: Batches) -> None:
         step, inputs, targets = next(batches)
         assert step == fed, "batches come in order"
-        if self.order.laying is None:
+        if self.order.preload is None:
             self._check_targets(f"The targets of step {step}", targets)
         self._fed[step] = inputs
         first = self.round_of(step)
@@ -455,16 +458,16 @@ class Run:
             return len(self.outcome.logs) == len(self.names) and self._gathering.is_complete()
 
         limit_seconds = self.order.wait_limit_seconds + 30
-        self._follow(ended, self._hear, "to finish", limit_seconds, lambda: set(self.names) - set(self.outcome.logs))
+        self._follow(ended, self._handle, "to finish", limit_seconds, lambda: set(self.names) - set(self.outcome.logs))
         self.outcome.state = self._gathering.latest
 
-    def _hear(self, name: str, message: Said) -> None:
+    def _handle(self, name: str, message: Message) -> None:
         if isinstance(message, Progress):
             self._progress(name, message)
         elif isinstance(message, Stepped):
             self._check_step(name, message.step, self._updated[name] + 1)
             self._updated[name] = message.step
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self.on_arrivals(name, message.arrivals)
         elif isinstance(message, State):
             self._offered(name, message)
@@ -514,7 +517,7 @@ class Run:
         if self.round_of(message.step) == self.first:
             began = time.monotonic() - message.seconds
             self.first_round_began = min(began, self.first_round_began or began)
-            self.members[name].shelf = self.feeder.shelf(name)
+            self.members[name].resident_dataset = self.feeder.shelf(name)
         self._done_step[name] = self._updated[name] = message.step
         self.on_arrivals(name, message.arrivals)
         self.outcome.bytes_between |= Counter({(name, to): count for to, count in message.sent.items()})
@@ -524,19 +527,19 @@ class Run:
     def _progress(self, name: str, message: Progress) -> None:
         if not self._noted(name, message):
             return
-        told = self._told[message.step]
-        told[name] = message
-        if len(told) < len(self.names):
+        reported = self._reported[message.step]
+        reported[name] = message
+        if len(reported) < len(self.names):
             return
-        del self._told[message.step]
-        self._compare(message.step, told)
+        del self._reported[message.step]
+        self._compare(message.step, reported)
         now = time.monotonic()
         first, end = self.round_of(message.step), message.step + 1
         seconds, self._ended_at = (now - self._ended_at) / (end - first), now
         for place, step in enumerate(range(first, end)):
             self._fed.pop(step, None)
-            parts = [told[one].losses[place] for one in self.names if told[one].losses]
-            late = [told[one].staleness[place] for one in self.names if told[one].staleness]
+            parts = [reported[one].losses[place] for one in self.names if reported[one].losses]
+            late = [reported[one].staleness[place] for one in self.names if reported[one].staleness]
             loss = sum(parts) if parts else None
             self.outcome.step_seconds.append(seconds)
             if loss is not None:
@@ -546,11 +549,11 @@ class Run:
             self.on_step(step, loss, seconds)
         self._gathering.ended(message.step)
 
-    def _compare(self, step: int, told: Mapping[str, Progress]) -> None:
+    def _compare(self, step: int, reported: Mapping[str, Progress]) -> None:
         """Go on without a device whose numbers of a round contradict those of the others. Asked before anything of the
         round is reported, kept or safe: the next generation begins with a state from before it."""
-        sums = {name: one.sums for name, one in told.items()}
-        sources = {name: one.not_finite_from for name, one in told.items() if one.not_finite_from in told}
+        sums = {name: one.sums for name, one in reported.items()}
+        sources = {name: one.not_finite_from for name, one in reported.items() if one.not_finite_from in reported}
         if (verdict := self.agreement.compare(step, sums, sources)) is not None:
             raise self.evicted(verdict)
         self.agreed_steps = step + 1
@@ -558,7 +561,7 @@ class Run:
     def _follow(
         self,
         is_done: Callable[[], bool],
-        hear: Callable[[str, Said], None],
+        handle: Callable[[str, Message], None],
         what: str,
         limit_seconds: float,
         missing: Callable[[], Collection[str]] = lambda: (),
@@ -567,7 +570,7 @@ class Run:
 
         `limit_seconds`: so long nobody may say anything; then the run ends without those that are still `missing`.
         """
-        heard = time.monotonic()
+        received_at = time.monotonic()
         while not is_done():
             event = self.coordinator.next_event(self._look_seconds())
             self._check()
@@ -575,7 +578,7 @@ class Run:
                 raise self.evicted(verdict)
             name, message = event or ("", None)
             if name not in self.members or message is None or isinstance(message, Joined):
-                if time.monotonic() - heard > limit_seconds:
+                if time.monotonic() - received_at > limit_seconds:
                     raise self._too_late(what, limit_seconds, missing())
                 continue
             if isinstance(message, Lost):
@@ -585,10 +588,10 @@ class Run:
                 continue
             if getattr(message, "generation", self.generation) != self.generation:
                 continue
-            heard = time.monotonic()
+            received_at = time.monotonic()
             if isinstance(message, Failed):
                 raise self._failed(name, message)
-            hear(name, message)
+            handle(name, message)
 
     def _check(self) -> None:
         """Raise what has gone wrong on this side."""
@@ -610,10 +613,10 @@ class Run:
         self.coordinator.evict(verdict.device, verdict.reason)
         return self._lost(verdict.device, verdict.reason)
 
-    def _check_step(self, name: str, said: int, next_end: int) -> None:
+    def _check_step(self, name: str, step: int, next_end: int) -> None:
         """Go on without a device that says it has done what it cannot have done."""
-        if said > next_end or said >= self.fed:
-            reason = f"it says that it has done step {said}; the next one was {next_end}, and {self.fed} were sent"
+        if step > next_end or step >= self.fed:
+            reason = f"it says that it has done step {step}; the next one was {next_end}, and {self.fed} were sent"
             raise self.evicted(Verdict(name, reason))
 
     def _too_late(self, what: str, limit_seconds: float, missing: Collection[str]) -> ManyhandsError:
@@ -621,18 +624,18 @@ class Run:
         if missing and len(missing) < len(self.everybody):
             errors = [self.evicted(Verdict(one, f"waited {limit_seconds:g} s for it {what}")) for one in missing]
             return errors[0]
-        return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {what}; nobody said anything.")
+        return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {what}; nothing was received.")
 
     # When something goes wrong
 
     def _explained(self, error: BaseException) -> BaseException:
         """The cause of an error that is only a witness' account."""
-        if error is self._verdict or not is_witness(error):
+        if error is self._verdict or not is_symptom(error):
             return error
-        return self._culprit() or error
+        return self._root_cause() or error
 
-    def _culprit(self) -> ManyhandsError | None:
-        found = culprit(self.coordinator, self.members, self.generation)
+    def _root_cause(self) -> ManyhandsError | None:
+        found = find_root_cause(self.coordinator, self.members, self.generation)
         if found is None:
             return self._suspect()
         name, what = found
@@ -656,14 +659,14 @@ class Run:
 
     def _failed(self, name: str, message: Failed) -> ManyhandsError:
         """The error a worker met. Who misses a peer is a witness: the lost one is the cause, if news of it comes."""
-        if is_witness(message) and (cause := self._culprit()) is not None:
+        if is_symptom(message) and (cause := self._root_cause()) is not None:
             return cause
         found = error_named(message.kind, message.message, message.hint)
         if not isinstance(found, NotFinite):
             found = error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
             self._verdict = found
             return found
-        self._hear_rounds_before(message.step)
+        self._receive_rounds_before(message.step)
         if (divergence := self.agreement.divergence) is not None:
             found = type(found)(f"{_head(found)}; it began {divergence}.", hint=found.hint)
         elif len(self.order.plan.stages) > 1:
@@ -671,7 +674,7 @@ class Run:
         self._verdict = found
         return found
 
-    def _hear_rounds_before(self, step: int) -> None:
+    def _receive_rounds_before(self, step: int) -> None:
         """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
         weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
         end = time.monotonic() + _DIAGNOSIS_SECONDS
@@ -694,7 +697,7 @@ class Run:
     def _traced_back(self, error: NotFinite, step: int) -> NotFinite:
         """In a pipeline the loss is computed at the end: ask every stage where the numbers went wrong first."""
         for name in self.names:
-            self.coordinator.say(name, Stop(self.generation, diagnose_step=step))
+            self.coordinator.send(name, Stop(self.generation, diagnose_step=step))
         found: dict[str, str] = {}
         end = time.monotonic() + _DIAGNOSIS_SECONDS
         while len(found) < len(self.names) and (left := end - time.monotonic()) > 0:
@@ -714,7 +717,7 @@ class Run:
 
     def _stop(self, error: BaseException | None = None) -> None:
         for name in self.everybody:
-            self.coordinator.say(name, Stop(self.generation), _STOP_SECONDS)
+            self.coordinator.send(name, Stop(self.generation), _STOP_SECONDS)
         self.coordinator.endpoint.mailbox.interrupt(
             error if isinstance(error, ManyhandsError) else WorkerLost("The run has ended.")
         )

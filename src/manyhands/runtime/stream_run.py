@@ -99,7 +99,7 @@ class StreamRun(Run):
             while self._may_feed():
                 self._feed_next()
             limit = math.inf if self.fed == self.answered else self.order.wait_limit_seconds
-            self._follow(self._has_news, self._hear, f"to answer batch {self.answered}", limit)
+            self._follow(self._has_news, self._handle, f"to answer batch {self.answered}", limit)
             self._answer()
 
     def _is_over(self) -> bool:
@@ -161,18 +161,18 @@ class StreamRun(Run):
         """A round of several batches that not all came of is shorter: everybody ends it."""
         if self.stride > 1:
             self._end_early(self.fed)
-        self._follow(lambda: self._steps_done() >= self.fed, self._hear, "to end", self.order.wait_limit_seconds)
+        self._follow(lambda: self._steps_done() >= self.fed, self._handle, "to end", self.order.wait_limit_seconds)
 
     def _ask_for_logs(self) -> None:
         """Who does not answer has none: everything that was asked has been answered."""
         for name in self.names:
-            self.coordinator.say(name, Stop(self.generation, with_log=True))
+            self.coordinator.send(name, Stop(self.generation, with_log=True))
 
         def are_here() -> bool:
             return len(self.outcome.logs) == len(self.names)
 
         with contextlib.suppress(ManyhandsError):
-            self._follow(are_here, self._hear, "to say what they did", _LOG_SECONDS)
+            self._follow(are_here, self._handle, "to say what they did", _LOG_SECONDS)
 
 
 def fed_ahead(plan: Plan) -> int:

@@ -54,7 +54,6 @@ from manyhands.runtime.control import (
     Arrival,
     AskClock,
     AskIds,
-    Beat,
     Clock,
     Corrupt,
     Diagnosis,
@@ -62,26 +61,27 @@ from manyhands.runtime.control import (
     EndAt,
     Evict,
     Failed,
+    Heartbeat,
     Hello,
     Hold,
     Holding,
     Holds,
     Ids,
     Job,
-    Knock,
-    Knocked,
     Leave,
     Leaving,
     Measure,
+    Message,
+    PeersProbed,
     Prepare,
     Probed,
     ProbeLinks,
+    ProbePeers,
     Progress,
     Ready,
     Refusal,
     Reshape,
     Retain,
-    Said,
     Seen,
     Send,
     Shape,
@@ -122,7 +122,7 @@ class _Prepared:
     command: Prepare
     executor: Executor | None
     """None: it only gives away what it has."""
-    said: tuple[TensorEntry, ...] | None = None
+    listed: tuple[TensorEntry, ...] | None = None
     """What its state was last said to be made of; None: nothing was said yet. A device without weights says that it has
     no tensors, which is not the same."""
     offered: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Worker:
         """Else other workers are in it too: it is never ended."""
         self.transport = transport or TcpTransport()
         self.silo = Silo.read(joining.silo) if joining.silo else None
-        self.shelf: Shelf | None = None
+        self.resident_dataset: Shelf | None = None
         """What was laid out here last."""
         sys.setswitchinterval(SWITCH_SECONDS)
         keep_memory()
@@ -191,7 +191,7 @@ class Worker:
             name, self._peers, host=self.channel.local_host, listener=reached.listener
         )
         self.probes = MemberProbes(name, self._peers, self.channel.local_host)
-        self.commands: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.prepared: _Prepared | None = None
         self.keeping = Keeping(self.endpoint)
         self._graphs: dict[str, Graph] = {}
@@ -207,9 +207,9 @@ class Worker:
         """The generation that the main thread works for now."""
         self._ended = threading.Event()
         self.gone: ManyhandsError | None = None
-        self.silence_seconds = 0.0
+        self.heartbeat_timeout_seconds = 0.0
         """A coordinator that says nothing for so long is gone; it beats too."""
-        self.beat_seconds = 0.0
+        self.heartbeat_seconds = 0.0
         self.links: dict[str, Link] = {}
         """Peer -> the link to it that is imitated."""
         self.up_bytes_per_second = math.inf
@@ -228,7 +228,7 @@ class Worker:
             if self.gone is not None and not self.leaving:
                 raise self.gone
             with contextlib.suppress(ManyhandsError):  # it may have gone first
-                self._say(Leaving())  # so that it is not taken for lost
+                self._send(Leaving())  # so that it is not taken for lost
         finally:
             self._drop()
             self.endpoint.close()
@@ -247,11 +247,11 @@ class Worker:
             self.commands.put(Leave())
         else:
             with contextlib.suppress(ManyhandsError):  # the control thread finds out itself
-                self._say(Leaving())
+                self._send(Leaving())
 
     # Talking
 
-    def _say(self, message: Said) -> None:
+    def _send(self, message: Message) -> None:
         self.channel.send(encode(message))
 
     def _join(self) -> None:
@@ -260,7 +260,7 @@ class Worker:
         identity = own_identity(own.process, self.channel.local_host)
         is_named = own.is_named and bool(own.name)
         facts = facts_of(own, self.silo)
-        self._say(_short(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named)))
+        self._send(_short(Hello(__version__, PROTOCOL, self.endpoint.name, host, port, facts, identity, is_named)))
         answer = self._answer()
         if isinstance(answer, Refusal) and answer.name:
             raise CalledOtherwise(answer)
@@ -272,11 +272,14 @@ class Worker:
             raise WorkerLost(f"The coordinator at {self.joining.host}:{self.joining.port} did not answer.")
         self._remember(answer.coordinator)
         self._peers.settle(answer.secret)
-        self.silence_seconds, self.beat_seconds = answer.silence_seconds, answer.beat_seconds
+        self.heartbeat_timeout_seconds, self.heartbeat_seconds = (
+            answer.heartbeat_timeout_seconds,
+            answer.heartbeat_seconds,
+        )
         self.up_bytes_per_second = answer.up_bytes_per_second or math.inf
         if answer.links:
             self._shape(answer.links)
-        self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.silence_seconds * 2 / 3)
+        self.endpoint.silence_seconds = min(self.endpoint.silence_seconds, answer.heartbeat_timeout_seconds * 2 / 3)
         self.on_joined()
 
     def _remember(self, coordinator: str) -> None:
@@ -289,7 +292,7 @@ class Worker:
         except (BadFile, BadValue):
             return  # it cannot be kept: the token will be asked for again
 
-    def _answer(self) -> Said | None:
+    def _answer(self) -> Message | None:
         """What the coordinator says to a hello; None: nothing."""
         data = self.channel.receive(self.joining.limit_seconds)
         try:
@@ -334,20 +337,20 @@ class Worker:
 
     def _listen(self) -> None:
         """The control thread: passes commands on, stops at once what must stop, and beats."""
-        heard = time.monotonic()
+        received_at = time.monotonic()
         try:
             while True:
-                data = self.channel.receive(self.beat_seconds)
-                self._say(Beat(self._arrivals(), self._standing()))
-                self._tell_of_copies()  # here too: no round may be fed before they are known to have come
+                data = self.channel.receive(self.heartbeat_seconds)
+                self._send(Heartbeat(self._arrivals(), self._standing()))
+                self._report_copies()  # here too: no round may be fed before they are known to have come
                 if self.joining.parent and os.getppid() != self.joining.parent:
                     raise WorkerLost("The process that started this worker is gone.")
                 if data is None:
-                    if time.monotonic() - heard > self.silence_seconds:
-                        raise WorkerLost(f"The coordinator has said nothing for {self.silence_seconds:g} s.")
+                    if time.monotonic() - received_at > self.heartbeat_timeout_seconds:
+                        raise WorkerLost(f"The coordinator has sent nothing for {self.heartbeat_timeout_seconds:g} s.")
                     continue
-                heard = time.monotonic()
-                self._hear(decode_from_coordinator(data))
+                received_at = time.monotonic()
+                self._handle(decode_from_coordinator(data))
         except Exception as error:
             self.gone = error if isinstance(error, ManyhandsError) else WorkerLost(f"Control ended: {error!r}")
             self.endpoint.mailbox.interrupt(self.gone)
@@ -355,11 +358,11 @@ class Worker:
             if not self._ended.wait(GRACE_SECONDS) and self.owns_process:
                 os._exit(WorkerLost.exit_code)  # the main thread is stuck in a call that nothing interrupts
 
-    def _hear(self, message: Said) -> None:
-        if isinstance(message, Beat):
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Heartbeat):
             return
         if isinstance(message, AskClock):
-            self._say(Clock(message.ticket, time.monotonic(), time.time()))
+            self._send(Clock(message.ticket, time.monotonic(), time.time()))
         elif isinstance(message, Send):
             self._send_state(message)
         elif isinstance(message, Hold):
@@ -385,7 +388,7 @@ class Worker:
 
     # Working
 
-    def _obey(self, command: Said) -> None:
+    def _obey(self, command: Message) -> None:
         generation = getattr(command, "generation", -1)
         if not isinstance(command, Stop) and generation <= self.stopped:
             return
@@ -398,21 +401,21 @@ class Worker:
             elif isinstance(command, Start):
                 self._train(command)
             elif isinstance(command, Measure):
-                self._say(measured(command, self.endpoint.name, self.joining))
+                self._send(measured(command, self.endpoint.name, self.joining))
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
-            elif isinstance(command, Knock):
-                self._say(Knocked(generation, self.probes.run(command.peers, command.limit_seconds)))
+            elif isinstance(command, ProbePeers):
+                self._send(PeersProbed(generation, self.probes.run(command.peers, command.limit_seconds)))
             elif isinstance(command, AskIds):
-                self._say(Ids(generation, self.silo.digests() if self.silo is not None else b""))
+                self._send(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
                 self.keeping.begin(command.since)
-                self._say(Holding(generation, *self.keeping.listing()))
+                self._send(Holding(generation, *self.keeping.listing()))
             elif isinstance(command, Stop):
                 if command.diagnose_step >= 0 and self.prepared is not None and self.prepared.executor is not None:
-                    self._say(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
+                    self._send(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
                 if command.with_log and self.prepared is not None and self.prepared.executor is not None:
-                    self._say(Done(generation, _apart(self.prepared.executor.log, self.prepared.state_bytes)))
+                    self._send(Done(generation, _apart(self.prepared.executor.log, self.prepared.state_bytes)))
                 self._drop()
         except _Stopped:
             pass
@@ -428,7 +431,7 @@ class Worker:
     def _report(self, generation: int, kind: str, message: str, hint: str) -> None:
         executor = self.prepared.executor if self.prepared is not None else None
         with contextlib.suppress(ManyhandsError):
-            self._say(Failed(generation, kind, message, hint, executor.step if executor is not None else -1))
+            self._send(Failed(generation, kind, message, hint, executor.step if executor is not None else -1))
 
     def _drop(self) -> None:
         """End a generation. What state it has come to is kept, unless it is in the middle of a step."""
@@ -455,7 +458,7 @@ class Worker:
         else:
             self._build(command, command.job)
         self._connect(command)
-        self._say(Ready(command.generation))
+        self._send(Ready(command.generation))
 
     def _graph_of(self, job: Job) -> Graph:
         """The job's graph; it may be the one this worker was given before."""
@@ -493,7 +496,7 @@ class Worker:
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
             watch_every=job.watch_every,
             with_targets=job.with_targets, slowdown=self.joining.slowdown, silo=self.silo, held=frozenset(job.held),
-            shelf=self._shelf_for(graph, schedule, job),
+            shelf=self._resident_dataset_for(graph, schedule, job),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
@@ -504,27 +507,27 @@ class Worker:
         for source, names in job.sources.items():
             if source != self.endpoint.name:
                 self.endpoint.mailbox.expect(source, STATE, state.byte_count(_listed(job, names)))
-        if setting.shelf is not None and not job.is_laid:
+        if setting.shelf is not None and not job.is_preloaded:
             self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, setting.shelf.bytes)
         self.prepared = _Prepared(command, executor)
 
-    def _shelf_for(self, graph: Graph, schedule: Schedule, job: Job) -> Shelf | None:
+    def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: Job) -> Shelf | None:
         """Where the samples are that are laid out here: one that was filled before, or one to be filled."""
-        kept, self.shelf = self.shelf, None
-        if not job.shelf:
+        kept, self.resident_dataset = self.resident_dataset, None
+        if not job.resident_dataset:
             return None
-        if job.is_laid:
-            if kept is None or kept.key != job.shelf or not kept.is_full:
+        if job.is_preloaded:
+            if kept is None or kept.key != job.resident_dataset or not kept.is_full:
                 raise WorkerLost(f"{self.endpoint.name} was to have the samples; it has not.")
-            self.shelf = kept
+            self.resident_dataset = kept
         else:
             own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, held=job.held)
-            self.shelf = Shelf(self.endpoint.name, own, job.laid, job.shelf)
-        return self.shelf
+            self.resident_dataset = Shelf(self.endpoint.name, own, job.preload_samples, job.resident_dataset)
+        return self.resident_dataset
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         """To everybody else of the run; whoever never comes is not waited for once the run was stopped."""
-        limit_seconds = CONNECT_SECONDS * self.joining.patience
+        limit_seconds = CONNECT_SECONDS * self.joining.timeout_factor
         deadline = time.monotonic() + limit_seconds
         attempt = Attempt(lambda: self.endpoint.connect(command.peers, limit_seconds), "connect")
         try:
@@ -571,7 +574,7 @@ class Worker:
         executor.rest()
         stride = executor.plan.steps_per_round
         if stride > 1:
-            executor.on_update = lambda step: self._say(Stepped(command.generation, step))
+            executor.on_update = lambda step: self._send(Stepped(command.generation, step))
         for step in range(command.first_step, command.last_step, stride):
             done = min(step + stride, command.last_step)
             if executor.last_step is not None and executor.last_step <= step:
@@ -581,7 +584,7 @@ class Worker:
             done = executor.settled_step
             if done == step:
                 return  # nothing was fed: to be stopped
-            self._say(  # before there is a copy of it
+            self._send(  # before there is a copy of it
                 Progress(
                     command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
                     self._arrivals(), _sent(self.endpoint.sent_bytes, prepared.state_bytes), _seen(executor),
@@ -590,10 +593,10 @@ class Worker:
             )  # fmt: skip
             if done in command.snapshots or is_due(step, done, command.backup_every):
                 self._keep(prepared, done, *_state_of(executor, copy=True))
-            self._tell_of_copies()
+            self._report_copies()
         if executor.last_step is not None and executor.last_step < command.last_step:
             return
-        self._say(Done(command.generation, _apart(executor.log, prepared.state_bytes)))
+        self._send(Done(command.generation, _apart(executor.log, prepared.state_bytes)))
         self.is_under_way = False
 
     def _give(self, prepared: _Prepared, step: int) -> None:
@@ -631,7 +634,7 @@ class Worker:
                 for name, tensor in state.of(state.LOSS, tensors).items():
                     executor.loss.piece.weights.tensors[name].copy_(tensor)
         shelf = executor.setting.shelf
-        if shelf is not None and not job.is_laid:
+        if shelf is not None and not job.is_preloaded:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, shelf.arrays)
             shelf.is_full = True
         if executor.stepper is not None and job.steps_done:
@@ -646,7 +649,7 @@ class Worker:
         for source, sums in job.checksums.items():
             for name, wanted in sums.items():
                 if name in tensors and checksum(tensors[name]) != wanted:
-                    self._say(Corrupt(generation, source, name))
+                    self._send(Corrupt(generation, source, name))
                     raise _Stopped("the coordinator looks for another copy")
 
     def _keep(self, prepared: _Prepared, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
@@ -655,8 +658,8 @@ class Worker:
         self.keeping.keep(step, tensors, scalars, sums)
         listed = state.entries(tensors)
         prepared.offered[step] = tuple(tensors)
-        self._say(State(prepared.generation, step, None if listed == prepared.said else listed, scalars, sums))
-        prepared.said = listed
+        self._send(State(prepared.generation, step, None if listed == prepared.listed else listed, scalars, sums))
+        prepared.listed = listed
 
     def _send_state(self, message: Send) -> None:
         prepared = self.prepared
@@ -668,15 +671,15 @@ class Worker:
         if message.attempt:  # what came was not what was sent: is it still what was offered?
             known, sums = self.keeping.checksums_at(message.step), checksums(kept[name] for name in names)
             if sums != tuple(known.get(name, 0) for name in names):
-                self._say(State(prepared.generation, message.step, None, {}, sums, has_changed=True))
+                self._send(State(prepared.generation, message.step, None, {}, sums, has_changed=True))
                 return
         name = topic(message.step, message.attempt)
         self._send_tensors(prepared, message.to, message.step, name, [kept[one] for one in names])
 
-    def _tell_of_copies(self) -> None:
+    def _report_copies(self) -> None:
         """Say which copies of others have come."""
         for held in self.keeping.collect():
-            self._say(held)
+            self._send(held)
 
     def _send_tensors(
         self, prepared: _Prepared, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]
@@ -688,7 +691,7 @@ class Worker:
     def _make_room(self, message: Hold) -> None:
         if self.prepared is not None and self.prepared.generation == message.generation:
             self.keeping.make_room(message)
-            self._say(Holds(message.generation, message.source, message.step, message.attempt))
+            self._send(Holds(message.generation, message.source, message.step, message.attempt))
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to those who take part; it begins when everybody is ready."""
@@ -698,16 +701,16 @@ class Worker:
         self.endpoint.mailbox.open(command.generation, expected)
         self._connect(command)
         self.probing = command
-        self._say(Ready(command.generation))
+        self._send(Ready(command.generation))
 
     def _probe(self, command: ProbeLinks) -> None:
         self.probing = None
         if command.sizes:
             links = pair_probe.run(self.endpoint, command.devices, command.sizes)
-            self._say(Probed(command.generation, 0.0, 0.0, 0.0, links))
+            self._send(Probed(command.generation, 0.0, 0.0, 0.0, links))
             return
         found = probing.run(self.endpoint, command.devices)
-        self._say(Probed(command.generation, *found.of(len(command.devices)), found.links))
+        self._send(Probed(command.generation, *found.of(len(command.devices)), found.links))
 
 
 def _part(spec: WeightSpec, box: Box | None) -> WeightSpec:
