@@ -29,7 +29,7 @@ from manyhands.executor.projections import SumRecord
 from manyhands.facts.errors import ManyhandsError, Refused, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime import control, discovery, state
-from manyhands.runtime.members import judged
+from manyhands.runtime.admission import judged
 
 PLAIN = Security("a token of the fuzzer", encrypted=False)
 ENCRYPTED = Security("a token of the fuzzer", encrypted=True)

@@ -297,10 +297,12 @@ class FaultCluster:
             if not any(member.name in self.silent for member in alive):
                 continue
             self.clock.now += TURN_SECONDS
-            self.coordinator.look_around()
+            self.coordinator.heartbeats.look_around()
             others = [member for member in alive if member.name not in self.silent]
             while not self._closing.wait(0.002) and any(
-                not one.is_lost and one.name not in self.silent and self.coordinator.silent_seconds(one.name) > 0
+                not one.is_lost
+                and one.name not in self.silent
+                and self.coordinator.membership.silent_seconds(one.name) > 0
                 for one in others
             ):
                 pass
@@ -329,7 +331,8 @@ class FaultCluster:
         """Train to the end, whatever happens.
 
         `at_step`, `at_event`: done once, when that step or event is told; `on_event`: each time. `rewrite`: plans for
-        others, in place of the planner's incremental ones. `is_preloaded`: all samples are preloaded before the first step.
+        others, in place of the planner's incremental ones. `is_preloaded`: all samples are sent before the
+        first step.
         `graph`: another network than `captured()`, for the same pictures.
         """
         graph = captured() if graph is None else graph

@@ -196,7 +196,7 @@ def test_gradients_that_are_not_finite_wherever_the_step_is_run() -> None:
         assert all(len(fault.fired) == 1 for fault in faults)
         assert [name for name, one in cluster.coordinator.members.items() if one.is_evicted] == ["b"]
         process = cluster.coordinator.members["b"].identity.process
-        assert cluster.coordinator.quarantine.refusal(process, "b", cluster.clock()) is None
+        assert cluster.coordinator.membership.quarantine.refusal(process, "b", cluster.clock()) is None
     assert f"it began in the gradients of step {FAULT_STEP}, in layer" in found.value.message
     assert found.value.message.endswith("on c.")
 

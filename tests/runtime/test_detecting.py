@@ -32,7 +32,7 @@ from manyhands.runtime.control import (
 )
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Event, Joined, Lost
+from manyhands.runtime.member import Event, Joined, Lost
 from manyhands.runtime.root_cause import find_root_cause
 from manyhands.runtime.worker import Worker
 from real_runs import kill, workers
@@ -52,7 +52,7 @@ class VirtualClock:
         return self.now
 
 
-class Guest:
+class Peer:
     """A worker as far as control goes: beats when told, answers probes if it is one who does."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Guest:
     def beat(self) -> None:
         """The coordinator has heard it when this returns: its clock stands still meanwhile."""
         self.channel.send(encode(Heartbeat()))
-        until(lambda: self.coordinator.silent_seconds(self.name) == 0)
+        until(lambda: self.coordinator.membership.silent_seconds(self.name) == 0)
 
     def close(self) -> None:
         self.channel.close()
@@ -124,23 +124,23 @@ def coordinator(played: InProcessTransport, clock: VirtualClock) -> Iterator[Coo
 
 
 @pytest.fixture
-def invite(played: InProcessTransport, coordinator: Coordinator) -> Iterator[Callable[..., Guest]]:
+def invite(played: InProcessTransport, coordinator: Coordinator) -> Iterator[Callable[..., Peer]]:
     with ExitStack() as stack:
 
-        def invited(name: str, **options: bool) -> Guest:
-            guest = Guest(played, coordinator, name, **options)
-            stack.callback(guest.close)
-            return guest
+        def invited(name: str, **options: bool) -> Peer:
+            peer = Peer(played, coordinator, name, **options)
+            stack.callback(peer.close)
+            return peer
 
         yield invited
 
 
 def turn(coordinator: Coordinator, clock: VirtualClock, seconds: float = TURN_SECONDS) -> None:
     clock.now += seconds
-    coordinator.look_around()
+    coordinator.heartbeats.look_around()
 
 
-Invite = Callable[..., Guest]
+Invite = Callable[..., Peer]
 
 # Under a clock of ours
 
@@ -172,8 +172,8 @@ def test_one_so_slow_that_it_misses_every_beat_is_not_lost_if_it_answers(
     slow = invite("slow")
     for _ in range(40):
         turn(coordinator, clock)
-        if coordinator.silent_seconds("slow") >= LIMIT_SECONDS / 2:
-            until(lambda: coordinator.silent_seconds("slow") == 0)  # its answer has come
+        if coordinator.membership.silent_seconds("slow") >= LIMIT_SECONDS / 2:
+            until(lambda: coordinator.membership.silent_seconds("slow") == 0)  # its answer has come
     assert slow.probes == 10
     assert [member.name for member in coordinator.alive()] == ["slow"]
 
@@ -181,31 +181,31 @@ def test_one_so_slow_that_it_misses_every_beat_is_not_lost_if_it_answers(
 def test_a_cable_that_is_pulled_and_put_back_in_time(
     coordinator: Coordinator, clock: VirtualClock, played: InProcessTransport, invite: Invite
 ) -> None:
-    guest = invite("pi-1")
+    peer = invite("pi-1")
     played.freeze("pi-1")
     for _ in range(6):
         turn(coordinator, clock)
-    assert coordinator.silent_seconds("pi-1") == 6 * TURN_SECONDS
-    assert guest.probes == 0
+    assert coordinator.membership.silent_seconds("pi-1") == 6 * TURN_SECONDS
+    assert peer.probes == 0
     played.thaw("pi-1")
-    until(lambda: coordinator.silent_seconds("pi-1") == 0)
-    assert guest.probes == 1
+    until(lambda: coordinator.membership.silent_seconds("pi-1") == 0)
+    assert peer.probes == 1
     assert len(coordinator.alive()) == 1
 
 
 def test_a_cable_that_is_pulled_is_a_loss_and_one_lost_may_join_again(
     coordinator: Coordinator, clock: VirtualClock, played: InProcessTransport, invite: Invite
 ) -> None:
-    guest, other = invite("pi-1"), invite("pi-2")
+    peer, other = invite("pi-1"), invite("pi-2")
     played.freeze("pi-1")
     for _ in range(8):
         turn(coordinator, clock)
         other.beat()
     lost = coordinator.members["pi-1"]
     assert lost.is_lost
-    assert guest.error is None, "nothing reaches it"
+    assert peer.error is None, "nothing reaches it"
     played.thaw("pi-1")
-    until(lambda: guest.error is not None)
+    until(lambda: peer.error is not None)
     assert isinstance(invite("pi-1").answer, Welcome)
     until(lambda: len(coordinator.alive()) == 2)
     assert coordinator.members["pi-1"] is not lost
@@ -231,13 +231,13 @@ def test_a_broken_connection_counts_at_once(
 def test_a_coordinator_that_slept_gives_nobody_up(
     coordinator: Coordinator, clock: VirtualClock, invite: Invite
 ) -> None:
-    guests = [invite(name, answers=False) for name in ("pi-1", "pi-2")]
+    peers = [invite(name, answers=False) for name in ("pi-1", "pi-2")]
     turn(coordinator, clock)
     turn(coordinator, clock, 3600.0)
     assert len(coordinator.alive()) == 2
     for _ in range(8):
         turn(coordinator, clock)
-        guests[0].beat()
+        peers[0].beat()
     assert [member.name for member in coordinator.alive()] == ["pi-1"]
 
 
@@ -245,20 +245,20 @@ def test_one_that_is_still_speaking_is_not_silent(clock: VirtualClock) -> None:
     """A long message over a slow link: it has come in part each time somebody looks."""
     transport = TcpTransport()
     with Coordinator(heartbeat_timeout_seconds=LIMIT_SECONDS, clock=clock) as coordinator:
-        guest = Guest(transport, coordinator, "pi-1", answers=False)
+        peer = Peer(transport, coordinator, "pi-1", answers=False)
         until(lambda: len(coordinator.alive()) == 1)
         message = encode(Failed(0, "WorkerLost", "x" * 1000, ""))
         content = len(message).to_bytes(4, "little") + message
         step = len(content) // 7
         for place in range(0, len(content), step):
-            write_all(guest.channel._wire, content[place : place + step], time.monotonic() + 5)  # type: ignore[attr-defined]
-            until(lambda: coordinator.silent_seconds("pi-1") == 0)
+            write_all(peer.channel._wire, content[place : place + step], time.monotonic() + 5)  # type: ignore[attr-defined]
+            until(lambda: coordinator.membership.silent_seconds("pi-1") == 0)
             for _ in range(3):
                 turn(coordinator, clock)
         assert isinstance(next_event(coordinator)[1], Joined)
         assert isinstance(next_event(coordinator)[1], Failed)
         assert len(coordinator.alive()) == 1
-        guest.close()
+        peer.close()
 
 
 def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coordinator, invite: Invite) -> None:
@@ -277,7 +277,7 @@ def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coord
 
 
 def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTransport, invite: Invite) -> None:
-    coordinator.max_devices = 2
+    coordinator.membership.max_devices = 2
     invite("pi-1")
     invite("pi-2")
     answer = invite("pi-3").answer
@@ -296,15 +296,15 @@ def test_limits_of_workers_are_their_own(played: InProcessTransport) -> None:
     with Coordinator(
         heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.25, timeout_factor=3.0, transport=played
     ) as coordinator:
-        assert coordinator.heartbeat_timeout_seconds == 3.0
-        guest = Guest(played, coordinator, "pi-1")
-        assert isinstance(guest.answer, Welcome)
-        assert (guest.answer.name, guest.answer.heartbeat_timeout_seconds, guest.answer.heartbeat_seconds) == (
+        assert coordinator.times.timeout_seconds == 3.0
+        peer = Peer(played, coordinator, "pi-1")
+        assert isinstance(peer.answer, Welcome)
+        assert (peer.answer.name, peer.answer.heartbeat_timeout_seconds, peer.answer.heartbeat_seconds) == (
             "pi-1",
             45.0,
             0.25,
         )
-        guest.close()
+        peer.close()
     with pytest.raises(BadValue, match=r"heartbeat_timeout_seconds is 1; it must be at least 4") as found:
         Coordinator(heartbeat_timeout_seconds=1.0, heartbeat_seconds=1.0)
     assert "every 1 s" in found.value.hint
@@ -349,9 +349,9 @@ def test_the_one_that_does_not_answer_is_to_blame(how: str) -> None:
     """By the real clock."""
     played = InProcessTransport()
     with Coordinator(heartbeat_timeout_seconds=LIMIT_SECONDS, transport=played) as coordinator, ExitStack() as stack:
-        guests = [Guest(played, coordinator, name, beats=True) for name in ("pi-1", "pi-2", "pi-3")]
-        for guest in guests:
-            stack.callback(guest.close)
+        peers = [Peer(played, coordinator, name, beats=True) for name in ("pi-1", "pi-2", "pi-3")]
+        for peer in peers:
+            stack.callback(peer.close)
         coordinator.wait_for(3, 10.0)
         members = coordinator.members_for(["pi-1", "pi-2", "pi-3"])
         (played.cut if how == "killed" else played.freeze)("pi-2")
@@ -407,10 +407,10 @@ def test_a_worker_stopped_for_a_while_is_suspected_and_not_lost(session: Coordin
     with contextlib.ExitStack() as stack:
         stack.callback(kill, session, name, signal.SIGCONT)
         while time.monotonic() < end:
-            suspected.update(session._detector.suspects)
+            suspected.update(session.membership.suspects)
             time.sleep(0.01)
     assert name in suspected, "the fault did not fire"
-    until(lambda: name not in session._detector.suspects)
+    until(lambda: name not in session.membership.suspects)
     time.sleep(REAL_LIMIT_SECONDS / 2)
     assert len(session.alive()) == 2
 

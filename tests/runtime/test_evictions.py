@@ -232,7 +232,7 @@ class TestQuarantine:
             assert member.is_lost
             assert member.is_evicted
             process = member.identity.process
-            found = cluster.coordinator.quarantine.refusal(process, "b", cluster.clock())
+            found = cluster.coordinator.membership.quarantine.refusal(process, "b", cluster.clock())
             assert found is not None
             cluster.until(lambda: any(name == "b" for name, _ in cluster.ended))
             error = next(error for name, error in cluster.ended if name == "b")

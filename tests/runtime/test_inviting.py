@@ -20,15 +20,14 @@ from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.security import Purpose, Security, new_secret, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
-from manyhands.runtime import inviting, probing, serving
-from manyhands.runtime import members as membership
+from manyhands.runtime import admission, inviting, probing, serving
 from manyhands.runtime.control import Heartbeat, Hello, Leaving, Refusal, Welcome, decode_from_worker, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, peer_address
 from manyhands.runtime.measuring import probe_links
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 
-GUEST = Security("the guest's token", encrypted=True)
+GUEST = Security("the peer's token", encrypted=True)
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_an_invited_worker_is_a_member(transport: Transport) -> None:
         assert event is not None
         assert isinstance(event[1], Joined)
         assert coordinator.members_for(["server"]).keys() == {"server"}
-        coordinator.set_clocks(["server"])  # it answers
+        coordinator.clock_sync.synchronize(["server"])  # it answers
         assert heard == ["server was invited at 127.0.0.1"]
         with pytest.raises(Refused, match="server is working for another coordinator"):
             coordinator.invite(*server.address, server.token)
@@ -174,7 +173,7 @@ def test_a_name_that_is_taken(coordinator: Coordinator) -> None:
 
 
 def test_another_version(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "__version__", "99.0")
+    monkeypatch.setattr(admission, "__version__", "99.0")
     with Listening() as server:
         with pytest.raises(Refused, match=r"the coordinator runs 99\.0"):
             coordinator.invite(*server.address, server.token)
@@ -261,16 +260,16 @@ def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
             return None
 
     slow = Slow()
-    guest = serving._Guest(slow)  # type: ignore[arg-type]
-    guest.heard_at -= 100
-    assert guest.receive(0.0) is None
-    assert guest.silent_seconds > 99
+    peer = serving._PendingPeer(slow)  # type: ignore[arg-type]
+    peer.heard_at -= 100
+    assert peer.receive(0.0) is None
+    assert peer.silent_seconds > 99
     slow.unfinished_bytes = 1000
-    assert guest.receive(0.0) == encode(Heartbeat())
-    assert guest.silent_seconds < 1
-    guest.heard_at -= 100
-    assert guest.receive(0.0) is None
-    assert guest.silent_seconds > 99
+    assert peer.receive(0.0) == encode(Heartbeat())
+    assert peer.silent_seconds < 1
+    peer.heard_at -= 100
+    assert peer.receive(0.0) is None
+    assert peer.silent_seconds > 99
 
 
 # Data

@@ -35,7 +35,7 @@ from manyhands.runtime.control import (
 )
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.worker import Worker
 
 OPEN: list[Channel] = []

@@ -15,12 +15,12 @@ from manyhands.engine.security import Security
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
-from manyhands.runtime import members
+from manyhands.runtime import admission
 from manyhands.runtime.control import PROTOCOL, Facts, Hello, Message, Refusal, Welcome, decode_from_coordinator, encode
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.service import serve
 from manyhands.runtime.worker import Worker
 
@@ -207,7 +207,7 @@ def test_a_hello_of_another_protocol_is_answered(coordinator: Coordinator, said:
 def test_a_worker_is_told_by_a_coordinator_of_another_version(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "__version__", "9.0")
+    monkeypatch.setattr(admission, "__version__", "9.0")
     with pytest.raises(Refused, match=rf"runs manyhands {__version__}; the coordinator runs 9\.0") as found:
         serve(Joining(*coordinator.address, coordinator.token, "pi"), transport=TcpTransport())
     assert found.value.exit_code == 12

@@ -188,7 +188,7 @@ def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[s
         _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
     )  # fmt: skip
     ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
-    silence_seconds = site.session.coordinator.heartbeat_timeout_seconds
+    silence_seconds = site.session.coordinator.times.timeout_seconds
     return {
         "recovery_seconds": light,
         "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),

@@ -29,7 +29,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.graph.graph import Graph
-from manyhands.runtime.coordinator import JOIN_SECONDS
+from manyhands.runtime.assembly import JOIN_SECONDS
 from manyhands.runtime.elastic_job import ElasticJob, JobOutcome, RetryPolicy
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.processes import WorkerProcess

@@ -17,7 +17,7 @@ from manyhands.facts.units import format_bytes, format_rate, format_seconds
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_pair, probe_reachability
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 from manyhands.runtime.reachability import Answer
 
 MOST_WALL_SECONDS = 2.0
@@ -64,10 +64,10 @@ def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
     """Whether clocks can be compared, which is measured twice, and whether it is the same time of day."""
     wanted = list(names)
-    first = coordinator.set_clocks(wanted)
+    first = coordinator.clock_sync.synchronize(wanted)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
     time.sleep(_DRIFT_LOOK_SECONDS)
-    second = coordinator.set_clocks(list(first))
+    second = coordinator.clock_sync.synchronize(list(first))
     for name in wanted:
         if name not in second:
             yield no_answer(coordinator, name, "clock")

@@ -437,7 +437,8 @@ def _told(listen: str, token: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _joined(wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
     """A coordinator that enough workers have joined; others may come later."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, heartbeat_interval
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.heartbeats import heartbeat_interval
     from manyhands.runtime.shared_token import shared_token
 
     host, port = parse_address(wish.listen, DEFAULT_PORT)

@@ -25,9 +25,11 @@ from manyhands.files.documents import load_cluster, read_document, write_documen
 from manyhands.graph.graph import Graph
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, heartbeat_interval
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.fork_server import NoForkServer, fork_server_for
+from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.runtime.shared_token import shared_token

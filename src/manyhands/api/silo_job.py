@@ -33,7 +33,7 @@ from manyhands.planner.split import Bound, Deployment
 from manyhands.runtime.control import Arrival, Reshape, Shape
 from manyhands.runtime.elastic_job import Change, Controller
 from manyhands.runtime.following import Following
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 
 RIVALS: dict[str, dict[str, Any]] = {
     CONVENTIONAL: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},

@@ -30,8 +30,10 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
+from manyhands.runtime.assembly import JOIN_SECONDS
 from manyhands.runtime.control import TensorEntry
-from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, heartbeat_interval
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.measuring import ask_ids
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.record import read_config

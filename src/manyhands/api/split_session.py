@@ -17,7 +17,9 @@ from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadValue
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
 from manyhands.planner.split import LinkRates
-from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, heartbeat_interval
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
 

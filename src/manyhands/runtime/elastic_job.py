@@ -28,7 +28,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership, LogEvent
 from manyhands.runtime.job_membership import RetryPolicy as RetryPolicy
 from manyhands.runtime.living import Living
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
 from manyhands.runtime.stall_watch import Usual
@@ -217,10 +217,9 @@ class ElasticJob:
         if recovery is not None and run is not None and not recovery.is_logged:
             recovery.is_logged = True
             facts = {
-                "how": recovery.how, "step": recovery.from_step,
-                "seconds": max(0.0, run.first_round_began - recovery.since),
-                "replayed": recovery.furthest - recovery.from_step, "bytes_moved": recovery.bytes_moved,
-                "generation": run.generation, "devices": list(run.names),
+                "how": recovery.how, "seconds": max(0.0, run.first_round_began - recovery.since),
+                "step": recovery.from_step, "replayed": recovery.furthest - recovery.from_step,
+                "bytes_moved": recovery.bytes_moved, "generation": run.generation, "devices": list(run.names),
             }  # fmt: skip
             self.outcome.recoveries.append(facts)
             self.outcome.began_at.append(run.first_round_began)
@@ -280,7 +279,7 @@ class ElasticJob:
         """The numbers stopped being finite without the device that was evicted for it too: it may join again."""
         for step, name in self._suspicions.not_finite.items():
             if step + 1 >= run.agreed_steps:
-                self.coordinator.quarantine.end(self.coordinator.members[name].identity.process)
+                self.coordinator.membership.quarantine.end(self.coordinator.members[name].identity.process)
 
     def _after_pause(self, run: Run, order: Order) -> Order:
         since = time.monotonic()

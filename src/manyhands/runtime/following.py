@@ -21,7 +21,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.runtime.control import Reshape, Shape
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 
 MOST_A_SECOND = 20.0
 _STEP_SECONDS = 1 / MOST_A_SECOND

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 
 _POLL_SECONDS = 0.05
 

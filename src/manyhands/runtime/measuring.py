@@ -29,8 +29,8 @@ from manyhands.runtime.control import (
     Stop,
 )
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.member import Lost
 from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_MEMBER_PROBE
-from manyhands.runtime.members import Lost
 from manyhands.runtime.reachability import LIMIT_SECONDS as LIMIT_OF_OWN_PROBE
 from manyhands.runtime.reachability import Answer, probe_all
 from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control import Failed, Leaving
-from manyhands.runtime.coordinator import Coordinator, no_heartbeat
-from manyhands.runtime.members import Event, Joined, Lost, Member
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import no_heartbeat
+from manyhands.runtime.member import Event, Joined, Lost, Member
 
 LIMITS = 1.5
 """How many times the limit for silence to wait for news of who was lost: by then everybody has answered or is."""
@@ -34,10 +35,12 @@ def find_root_cause(
     """
     found: tuple[str, str | Failed] | None = None
     others: list[Event] = []
-    asked = {name: coordinator.ask(name) for name, member in members.items() if not member.is_lost}
-    end = time.monotonic() + coordinator.heartbeat_timeout_seconds * LIMITS
+    asked = {name: coordinator.clock_sync.ask(name) for name, member in members.items() if not member.is_lost}
+    end = time.monotonic() + coordinator.times.timeout_seconds * LIMITS
     while found is None and (left := end - time.monotonic()) > 0:
-        asked = {name: ticket for name, ticket in asked.items() if not coordinator.has_answered(name, ticket)}
+        asked = {
+            name: ticket for name, ticket in asked.items() if not coordinator.clock_sync.has_answered(name, ticket)
+        }
         event = coordinator.next_event(min(left, _POLL_SECONDS) if asked else 0.0)
         if event is None:
             if not asked:
@@ -57,9 +60,9 @@ def find_root_cause(
     for name, member in members.items():
         if member.is_lost:
             return name, member.reason
-    name = max(members, key=coordinator.silent_seconds)
-    seconds = coordinator.silent_seconds(name)
-    return (name, no_heartbeat(seconds)) if seconds > coordinator.heartbeat_timeout_seconds / 2 else None
+    name = max(members, key=coordinator.membership.silent_seconds)
+    seconds = coordinator.membership.silent_seconds(name)
+    return (name, no_heartbeat(seconds)) if seconds > coordinator.times.timeout_seconds / 2 else None
 
 
 def lost(coordinator: Coordinator, name: str, when: str, reason: str) -> WorkerLost:

@@ -66,7 +66,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.job_membership import LogEvent
 from manyhands.runtime.keeping import STATE
-from manyhands.runtime.members import Joined, Lost, Member
+from manyhands.runtime.member import Joined, Lost, Member
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
 from manyhands.runtime.stall_watch import StallWatch, Usual
@@ -279,7 +279,7 @@ class Run:
         self._follow(is_ready, handle, "to get ready", limit_seconds, lambda: set(self.everybody) - ready)
         self.prepare_seconds = time.monotonic() - began
         if self.order.trace_steps or self.order.watch_every:
-            self.coordinator.set_clocks(self.names)
+            self.coordinator.clock_sync.synchronize(self.names)
 
     def _expected(self) -> dict[tuple[str, str], int]:
         """(device, topic) -> bytes of every message of a round that comes here."""
