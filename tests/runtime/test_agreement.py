@@ -18,7 +18,7 @@ from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.runtime.agreement import Evidence, decided
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.worker import Worker
 from real_runs import BATCH, LAYERS

@@ -11,7 +11,7 @@ import pytest
 from fault_cluster import STEPS, Fault, FaultCluster, Trip, reference
 
 from manyhands.facts.plan import Plan, Replay, Single, Stage
-from manyhands.runtime.control import Arrival
+from manyhands.runtime.control_parts import Arrival
 from real_runs import BATCH, LAYERS
 
 pytestmark = pytest.mark.xdist_group("faults")  # what it is compared with is computed once

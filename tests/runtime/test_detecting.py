@@ -16,20 +16,9 @@ from manyhands.engine.transport import ControlChannel, TcpTransport, Transport
 from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import (
-    PROTOCOL,
-    AskClock,
-    Clock,
-    Facts,
-    Failed,
-    Heartbeat,
-    Hello,
-    Message,
-    Refusal,
-    Welcome,
-    decode_from_coordinator,
-    encode,
-)
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import AskClock, Clock, Failed, Heartbeat, Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.member import Event, Joined, Lost

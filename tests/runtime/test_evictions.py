@@ -14,7 +14,7 @@ from manyhands.engine.inprocess import InProcessTransport
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost
 from manyhands.runtime import quarantine, service, stalls
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.joining import Joining

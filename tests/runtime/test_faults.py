@@ -26,7 +26,7 @@ from fault_cluster import (
 from groups import slow_if
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Held
+from manyhands.runtime.control_messages import Held
 from manyhands.runtime.elastic_job import RetryPolicy
 from manyhands.runtime.keeping import Keeping
 from real_runs import ADAM, BATCH

@@ -19,7 +19,8 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.runtime.control import Heartbeat, Reshape, Shape
+from manyhands.runtime.control_messages import Heartbeat, Reshape
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import MOST_A_SECOND, Following, Setting
 from manyhands.runtime.joining import Joining

@@ -21,7 +21,8 @@ from manyhands.engine.security import Purpose, Security, new_secret, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import admission, inviting, probing, serving
-from manyhands.runtime.control import Heartbeat, Hello, Leaving, Refusal, Welcome, decode_from_worker, encode
+from manyhands.runtime.control import decode_from_worker, encode
+from manyhands.runtime.control_messages import Heartbeat, Hello, Leaving, Refusal, Welcome
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, peer_address
 from manyhands.runtime.measuring import probe_links
@@ -261,13 +262,13 @@ def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
 
     slow = Slow()
     peer = serving._PendingPeer(slow)  # type: ignore[arg-type]
-    peer.heard_at -= 100
+    peer.received_at -= 100
     assert peer.receive(0.0) is None
     assert peer.silent_seconds > 99
     slow.unfinished_bytes = 1000
     assert peer.receive(0.0) == encode(Heartbeat())
     assert peer.silent_seconds < 1
-    peer.heard_at -= 100
+    peer.received_at -= 100
     assert peer.receive(0.0) is None
     assert peer.silent_seconds > 99
 

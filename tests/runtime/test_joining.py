@@ -20,19 +20,9 @@ from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, Wo
 from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
 from manyhands.runtime import worker
-from manyhands.runtime.control import (
-    PROTOCOL,
-    AskClock,
-    Facts,
-    Heartbeat,
-    Hello,
-    Leave,
-    Message,
-    Refusal,
-    Welcome,
-    decode_from_coordinator,
-    encode,
-)
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import AskClock, Heartbeat, Hello, Leave, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.member import Joined, Lost

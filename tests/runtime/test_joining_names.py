@@ -16,7 +16,9 @@ from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
 from manyhands.runtime import admission
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Message, Refusal, Welcome, decode_from_coordinator, encode
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining

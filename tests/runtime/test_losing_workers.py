@@ -18,7 +18,8 @@ from manyhands.api import asked
 from manyhands.api import session as sessions
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.runtime.control import Measure, Message, Prepare, Send
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import Measure, Prepare, Send
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
 from real_runs import assert_same, kill, names, network, piped, restart, shared, train, workers

@@ -16,7 +16,9 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.facts.profile import Profile
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, encode
+from manyhands.runtime.control import PROTOCOL, encode
+from manyhands.runtime.control_messages import Hello
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import RetryPolicy
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.runtime import stalls
-from manyhands.runtime.control import Standing
+from manyhands.runtime.control_parts import Standing
 from manyhands.runtime.stalls import Observed, judge, limit_seconds, suspect, work_of
 from real_runs import LAYERS
 

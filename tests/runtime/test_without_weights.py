@@ -18,7 +18,8 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
-from manyhands.runtime.control import Message, State
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import State
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.backup import holders
 from manyhands.schedule.policy import Schedule

@@ -17,19 +17,17 @@ from manyhands.engine.security import Security, new_token
 from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadData, ManyhandsError, Refused, WorkerLost
 from manyhands.files.json_memory import decoded_bytes
-from manyhands.runtime import control, event_queue
+from manyhands.runtime import control_messages, event_queue
 from manyhands.runtime.control import (
     LARGEST_HELLO_BYTES,
     MOST_FROM_COORDINATOR_BYTES,
     MOST_FROM_WORKER_BYTES,
-    Beat,
-    Facts,
-    SiloFacts,
-    TensorEntry,
     decode_from_coordinator,
     decode_from_worker,
     encode,
 )
+from manyhands.runtime.control_messages import Heartbeat
+from manyhands.runtime.control_parts import Facts, SiloFacts, TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.worker import _short
 
@@ -171,11 +169,21 @@ def test_a_refusal_says_both_sizes() -> None:
 
 def test_each_side_reads_only_what_the_other_says() -> None:
     """A worker that sends the coordinator a job is refused before the job is decoded."""
-    for message in (control.Leave(), control.Stop(1), control.Survey(1, 0), control.Start(1, 0, 1, ())):
+    for message in (
+        control_messages.Leave(),
+        control_messages.Stop(1),
+        control_messages.Survey(1, 0),
+        control_messages.Start(1, 0, 1, ()),
+    ):
         assert decode_from_coordinator(encode(message)) == message
         with pytest.raises(Refused):
             decode_from_worker(encode(message))
-    for message in (control.Leaving(), control.Ready(1), control.Clock(1, 0.5), control.Held(1, "a", 2)):
+    for message in (
+        control_messages.Leaving(),
+        control_messages.Ready(1),
+        control_messages.Clock(1, 0.5),
+        control_messages.Held(1, "a", 2),
+    ):
         assert decode_from_worker(encode(message)) == message
         with pytest.raises(Refused):
             decode_from_coordinator(encode(message))
@@ -201,4 +209,4 @@ def test_a_queue_counts_memory_and_not_letters(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_beat_is_small() -> None:
-    assert decoded_bytes(encode(Beat())) < 1000
+    assert decoded_bytes(encode(Heartbeat())) < 1000

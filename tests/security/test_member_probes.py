@@ -17,7 +17,7 @@ from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.transport import TcpTransport
 from manyhands.runtime import member_probes
 from manyhands.runtime import worker as workers
-from manyhands.runtime.control import Failed, Prepare, ProbeLinks
+from manyhands.runtime.control_messages import Failed, Prepare, ProbeLinks
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.member_probes import MemberProbes

@@ -30,7 +30,8 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.trace import LinkTrace
 from manyhands.planner.split import Bound, Deployment
-from manyhands.runtime.control import Arrival, Reshape, Shape
+from manyhands.runtime.control_messages import Reshape
+from manyhands.runtime.control_parts import Arrival, Shape
 from manyhands.runtime.elastic_job import Change, Controller
 from manyhands.runtime.following import Following
 from manyhands.runtime.member import Member

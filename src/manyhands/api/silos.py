@@ -31,7 +31,7 @@ from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.measuring import ask_ids

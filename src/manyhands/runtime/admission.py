@@ -13,7 +13,9 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Hello, Refusal, Shape, Welcome
+from manyhands.runtime.control import PROTOCOL
+from manyhands.runtime.control_messages import Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member
 

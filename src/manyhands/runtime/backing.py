@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from manyhands.runtime.checksums import combined
-from manyhands.runtime.control import Held, Hold, Holds, Retain, Send, State, TensorEntry
+from manyhands.runtime.control_messages import Held, Hold, Holds, Retain, Send, State
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.stalls import Verdict
 from manyhands.schedule.backup import holders, is_due
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterable
 
 from manyhands.facts.errors import ManyhandsError
-from manyhands.runtime.control import AskClock, Clock, encode
+from manyhands.runtime.control import encode
+from manyhands.runtime.control_messages import AskClock, Clock
 from manyhands.runtime.membership import Membership
 
 _TRIES = 5

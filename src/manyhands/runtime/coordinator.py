@@ -35,7 +35,8 @@ from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.runtime.assembly import JOIN_SECONDS, Assembly
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.clock_sync import ClockSync
-from manyhands.runtime.control import Leave, Message, encode
+from manyhands.runtime.control import Message, encode
+from manyhands.runtime.control_messages import Leave
 from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.dialler import Dialler
 from manyhands.runtime.discovery import Announcer, can_announce, interface_asked

@@ -23,7 +23,8 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
-from manyhands.runtime.control import Arrival, Failed, Holding, Retain, Survey
+from manyhands.runtime.control_messages import Failed, Holding, Retain, Survey
+from manyhands.runtime.control_parts import Arrival
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership, LogEvent
 from manyhands.runtime.job_membership import RetryPolicy as RetryPolicy

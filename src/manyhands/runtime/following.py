@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.runtime.control import Reshape, Shape
+from manyhands.runtime.control_messages import Reshape
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.member import Member
 

@@ -13,7 +13,8 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
 from manyhands.runtime import state
 from manyhands.runtime.checksums import checksums
-from manyhands.runtime.control import Send, State, TensorEntry
+from manyhands.runtime.control_messages import Send, State
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.keeping import topic
 from manyhands.runtime.order import RunState
 from manyhands.runtime.stalls import Verdict

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.runtime.clock_sync import PROBE_TICKET, ClockSync
-from manyhands.runtime.control import Heartbeat, encode
+from manyhands.runtime.control import encode
+from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.membership import Membership
 
 HEARTBEAT_SECONDS = 0.5

@@ -17,7 +17,7 @@ from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.confinement import Confinement
-from manyhands.runtime.control import Facts, SiloFacts
+from manyhands.runtime.control_parts import Facts, SiloFacts
 from manyhands.runtime.device_book import worker_credentials
 
 

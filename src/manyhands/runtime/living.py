@@ -38,7 +38,8 @@ from manyhands.observe.live import (
     write_live,
     write_round,
 )
-from manyhands.runtime.control import Arrival, Progress, Seen
+from manyhands.runtime.control_messages import Progress
+from manyhands.runtime.control_parts import Arrival, Seen
 from manyhands.schedule.glimpse import MOST_SPANS, Glimpse, thinned
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate

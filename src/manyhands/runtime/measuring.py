@@ -14,7 +14,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
-from manyhands.runtime.control import (
+from manyhands.runtime.control_messages import (
     AskIds,
     Failed,
     Ids,

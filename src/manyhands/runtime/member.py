@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from manyhands.engine.transport import ControlChannel
 from manyhands.facts.cluster import Device
-from manyhands.runtime.control import Facts, Message, Standing
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_parts import Facts, Standing
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.inviting import Invitation
 

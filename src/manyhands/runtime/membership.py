@@ -18,7 +18,8 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.runtime.admission import judged
 from manyhands.runtime.audit import AuditLog
-from manyhands.runtime.control import Evict, Heartbeat, Hello, Leave, Message, Refusal, encode
+from manyhands.runtime.control import Message, encode
+from manyhands.runtime.control_messages import Evict, Heartbeat, Hello, Leave, Refusal
 from manyhands.runtime.event_queue import EventQueue
 from manyhands.runtime.failure_detector import FailureDetector
 from manyhands.runtime.inviting import Invitation

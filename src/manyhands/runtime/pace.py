@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.living import computing
 
 

@@ -24,19 +24,8 @@ from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime.admission import is_back, other_version, pinned, pinned_name, welcomed
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.clock_sync import ClockSync
-from manyhands.runtime.control import (
-    LARGEST_HELLO_BYTES,
-    PROTOCOL,
-    Clock,
-    Heartbeat,
-    Hello,
-    Leaving,
-    Refusal,
-    Welcome,
-    decode_from_worker,
-    encode,
-    spoken,
-)
+from manyhands.runtime.control import LARGEST_HELLO_BYTES, PROTOCOL, decode_from_worker, encode, spoken
+from manyhands.runtime.control_messages import Clock, Heartbeat, Hello, Leaving, Refusal, Welcome
 from manyhands.runtime.failed_proofs import FailedProofs
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member

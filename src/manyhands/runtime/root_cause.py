@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.runtime.control import Failed, Leaving
+from manyhands.runtime.control_messages import Failed, Leaving
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.heartbeats import no_heartbeat
 from manyhands.runtime.member import Event, Joined, Lost, Member

@@ -41,8 +41,8 @@ from manyhands.runtime import stalls, state
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.backing import Backups
-from manyhands.runtime.control import (
-    Arrival,
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import (
     Corrupt,
     Diagnosis,
     Done,
@@ -51,8 +51,6 @@ from manyhands.runtime.control import (
     Heartbeat,
     Held,
     Holds,
-    Job,
-    Message,
     Prepare,
     Progress,
     Ready,
@@ -60,8 +58,8 @@ from manyhands.runtime.control import (
     State,
     Stepped,
     Stop,
-    TensorEntry,
 )
+from manyhands.runtime.control_parts import Arrival, Job, TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.job_membership import LogEvent

@@ -22,7 +22,8 @@ from manyhands.engine.security import DeviceSecurity, Security, is_loopback, is_
 from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.audit import AuditLog
-from manyhands.runtime.control import Heartbeat, Refusal, encode
+from manyhands.runtime.control import encode
+from manyhands.runtime.control_messages import Heartbeat, Refusal
 from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
 from manyhands.runtime.joining import Joining, prepare_gpu
 from manyhands.runtime.shared_token import config_folder

@@ -24,7 +24,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import op_range
-from manyhands.runtime.control import Standing
+from manyhands.runtime.control_parts import Standing
 
 LEAST_SECONDS = 4.0
 """No device is judged sooner: a process can be kept from running for a second or two by its machine."""

@@ -16,7 +16,7 @@ import torch
 
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Progress, Stop
+from manyhands.runtime.control_messages import Progress, Stop
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order
 from manyhands.runtime.run import STEPS_FED_AHEAD, OnProgress, Outcome, Run

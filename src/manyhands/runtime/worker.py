@@ -48,10 +48,8 @@ from manyhands.graph.weights import Weights
 from manyhands.runtime import pair_probe, probing, state
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.checksums import checksum, checksums
-from manyhands.runtime.control import (
-    LARGEST_HELLO_BYTES,
-    PROTOCOL,
-    Arrival,
+from manyhands.runtime.control import LARGEST_HELLO_BYTES, PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import (
     AskClock,
     AskIds,
     Clock,
@@ -67,11 +65,9 @@ from manyhands.runtime.control import (
     Holding,
     Holds,
     Ids,
-    Job,
     Leave,
     Leaving,
     Measure,
-    Message,
     PeersProbed,
     Prepare,
     Probed,
@@ -82,20 +78,15 @@ from manyhands.runtime.control import (
     Refusal,
     Reshape,
     Retain,
-    Seen,
     Send,
-    Shape,
-    Standing,
     Start,
     State,
     Stepped,
     Stop,
     Survey,
-    TensorEntry,
     Welcome,
-    decode_from_coordinator,
-    encode,
 )
+from manyhands.runtime.control_parts import Arrival, Job, Seen, Shape, Standing, TensorEntry
 from manyhands.runtime.identity import own_identity
 from manyhands.runtime.joining import Joining, facts_of, prepare_gpu, reach
 from manyhands.runtime.keeping import STATE, Keeping, topic
