@@ -48,6 +48,8 @@ from manyhands.runtime.elastic_job import Change, Controller, ElasticJob, JobOut
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.part_builder import PartBuilder
+from manyhands.runtime.state_exchange import StateExchange
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
@@ -223,13 +225,14 @@ class FaultCluster:
             Executor, "_take_feed",
             lambda one, fed, micro_batch: self.meet(one.device, "feed", one.step, f"feed m{micro_batch}"),
         )  # fmt: skip
-        before(Worker, "_keep", lambda one, prepared, step, *rest: self._at(one, "keep", step))
-        before(Worker, "_send_state", lambda one, message: self._at(one, "send copy", message.step))
-        before(Worker, "_make_room", lambda one, message: self._at(one, "hold copy", message.step))
-        before(Worker, "_build", lambda one, command, job: self._at(one, "prepare", job.steps_done))
+        before(StateExchange, "keep", lambda one, assignment, step, *rest: self._at(one, "keep", step))
+        before(StateExchange, "send_copy", lambda one, assignment, message: self._at(one, "send copy", message.step))
+        before(StateExchange, "make_room", lambda one, assignment, message: self._at(one, "hold copy", message.step))
+        before(PartBuilder, "build", lambda one, generation, job: self._at(one, "prepare", job.steps_done))
         before(
-            Worker, "_load_state", lambda one, prepared, executor, command: self._at(one, "load", command.first_step)
-        )
+            StateExchange, "load",
+            lambda one, assignment, executor, command: self._at(one, "load", command.first_step),
+        )  # fmt: skip
         before(Keeping, "listing", lambda one: self._at(one, "survey", None))
         before(Worker, "_report", lambda one, generation, kind, message, hint: self._complained(one, kind, message))
 
@@ -244,7 +247,7 @@ class FaultCluster:
         quick_seconds = 0.01  # a door that closes is looked at that often
         self._patch.setattr(InProcessListener, "accept", lambda one, _: accept(one, quick_seconds))
 
-    def _at(self, one: Worker | Keeping, place: str, step: int | None) -> None:
+    def _at(self, one: StateExchange | PartBuilder | Keeping, place: str, step: int | None) -> None:
         self.meet(one.endpoint.name, place, step, f"{place} {step}")
 
     def _complained(self, worker: Worker, kind: str, message: str) -> None:

@@ -19,7 +19,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
-from manyhands.runtime import worker
+from manyhands.runtime import handshake
 from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
 from manyhands.runtime.control_messages import AskClock, Heartbeat, Hello, Leave, Refusal, Welcome
 from manyhands.runtime.control_parts import Facts
@@ -162,7 +162,7 @@ def test_wrong_token(coordinator: Coordinator) -> None:
 
 
 def test_a_worker_is_told_why(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "__version__", "0.0.1")
+    monkeypatch.setattr(handshake, "__version__", "0.0.1")
     with pytest.raises(Refused, match=r"runs manyhands 0\.0\.1") as found:
         Worker(Joining(*coordinator.address, coordinator.token, "pi-1")).run()
     assert "pip install" in found.value.hint

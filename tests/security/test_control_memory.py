@@ -29,7 +29,7 @@ from manyhands.runtime.control import (
 from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.control_parts import Facts, SiloFacts, TensorEntry
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.worker import _short
+from manyhands.runtime.handshake import short
 
 MIB = 2**20
 
@@ -82,10 +82,10 @@ def test_a_worker_with_many_arrays_of_its_own_can_join() -> None:
     facts = Facts("a machine", 8, 8, 10**10, "2.6", silo=SiloFacts(10**6, arrays))
     hello = msgspec.structs.replace(HELLO, facts=facts)
     assert len(encode(hello)) < LARGEST_HELLO_BYTES
-    assert _short(hello) is hello
+    assert short(hello) is hello
     facts = msgspec.structs.replace(facts, silo=SiloFacts(10**6, arrays * 2))
     with pytest.raises(BadData, match=r"takes 2\d{4} bytes; a coordinator reads at most 16384") as caught:
-        _short(msgspec.structs.replace(HELLO, facts=facts))
+        short(msgspec.structs.replace(HELLO, facts=facts))
     assert "300 arrays" in caught.value.hint
 
 

@@ -15,8 +15,7 @@ from manyhands.engine.endpoint import Address
 from manyhands.engine.security import Security, new_token
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.transport import TcpTransport
-from manyhands.runtime import member_probes
-from manyhands.runtime import worker as workers
+from manyhands.runtime import member_probes, peer_connections
 from manyhands.runtime.control_messages import Failed, Prepare, ProbeLinks
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
@@ -113,7 +112,7 @@ def test_so_many_targets_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     """With one worker, in a thread of this process."""
-    monkeypatch.setattr(workers, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(peer_connections, "CONNECT_SECONDS", 1.0)
     with Coordinator(heartbeat_timeout_seconds=20.0) as found:
         joining = Joining(*found.address, found.token, "pi-1", encrypted=False)
         worker = Worker(joining, TcpTransport())
