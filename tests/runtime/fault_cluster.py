@@ -43,12 +43,14 @@ from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
+from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.elastic_job import Change, Controller, ElasticJob, JobOutcome, RetryPolicy
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.part_builder import PartBuilder
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state_exchange import StateExchange
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step

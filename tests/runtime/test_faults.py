@@ -27,8 +27,8 @@ from groups import slow_if
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.runtime.control_messages import Held
-from manyhands.runtime.elastic_job import RetryPolicy
 from manyhands.runtime.keeping import Keeping
+from manyhands.runtime.retry_policy import RetryPolicy
 from real_runs import ADAM, BATCH
 
 pytestmark = pytest.mark.xdist_group("faults")  # captured once, and what it is compared with is computed once

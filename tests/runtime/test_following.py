@@ -38,7 +38,7 @@ class Told:
         self.said: list[tuple[str, Reshape]] = []
         self.now = 100.0
 
-    def say(self, name: str, message: Reshape, limit_seconds: float) -> None:
+    def send(self, name: str, message: Reshape, limit_seconds: float) -> None:
         self.said.append((name, message))
 
     def following(self, trace: LinkTrace, **options: Any) -> Following:
@@ -192,8 +192,8 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
         while coordinator.next_event(0.0) is not None:
             pass
         with Following(coordinator, trace, UP, DOWN):
-            wait_until(lambda: bool(workers["edge"].links and workers["server"].links))
-            assert workers["server"].links == {"edge": Link(8 * MBIT, 0.0)}
+            wait_until(lambda: bool(workers["edge"].shaping.links and workers["server"].shaping.links))
+            assert workers["server"].shaping.links == {"edge": Link(8 * MBIT, 0.0)}
             begin = time.monotonic()
             for sender, receiver in (UP, DOWN):
                 workers[sender].endpoint.send(receiver, 0, "x", [torch.zeros(size, dtype=torch.uint8)])
@@ -221,9 +221,9 @@ def test_other_links_stay_when_one_is_shaped_anew() -> None:
     with two_workers() as (coordinator, workers):
         edge = workers["edge"]
         coordinator.send("edge", Reshape({"server": Shape(1000.0, 0.5), "other": Shape(None, 0.25)}))
-        wait_until(lambda: len(edge.links) == 2)
+        wait_until(lambda: len(edge.shaping.links) == 2)
         coordinator.send("edge", Reshape({"server": Shape(0.0, 0.0)}))
-        wait_until(lambda: edge.links["server"].delay_seconds == 0.0)
-        assert edge.links["other"] == Link(float("inf"), 0.25)
-        assert 0 < edge.links["server"].bytes_per_second <= 1.0
-        assert edge.endpoint._links == edge.links  # type: ignore[attr-defined]
+        wait_until(lambda: edge.shaping.links["server"].delay_seconds == 0.0)
+        assert edge.shaping.links["other"] == Link(float("inf"), 0.25)
+        assert 0 < edge.shaping.links["server"].bytes_per_second <= 1.0
+        assert edge.endpoint._links == edge.shaping.links  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from manyhands.runtime.control import PROTOCOL, encode
 from manyhands.runtime.control_messages import Hello
 from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.job_membership import RetryPolicy
+from manyhands.runtime.retry_policy import RetryPolicy
 
 HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 4, 4, 10**9, "2.6"))
 

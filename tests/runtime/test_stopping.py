@@ -23,7 +23,7 @@ from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.observe.live import read_live
-from manyhands.runtime.elastic_job import RetryPolicy
+from manyhands.runtime.retry_policy import RetryPolicy
 from real_runs import Pictures, assert_same, names, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("faults")  # what it is compared with is computed once

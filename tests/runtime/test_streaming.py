@@ -29,8 +29,8 @@ from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import packable
 from manyhands.graph.weights import Weights
-from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.stream_run import MOST_FED_AHEAD, fed_ahead
 from manyhands.runtime.streaming import MOST_WAITING, Streaming
 from real_runs import LAYERS, Pictures, network

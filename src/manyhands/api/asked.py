@@ -23,7 +23,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
-from manyhands.runtime.job_membership import RetryPolicy
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 
 CHECKPOINT_SECONDS = 30.0

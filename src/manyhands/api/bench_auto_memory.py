@@ -33,7 +33,8 @@ from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import Outcome, Run
+from manyhands.runtime.outcome import Outcome
+from manyhands.runtime.run import Run
 
 MODEL = "unet"
 OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)

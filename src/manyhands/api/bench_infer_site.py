@@ -21,8 +21,8 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import named_sample
 from manyhands.graph.graph import Graph
-from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.streaming import Streaming
 
 ANSWER_SECONDS = 120.0

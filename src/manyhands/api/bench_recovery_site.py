@@ -30,9 +30,10 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.graph.graph import Graph
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome, RetryPolicy
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
 from manyhands.simulator.simulate import simulate
 

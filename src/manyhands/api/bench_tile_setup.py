@@ -29,7 +29,8 @@ from manyhands.graph.graph import Graph
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import Outcome, Run
+from manyhands.runtime.outcome import Outcome
+from manyhands.runtime.run import Run
 from manyhands.schedule.tiles import TileGeometry
 
 Figures = dict[str, float | int | str]

@@ -36,9 +36,9 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.inference import INFERENCE_STRATEGIES, objective_named
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.streaming import MOST_WAITING, SUBMIT_SECONDS, Streaming
 
 THROUGHPUT_LADDER = (1, 4)

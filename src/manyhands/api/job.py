@@ -48,7 +48,8 @@ from manyhands.graph.weights import Weights
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
-from manyhands.runtime.elastic_job import Controller, ElasticJob, JobOutcome, Replan
+from manyhands.runtime.controller import Controller, Replan
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.living import Living, rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state

@@ -30,8 +30,8 @@ from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.fork_server import NoForkServer, fork_server_for
 from manyhands.runtime.heartbeats import heartbeat_interval
-from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.shared_token import shared_token
 
 WORTH_PROBING = 6_000_000

@@ -32,7 +32,7 @@ from manyhands.facts.trace import LinkTrace
 from manyhands.planner.split import Bound, Deployment
 from manyhands.runtime.control_messages import Reshape
 from manyhands.runtime.control_parts import Arrival, Shape
-from manyhands.runtime.elastic_job import Change, Controller
+from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.following import Following
 from manyhands.runtime.member import Member
 

@@ -43,8 +43,8 @@ from manyhands.facts.trace import LinkTrace
 from manyhands.facts.units import format_bytes
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
+from manyhands.runtime.controller import Controller
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.elastic_job import Controller
 from manyhands.runtime.following import Following
 from manyhands.schedule.policy import Schedule
 

@@ -25,7 +25,7 @@ from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
 from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
 from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
 from manyhands.runtime.control_parts import Arrival
-from manyhands.runtime.elastic_job import Change
+from manyhands.runtime.controller import Change
 from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
 
 FIRST_TAU = 100.0

@@ -36,9 +36,9 @@ from manyhands.facts.profile import Profile
 from manyhands.planner.task import TileWish
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
-from manyhands.runtime.job_membership import RetryPolicy
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
 from manyhands.runtime.record import read_config, read_decided
+from manyhands.runtime.retry_policy import RetryPolicy
 
 
 def train(

@@ -26,7 +26,7 @@ class Backups:
 
     def __init__(self, run: Run) -> None:
         self.run, self.every = run, run.order.backup_every
-        self.holders = holders(run.order.plan, run.weights) if self.every else {}
+        self.holders = holders(run.order.plan, run.handout.weights) if self.every else {}
         self.safe_step = run.first if run.order.located is None else -1
         """The last step of which every weight is at two places at least, or at the coordinator."""
         self.bytes_sent = 0
@@ -39,7 +39,7 @@ class Backups:
         """Whether everybody keeps a copy after so many steps."""
         if not self.every or step == self.run.first:
             return bool(self.every)
-        return is_due(self.run.round_of(step - 1), step, self.every)
+        return is_due(self.run.steps.round_of(step - 1), step, self.every)
 
     def kept(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a copy of its own state."""
@@ -73,7 +73,7 @@ class Backups:
         what = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
         if hold.attempt:  # before it was sent again, the source has looked at its own: see `State.has_changed`
             raise self.run.evicted(Verdict(name, f"for the second time {what}, which has not changed"))
-        self.run.log_event("note", text=f"T{what[1:]}: it is sent again.")
+        self.run.hooks.log_event("note", text=f"T{what[1:]}: it is sent again.")
         self._offered[source, step] = hold = msgspec.structs.replace(hold, attempt=1)
         self.run.coordinator.send(name, hold)
 
@@ -89,7 +89,7 @@ class Backups:
         first = step if wanted is None else min(step, wanted)
         for name in self.run.everybody:
             self.run.coordinator.send(name, Retain(first, _NO_LIMIT))
-        self.run.on_safe(step)
+        self.run.hooks.on_safe(step)
 
     def owing(self) -> list[tuple[str, str]]:
         """Of the oldest step that is not safe: each device whose copy is missing, and who was to hold it; twice the

@@ -12,26 +12,27 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
-from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
-from manyhands.runtime.control_messages import Failed, Holding, Retain, Survey
+from manyhands.runtime.control_messages import Failed, Holding, Progress, Retain, Survey
 from manyhands.runtime.control_parts import Arrival
+from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.job_membership import JobMembership, LogEvent
-from manyhands.runtime.job_membership import RetryPolicy as RetryPolicy
+from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
+from manyhands.runtime.outcome import LogEvent, OnSnapshot, OnStep, Outcome, RunHooks
+from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.run import Run
 from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
 
@@ -39,40 +40,6 @@ SURVEY_SECONDS = 120.0
 """A worker answers when it has ended what it is computing."""
 _POLL_SECONDS = 0.05
 _RECENT_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Change:
-    """How a job goes on with other workers."""
-
-    plan: Plan
-    kernels: Mapping[str, Mapping[str, Kernel]]
-    how: str
-    reason: str = ""
-    backup_every: int | None = None
-    """None: as before."""
-
-
-class Replan(Protocol):
-    """Asked for a plan for those who are there."""
-
-    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change: ...
-
-
-class Controller(Protocol):
-    """Steers a job while its workers stay: asked from the coordinator's loop, so it answers at once."""
-
-    def stop_at(self, step: int) -> int | None:
-        """The first step after this one at which another plan is wanted, whatever happens; None: none."""
-
-    def should_change(self, steps_done: int) -> bool:
-        """Whether the round under way is to be the last by this plan."""
-
-    def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
-        """What a device has got from others, and how long that took."""
-
-    def began(self, plan: Plan, steps_done: int) -> None:
-        """The first round by a plan is done."""
 
 
 @dataclass
@@ -151,15 +118,17 @@ class ElasticJob:
         self._membership.know_all()
         while True:
             bounded = self._bounded(order)
-            run = self._run = Run(
-                self.coordinator, bounded, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
-                on_progress=self.living.reported if self.living is not None else None, usual=self._usual(),
-                suspicions=self._suspicions, log_event=self.log_event,
+            hooks = RunHooks(
+                on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
+                should_pause=self._should_pause, on_arrivals=self._arrived,
+                on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
+            run = self._run = Run(
+                self.coordinator, bounded, hooks, since=self._since, usual=self._usual(), suspicions=self._suspicions
+            )
             try:
                 if self._recovery is not None:
-                    self._recovery.bytes_moved = _moving_bytes(run)
+                    self._recovery.bytes_moved = run.handout.moving_bytes()
                 self._dismiss()
                 run.prepare()
                 ended = run.run(self.batches.from_step(run.first))
@@ -168,7 +137,9 @@ class ElasticJob:
                 continue
             finally:
                 self.outcome.bytes_between += run.outcome.bytes_between
-                self._prepared_seconds = max(filter(None, (self._prepared_seconds, run.prepare_seconds)), default=None)
+                self._prepared_seconds = max(
+                    filter(None, (self._prepared_seconds, run.times.prepare_seconds)), default=None
+                )
             if not run.is_paused and bounded.last_step == order.last_step:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
@@ -218,12 +189,12 @@ class ElasticJob:
         if recovery is not None and run is not None and not recovery.is_logged:
             recovery.is_logged = True
             facts = {
-                "how": recovery.how, "seconds": max(0.0, run.first_round_began - recovery.since),
+                "how": recovery.how, "seconds": max(0.0, run.times.first_round_began - recovery.since),
                 "step": recovery.from_step, "replayed": recovery.furthest - recovery.from_step,
                 "bytes_moved": recovery.bytes_moved, "generation": run.generation, "devices": list(run.names),
             }  # fmt: skip
             self.outcome.recoveries.append(facts)
-            self.outcome.began_at.append(run.first_round_began)
+            self.outcome.began_at.append(run.times.first_round_began)
             self.log_event("recovered", **facts)
         if run is not None and self.controller is not None and run is not self._begun:
             self._begun = run
@@ -246,9 +217,9 @@ class ElasticJob:
             return True
         if self._membership.has_changed(run.names) or self._membership.is_leaving(run.names):
             return self._membership.has_changed(run.names)
-        if self.controller is None or run.steps_updated == run.first:  # each plan has one step at least
+        if self.controller is None or run.steps.steps_updated == run.first:  # each plan has one step at least
             return False
-        return self.controller.should_change(max(self._furthest, run.steps_updated))
+        return self.controller.should_change(max(self._furthest, run.steps.steps_updated))
 
     def has_news(self) -> bool:
         """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
@@ -279,7 +250,7 @@ class ElasticJob:
     def _acquit(self, run: Run) -> None:
         """The numbers stopped being finite without the device that was evicted for it too: it may join again."""
         for step, name in self._suspicions.not_finite.items():
-            if step + 1 >= run.agreed_steps:
+            if step + 1 >= run.reports.agreed_steps:
                 self.coordinator.membership.quarantine.end(self.coordinator.members[name].identity.process)
 
     def _after_pause(self, run: Run, order: Order) -> Order:
@@ -346,7 +317,7 @@ class ElasticJob:
             if time.monotonic() > limit:
                 raise error
         weights = [spec.name for spec in self.order.graph.weights]
-        agreed = self._furthest if self._run is None else min(self._furthest, self._run.agreed_steps)
+        agreed = self._furthest if self._run is None else min(self._furthest, self._run.reports.agreed_steps)
         found = state.located(
             {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
             weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
@@ -391,10 +362,5 @@ class ElasticJob:
         return found
 
 
-def _moving_bytes(run: Run) -> int:
-    """Bytes of state that travel before a run begins."""
-    return sum(
-        state.byte_count(run.located.entries[name] for name in names)
-        for gives in run.gives.values()
-        for names in gives.values()
-    )
+def _ignore(name: str, message: Progress) -> None:
+    """Nobody follows the run from outside."""

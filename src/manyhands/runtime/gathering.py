@@ -75,7 +75,7 @@ class Gathering:
                     raise TimedOut(f"The snapshot after step {message.step} could not be kept for {limit:g} s.")
                 if self._is_closed:
                     return
-            self.run.on_snapshot(found)
+            self.run.hooks.on_snapshot(found)
             with self._change:
                 self.latest = found
                 self._saved += 1

@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
 
-from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
+from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.member import Member
+from manyhands.runtime.outcome import LogEvent
+from manyhands.runtime.retry_policy import RetryPolicy
 
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How hard a job tries to go on."""
-
-    replan: str = "auto"
-    """"light" (shares, tiles and cuts move), "heavy" (planned anew), or "auto"."""
-    min_devices: int = 1
-    """The floor: with fewer it waits for others to join, then ends. How many a job begins with is not said here: that
-    is who had joined when it was planned."""
-    max_devices: int | None = None
-    """More are not used; None: everybody who joins is."""
-    wait_seconds: float = 0.0
-    """How long a job below the floor waits for others; 0: nobody can join."""
-    attempts: int = 5
-    """Losses in a row, with no step done between them, after which it gives up."""
-
-    def __post_init__(self) -> None:
-        if self.min_devices < 1:
-            raise BadValue(f"min_devices is {self.min_devices}; it must be at least 1.")
-        if self.max_devices is not None and self.max_devices < self.min_devices:
-            raise BadValue(
-                f"max_devices is {self.max_devices}; it must be at least min_devices, which is {self.min_devices}."
-            )
-
-    def begins_with(self, count: int) -> None:
-        """Refuse a job that would be below its floor before anybody has left."""
-        if count < self.min_devices:
-            raise BadValue(
-                f"min_devices is {self.min_devices}; the job would begin with {count} device(s).",
-                hint=f"Give it {self.min_devices} devices, or write min_devices={count}.",
-            )
-
-
-class LogEvent(Protocol):
-    """Told what happens: what, and facts that can be written down."""
-
-    def __call__(self, event: str, /, **facts: Any) -> None: ...
 
 
 class JobMembership:

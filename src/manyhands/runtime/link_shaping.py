@@ -16,12 +16,12 @@ class LinkShaping:
 
     def __init__(self, endpoint: ConnectedEndpoint) -> None:
         self._endpoint = endpoint
-        self._links: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
         self.up_bytes_per_second = math.inf
 
     def shape(self, links: Mapping[str, Shape]) -> None:
         """From now on what leaves to these peers does so as over such links; to others as before."""
         for peer, shape in links.items():
             rate = math.inf if shape.bytes_per_second is None else shape.bytes_per_second
-            self._links[peer] = Link(max(rate, STOPPED_BYTES_PER_SECOND), shape.delay_seconds)
-        self._endpoint.shape(self._links, self.up_bytes_per_second)
+            self.links[peer] = Link(max(rate, STOPPED_BYTES_PER_SECOND), shape.delay_seconds)
+        self._endpoint.shape(self.links, self.up_bytes_per_second)

@@ -77,13 +77,13 @@ class StallWatch:
         if away < _LOOK_SECONDS:
             return None
         run, self._looked_at = self._run, now
-        if away > _ABSENT_SECONDS or run.fed != self._steps_fed:  # nobody could go on before there was a batch
-            self._back_at, self._steps_fed = now, run.fed
+        if away > _ABSENT_SECONDS or run.feed.sent != self._steps_fed:  # nobody could go on before there was a batch
+            self._back_at, self._steps_fed = now, run.feed.sent
         observed, limit = self._observed(now), self.limit_seconds
         found = None
         if not run.is_idle:
             found = stalls.judge(
-                observed, limit, steps_fed=run.fed, stride=run.stride, timeout_factor=self._timeout_factor
+                observed, limit, steps_fed=run.feed.sent, stride=run.stride, timeout_factor=self._timeout_factor
             )
         if found is not None or not observed:
             return found

@@ -26,9 +26,11 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import answers_of, batch_of
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.job_membership import JobMembership, LogEvent, RetryPolicy
+from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.outcome import LogEvent, RunHooks
 from manyhands.runtime.pace import Pace
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.stream_run import StreamRun
 
 MOST_WAITING = 64
@@ -254,7 +256,10 @@ class Streaming:
             run: StreamRun | None = None
             try:
                 run = self._run = StreamRun(
-                    self.coordinator, bounded, self, should_pause=self._should_pause, on_progress=self.pace.reported
+                    self.coordinator,
+                    bounded,
+                    self,
+                    RunHooks(should_pause=self._should_pause, on_progress=self.pace.reported),
                 )
                 self.plan = bounded.plan
                 self.pace.forget()
