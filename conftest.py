@@ -12,7 +12,7 @@ from hypothesis import settings
 from groups import group_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the nursery of a test process serves many trainings
+os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")

@@ -111,11 +111,13 @@ def test_source_names_files_that_exist() -> None:
 
 def test_names_of_no_file_are_found() -> None:
     named_in = ROOT / "src" / "manyhands" / "runtime" / "run.py"
-    assert NAMED_FILE.findall("see journey.py, (job/base.py) and `README.md`; not a.python or gone.pyc") == [
-        "journey.py", "job/base.py", "README.md",
+    assert NAMED_FILE.findall("see elastic_job.py, (job/base.py) and `README.md`; not a.python or gone.pyc") == [
+        "elastic_job.py", "job/base.py", "README.md",
     ]  # fmt: skip
-    assert all(is_there(name, named_in) for name in ("journey.py", "job/base.py", "README.md", "manyhands/job/base.py"))
-    assert not any(is_there(name, named_in) for name in ("agreeing.py", "job.py", "api/journey.py", "GONE.md"))
+    assert all(
+        is_there(name, named_in) for name in ("elastic_job.py", "job/base.py", "README.md", "manyhands/job/base.py")
+    )
+    assert not any(is_there(name, named_in) for name in ("agreeing.py", "job.py", "api/elastic_job.py", "GONE.md"))
 
 
 def test_explanations_name_files_that_exist() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.runtime.journey import Travelled
+from manyhands.runtime.elastic_job import JobOutcome
 from manyhands_bench.command import app
 from manyhands_bench.recovery.bench import shape_of
 from manyhands_bench.recovery.plots import Passage, draw_passages, throughput
@@ -35,7 +35,7 @@ def test_the_shape_is_the_papers() -> None:
 
 def test_a_trip_tells_moments_from_the_signal() -> None:
     trip = Trip(
-        Travelled(began_at=[11.0], recoveries=[{"seconds": 0.5}]),
+        JobOutcome(began_at=[11.0], recoveries=[{"seconds": 0.5}]),
         struck_at=10.0,
         steps=[(9.0, 0, 1.0), (10.2, 1, 0.9), (12.5, 2, 0.8)],
         told=[(10.4, "lost", {}), (10.6, "replanned", {}), (12.0, "recovered", {"seconds": 0.5})],

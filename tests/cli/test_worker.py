@@ -16,7 +16,7 @@ from forking import run_command
 
 from manyhands.engine.keys import Role
 from manyhands.facts.version import __version__
-from manyhands.runtime import members
+from manyhands.runtime import admission
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.device_book import own_credentials
 from manyhands.session.joining import reachable
@@ -53,7 +53,7 @@ def test_mistakes(words: list[str], code: int, said: str, tmp_path: Path, monkey
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "__version__", "9.0")
+    monkeypatch.setattr(admission, "__version__", "9.0")
     with Coordinator() as coordinator:
         words = ("--join", "{}:{}".format(*coordinator.address), "--token", coordinator.token)
         done = run_command("worker", *words, cwd=tmp_path, MANYHANDS_HOME=str(tmp_path / "home"))

@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.25
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Coordinator]:
-    with workers(3, silence_seconds=2.0) as coordinator:
+    with workers(3, heartbeat_timeout_seconds=2.0) as coordinator:
         yield coordinator
 
 

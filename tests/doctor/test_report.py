@@ -16,8 +16,8 @@ from manyhands.doctor.report import Asked, discovery_verdict, join_check
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue
 from manyhands.runtime.confinement import Confinement, available
-from manyhands.runtime.knocking import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, knock
 from manyhands.runtime.memory_kills import free_bytes
+from manyhands.runtime.reachability import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, probe
 
 LIMITS = [(">=", "2.6"), ("<", "2.14")]
 
@@ -192,10 +192,10 @@ def test_a_port_that_refuses_one_that_is_silent_and_one_that_is_open() -> None:
     with socket.socket() as listener, deaf_port() as deaf:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert knock("127.0.0.1", listener.getsockname()[1]).outcome == OPEN
-        assert knock("127.0.0.1", closed_port()).outcome == REFUSED
-        assert knock("127.0.0.1", deaf, 0.3).outcome == SILENT
-    assert knock("no-such-host.invalid", 1, 2.0).outcome in ("no such host", SILENT)
+        assert probe("127.0.0.1", listener.getsockname()[1]).outcome == OPEN
+        assert probe("127.0.0.1", closed_port()).outcome == REFUSED
+        assert probe("127.0.0.1", deaf, 0.3).outcome == SILENT
+    assert probe("no-such-host.invalid", 1, 2.0).outcome in ("no such host", SILENT)
 
 
 def test_remedies_depend_on_what_the_network_said() -> None:

@@ -1,4 +1,4 @@
-"""'a' in a process of its own: python peer_process.py TOKEN ENCRYPTED HOST PORT SILENCE_SECONDS WHAT."""
+"""'a' in a process of its own: python peer_process.py TOKEN ENCRYPTED HOST PORT HEARTBEAT_TIMEOUT_SECONDS WHAT."""
 
 from __future__ import annotations
 

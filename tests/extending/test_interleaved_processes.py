@@ -12,7 +12,7 @@ from interleaved import NAME, ByInterleavedSamples, install
 
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.plan import Plan, Stage
-from manyhands.runtime.nursery import close_nurseries
+from manyhands.runtime.fork_server import close_fork_servers
 from real_runs import BATCH, CLASSES, LAYERS, assert_close, names, shared, train, workers
 
 pytestmark = [pytest.mark.xdist_group("extended_processes"), pytest.mark.usefixtures("registered")]
@@ -38,10 +38,10 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """Workers that start now have the package, as after `pip install` on their devices."""
     install(tmp_path)
     folders = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    close_nurseries()  # else workers are children of one that was started without it
+    close_fork_servers()  # else workers are children of one that was started without it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     yield
-    close_nurseries()
+    close_fork_servers()
 
 
 @pytest.mark.usefixtures("_installed")

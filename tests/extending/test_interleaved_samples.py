@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import assert_exact, plan_for, relative, run
 from interleaved import NAME, ByInterleavedSamples, InterleavedGeometry, document, install, register, unregister
 from interleaved_runner import InterleavedRunner
-from small_networks import batches_of, captured
 
 from hand_made import chain, cluster, even_profile
+from harness import assert_exact, plan_for, relative, run
 from manyhands.executor.sharing import register_sharing
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName
@@ -30,6 +29,7 @@ from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.samples import SampleGeometry
 from manyhands.simulator.simulate import simulate
+from small_networks import batches_of, captured
 
 SHARE = ByInterleavedSamples()
 THREE = ("d0", "d1", "d2")

@@ -29,7 +29,9 @@ from manyhands.executor.projections import SumRecord
 from manyhands.facts.errors import ManyhandsError, Refused, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime import control, discovery, state
-from manyhands.runtime.members import judged
+from manyhands.runtime import control_messages as sent
+from manyhands.runtime import control_parts as parts
+from manyhands.runtime.admission import judged
 
 PLAIN = Security("a token of the fuzzer", encrypted=False)
 ENCRYPTED = Security("a token of the fuzzer", encrypted=True)
@@ -238,29 +240,29 @@ def channel_target(folder: Path) -> Target:
     return Target("control channels", run, [*seeds, b"".join(seeds)], allowed=(WorkerLost,), share=1.5)
 
 
-FACTS = control.Facts("a machine", 4, 4, 10**9, "2.6", pid=7)
-HELLO = control.Hello(__version__, control.PROTOCOL, "pi-1", "127.0.0.1", 1, FACTS)
+FACTS = parts.Facts("a machine", 4, 4, 10**9, "2.6", pid=7)
+HELLO = sent.Hello(__version__, control.PROTOCOL, "pi-1", "127.0.0.1", 1, FACTS)
 
 
-def messages() -> list[control.Said]:
+def messages() -> list[control.Message]:
     """Of every kind that workers send, and some that the coordinator does."""
-    entry = control.TensorEntry("w", "float32", (3, 4))
+    entry = parts.TensorEntry("w", "float32", (3, 4))
     return [
-        HELLO, control.Welcome("pi-1", 15.0, {"pi-2": control.Shape(1e6, 0.01)}, 1e7), control.Refusal("no", "go"),
-        control.Progress(
-            1, 7, 0.5, (1.25,), (0,), (control.Arrival("pi-2", 1000, 0.1, 0.2),), {"pi-2": 1000},
+        HELLO, sent.Welcome("pi-1", 15.0, {"pi-2": parts.Shape(1e6, 0.01)}, 1e7), sent.Refusal("no", "go"),
+        sent.Progress(
+            1, 7, 0.5, (1.25,), (0,), (parts.Arrival("pi-2", 1000, 0.1, 0.2),), {"pi-2": 1000},
             sums=(SumRecord(0, 0, 3, -1, (1.5, None), (2.0, 0.0), (0.5,), (2.0,), (2.0, None), 3.0, 4.0),),
         ),
-        control.State(1, 7, (entry,), {"w/step": 3}, (5,)), control.Hold(1, "pi-2", 7, (entry,), {}, (5,)),
-        control.Held(1, "a", 7, 5, 1), control.Corrupt(1, "pi-2", "weight:w"),
-        control.Holding(1, {7: (entry,)}, {7: {"a": 1}}, {7: {"w": 5}}), control.Ids(1, b"x" * 32), control.Leaving(),
-        control.Failed(1, "BadData", "text", "hint", 3), control.Done(1, DeviceLog("pi-1")), control.Clock(-1, 1.5),
-        control.Probed(1, 0.1, 1e6, 1e-9), control.Diagnosis(1, "layer"), control.Beat(), control.Stop(1),
-        control.Start(1, 0, 10, (5,), 2), control.Retain(0, 5), control.Survey(1, 0),
+        sent.State(1, 7, (entry,), {"w/step": 3}, (5,)), sent.Hold(1, "pi-2", 7, (entry,), {}, (5,)),
+        sent.Held(1, "a", 7, 5, 1), sent.Corrupt(1, "pi-2", "weight:w"),
+        sent.Holding(1, {7: (entry,)}, {7: {"a": 1}}, {7: {"w": 5}}), sent.Ids(1, b"x" * 32), sent.Leaving(),
+        sent.Failed(1, "BadData", "text", "hint", 3), sent.Done(1, DeviceLog("pi-1")), sent.Clock(-1, 1.5),
+        sent.Probed(1, 0.1, 1e6, 1e-9), sent.Diagnosis(1, "layer"), sent.Heartbeat(), sent.Stop(1),
+        sent.Start(1, 0, 10, (5,), 2), sent.Retain(0, 5), sent.Survey(1, 0),
     ]  # fmt: skip
 
 
-class _Guest:
+class _Peer:
     peer_host = "192.0.2.1"
 
 
@@ -269,12 +271,12 @@ def control_target(folder: Path) -> Target:
 
     def run(data: bytes) -> object:
         try:
-            said: control.Said = control.decode_from_worker(data)
+            said: control.Message = control.decode_from_worker(data)
         except Refused:
             said = control.decode_from_coordinator(data)
-        if isinstance(said, (control.State, control.Hold)) and said.tensors and state.byte_count(said.tensors) < 2**20:
+        if isinstance(said, (sent.State, sent.Hold)) and said.tensors and state.byte_count(said.tensors) < 2**20:
             return state.empty(said.tensors)
-        return judged(said, _Guest(), None, {}, None, 3) if isinstance(said, control.Hello) else said  # type: ignore[arg-type]
+        return judged(said, _Peer(), None, {}, None, 3) if isinstance(said, sent.Hello) else said  # type: ignore[arg-type]
 
     return Target("control messages", run, [control.encode(one) for one in messages()], "json", share=4)
 

@@ -12,7 +12,8 @@ from manyhands.doctor.check import BROKEN, OK, PairRate
 from manyhands.doctor.network import pair_checks
 from manyhands.facts.lab import LabCluster
 from manyhands.lab.lab import Lab
-from manyhands.session.lab_session import lab_session, this_machine
+from manyhands.profiler.this_machine import this_machine
+from manyhands.session.lab_session import lab_session
 
 pytestmark = ROOT_ONLY
 

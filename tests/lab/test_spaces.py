@@ -11,7 +11,8 @@ import pytest
 from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
 from manyhands.facts.errors import BadValue, LabError, UnknownName
 from manyhands.lab import spaces
-from manyhands.lab.spaces import Flow, Spaces
+from manyhands.lab.lines import Flow
+from manyhands.lab.spaces import Spaces
 
 MBIT = 125_000.0
 

@@ -164,7 +164,7 @@ def test_workers_are_asked_for_inference(tiny: Graph, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(timing_here, "measure_network", measured)
     monkeypatch.setattr(timing_here, "step_bytes_per_second", lambda *rest: 8e9)
-    with Coordinator(beat_seconds=0.1) as coordinator:
+    with Coordinator(heartbeat_seconds=0.1) as coordinator:
         worker = Worker(Joining(*coordinator.address, coordinator.token, "worker"), TcpTransport())
         thread = threading.Thread(target=work, args=(worker,), daemon=True)
         thread.start()

@@ -44,11 +44,15 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
 from manyhands.plans.planning import simulate
+from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.journey import Change, Endurance, Journey, Pilot, Travelled
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.part_builder import PartBuilder
+from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.state_exchange import StateExchange
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
@@ -57,9 +61,9 @@ from real_runs import ADAM, BATCH, LAYERS, SGD, Pictures, network
 
 STEPS = 8
 BACKUP_EVERY = 2
-SILENCE_SECONDS = 2.0
-BEAT_SECONDS = 0.05
-TURN_SECONDS = SILENCE_SECONDS / 8
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 0.05
+TURN_SECONDS = HEARTBEAT_TIMEOUT_SECONDS / 8
 SHUFFLED = BatchOrder(6 * BATCH, BATCH, True, 5)
 LIMIT_SECONDS = 30.0
 """For whatever a test waits for."""
@@ -131,8 +135,8 @@ class FaultCluster:
         self._install()
         try:
             self.coordinator = Coordinator(
-                silence_seconds=SILENCE_SECONDS, beat_seconds=BEAT_SECONDS, transport=self.transport,
-                clock=self.clock, max_devices=max_devices,
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS, heartbeat_seconds=HEARTBEAT_SECONDS,
+                transport=self.transport, clock=self.clock, max_devices=max_devices,
             )  # fmt: skip
             self.pump = threading.Thread(target=self._pump, name="virtual time", daemon=True)
             self.pump.start()
@@ -224,13 +228,14 @@ class FaultCluster:
             DeviceFeed, "take",
             lambda feed, batch, step: self.meet(feed.endpoint.name, "feed", step, f"feed m{batch.number}"),
         )  # fmt: skip
-        before(Worker, "_keep", lambda one, prepared, step, *rest: self._at(one, "keep", step))
-        before(Worker, "_send_state", lambda one, message: self._at(one, "send copy", message.step))
-        before(Worker, "_make_room", lambda one, message: self._at(one, "hold copy", message.step))
-        before(Worker, "_build", lambda one, command, job: self._at(one, "prepare", job.steps_done))
+        before(StateExchange, "keep", lambda one, assignment, step, *rest: self._at(one, "keep", step))
+        before(StateExchange, "send_copy", lambda one, assignment, message: self._at(one, "send copy", message.step))
+        before(StateExchange, "make_room", lambda one, assignment, message: self._at(one, "hold copy", message.step))
+        before(PartBuilder, "build", lambda one, generation, job: self._at(one, "prepare", job.steps_done))
         before(
-            Worker, "_load_state", lambda one, prepared, executor, command: self._at(one, "load", command.first_step)
-        )
+            StateExchange, "load",
+            lambda one, assignment, executor, command: self._at(one, "load", command.first_step),
+        )  # fmt: skip
         before(Keeping, "listing", lambda one: self._at(one, "survey", None))
         before(Worker, "_report", lambda one, generation, kind, message, hint: self._complained(one, kind, message))
 
@@ -245,7 +250,7 @@ class FaultCluster:
         quick_seconds = 0.01  # a door that closes is looked at that often
         self._patch.setattr(InProcessListener, "accept", lambda one, _: accept(one, quick_seconds))
 
-    def _at(self, one: Worker | Keeping, place: str, step: int | None) -> None:
+    def _at(self, one: StateExchange | PartBuilder | Keeping, place: str, step: int | None) -> None:
         self.meet(one.endpoint.name, place, step, f"{place} {step}")
 
     def _complained(self, worker: Worker, kind: str, message: str) -> None:
@@ -298,10 +303,12 @@ class FaultCluster:
             if not any(member.name in self.silent for member in alive):
                 continue
             self.clock.now += TURN_SECONDS
-            self.coordinator.look_around()
+            self.coordinator.heartbeats.look_around()
             others = [member for member in alive if member.name not in self.silent]
             while not self._closing.wait(0.002) and any(
-                not one.is_lost and one.name not in self.silent and self.coordinator.silent_seconds(one.name) > 0
+                not one.is_lost
+                and one.name not in self.silent
+                and self.coordinator.membership.silent_seconds(one.name) > 0
                 for one in others
             ):
                 pass
@@ -316,21 +323,22 @@ class FaultCluster:
         optimizer: Optimizer = SGD,
         backup_every: int = BACKUP_EVERY,
         snapshots: tuple[int, ...] = (),
-        endurance: Endurance | None = None,
+        retry_policy: RetryPolicy | None = None,
         at_step: Mapping[int, Callable[[], None]] | None = None,
         at_event: Mapping[str, Callable[[], None]] | None = None,
         on_event: Callable[[str], None] | None = None,
         rewrite: Callable[[Plan, tuple[str, ...]], Plan] | None = None,
-        pilot: Pilot | None = None,
+        controller: Controller | None = None,
         should_stop: Callable[[], bool] | None = None,
         start: RunState | None = None,
-        is_laid: bool = False,
+        is_preloaded: bool = False,
         graph: Graph | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
         `at_step`, `at_event`: done once, when that step or event is told; `on_event`: each time. `rewrite`: plans for
-        others, in place of the planner's light ones. `is_laid`: all samples are laid out before the first step.
+        others, in place of the planner's incremental ones. `is_preloaded`: all samples are sent before the
+        first step.
         `graph`: another network than `captured()`, for the same pictures.
         """
         graph = captured() if graph is None else graph
@@ -341,8 +349,8 @@ class FaultCluster:
             trip.steps.append((step, loss))
             by_step.pop(step, lambda: None)()
 
-        def told(event: str, /, **facts: Any) -> None:
-            trip.told.append((event, facts))
+        def logged(event: str, /, **facts: Any) -> None:
+            trip.logged.append((event, facts))
             by_event.pop(event, lambda: None)()
             if on_event is not None:
                 on_event(event)
@@ -366,16 +374,17 @@ class FaultCluster:
             graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
-            laying=Laying.of(Pictures()) if is_laid else None,
+            preload=Laying.of(Pictures()) if is_preloaded else None,
         )  # fmt: skip
-        data: Dataset[Any] = Numbered(Pictures()) if is_laid else Pictures()
+        data: Dataset[Any] = Numbered(Pictures()) if is_preloaded else Pictures()
         with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:
-            journey = Journey(
-                self.coordinator, order, batches, change, endurance or Endurance("light"), on_step=stepped, tell=told,
-                on_snapshot=lambda found: trip.saved.append(found.steps_done), pilot=pilot,
+            job = ElasticJob(
+                self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"), on_step=stepped,
+                on_snapshot=lambda found: trip.saved.append(found.steps_done), controller=controller,
+                log_event=logged,
                 should_stop=should_stop,
             )  # fmt: skip
-            trip.outcome = journey.run()
+            trip.outcome = job.run()
         return trip
 
 
@@ -386,19 +395,19 @@ class Trip:
     cluster: FaultCluster
     graph: Graph
     length: int
-    outcome: Travelled = field(default_factory=Travelled)
+    outcome: JobOutcome = field(default_factory=JobOutcome)
     steps: list[tuple[int, float | None]] = field(default_factory=list)
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    logged: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     """One for each change."""
     saved: list[int] = field(default_factory=list)
 
     def facts(self, event: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in self.told if name == event]
+        return [facts for name, facts in self.logged if name == event]
 
     @property
     def events(self) -> list[str]:
-        return [name for name, _ in self.told]
+        return [name for name, _ in self.logged]
 
     def check(self, reference: Reference, *, generations: int | None = None) -> None:
         """The run is the one that nothing happened to, and every fault happened once, where it should."""
@@ -407,7 +416,7 @@ class Trip:
         assert self.cluster.strange == []
         assert {kind for _, kind, _ in self.cluster.reports} <= WITNESSES, self.cluster.reports
         if generations is not None:
-            assert self.outcome.generations == generations, self.told
+            assert self.outcome.generations == generations, self.logged
         assert [step for step, _ in self.steps] == list(range(self.length))
         losses = [loss for _, loss in self.steps]
         assert losses == self.outcome.losses

@@ -32,7 +32,7 @@ from manyhands.runtime.joining import Joining
 listen(
     Joining("127.0.0.1", int(sys.argv[2]), os.environ["MANYHANDS_TOKEN"], sys.argv[1], threads=1, encrypted=True,
             parent=os.getppid()),
-    say=lambda text: print(text, file=sys.stderr, flush=True),
+    report=lambda text: print(text, file=sys.stderr, flush=True),
     on_listening=lambda address, token: print(address[1], flush=True),
 )
 """
@@ -43,7 +43,7 @@ class Listening:
 
     def __init__(
         self, name: str = "server", *, token: str = "", port: int = 0, encrypted: bool = True, once: bool = False,
-        transport: Transport | None = None, patience: float = 1.0, limit_seconds: float = 60.0,
+        transport: Transport | None = None, timeout_factor: float = 1.0, limit_seconds: float = 60.0,
         say: Callable[[str], None] | None = None, home: Path | None = None,
     ) -> None:  # fmt: skip
         self.said: list[str] = []
@@ -52,7 +52,7 @@ class Listening:
         self.stopping = threading.Event()
         told: queue.SimpleQueue[tuple[tuple[str, int], str] | None] = queue.SimpleQueue()
         joining = Joining(
-            HERE, port, token, name, encrypted=encrypted, patience=patience, limit_seconds=limit_seconds,
+            HERE, port, token, name, encrypted=encrypted, timeout_factor=timeout_factor, limit_seconds=limit_seconds,
             credentials=partial(own_credentials, Role.WORKER, folder=home or Path(self._home.name)),
         )  # fmt: skip
 

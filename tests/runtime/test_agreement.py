@@ -18,7 +18,7 @@ from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.runtime.agreement import Evidence, decided
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.worker import Worker
 from real_runs import BATCH, LAYERS
@@ -196,7 +196,7 @@ def test_gradients_that_are_not_finite_wherever_the_step_is_run() -> None:
         assert all(len(fault.fired) == 1 for fault in faults)
         assert [name for name, one in cluster.coordinator.members.items() if one.is_evicted] == ["b"]
         process = cluster.coordinator.members["b"].identity.process
-        assert cluster.coordinator.quarantine.refusal(process, "b", cluster.clock()) is None
+        assert cluster.coordinator.membership.quarantine.refusal(process, "b", cluster.clock()) is None
     assert f"it began in the gradients of step {FAULT_STEP}, in layer" in found.value.message
     assert found.value.message.endswith("on c.")
 
@@ -227,12 +227,12 @@ class TestDecided:
 
 def test_an_account_that_is_not_of_the_plan() -> None:
     def does(worker: Worker) -> None:
-        say = worker._say
+        send = worker._send
 
         def less(message: Any) -> None:
-            say(msgspec.structs.replace(message, sums=message.sums[1:]) if isinstance(message, Progress) else message)
+            send(msgspec.structs.replace(message, sums=message.sums[1:]) if isinstance(message, Progress) else message)
 
-        worker._say = less  # type: ignore[method-assign]
+        worker._send = less  # type: ignore[method-assign]
 
     with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=does)) as cluster:
         trip = cluster.travel(PLANS["samples"])

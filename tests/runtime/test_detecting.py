@@ -16,24 +16,13 @@ from manyhands.engine.transport import ControlChannel, TcpTransport, Transport
 from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
 from manyhands.facts.version import __version__
-from manyhands.runtime.blame import culprit
-from manyhands.runtime.control import (
-    PROTOCOL,
-    AskClock,
-    Beat,
-    Clock,
-    Facts,
-    Failed,
-    Hello,
-    Refusal,
-    Said,
-    Welcome,
-    decode_from_coordinator,
-    encode,
-)
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import AskClock, Clock, Failed, Heartbeat, Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Event, Joined, Lost
+from manyhands.runtime.member import Event, Joined, Lost
+from manyhands.runtime.root_cause import find_root_cause
 from manyhands.runtime.worker import Worker
 from real_runs import kill, workers
 
@@ -52,7 +41,7 @@ class VirtualClock:
         return self.now
 
 
-class Guest:
+class Peer:
     """A worker as far as control goes: beats when told, answers probes if it is one who does."""
 
     def __init__(
@@ -66,7 +55,7 @@ class Guest:
         self.channel.send(encode(Hello(__version__, PROTOCOL, name, host, 1, Facts("a machine", 4, 4, 10**9, "2.6"))))
         data = self.channel.receive(5.0)
         assert data is not None
-        self.answer: Said = decode_from_coordinator(data)
+        self.answer: Message = decode_from_coordinator(data)
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
 
@@ -75,7 +64,7 @@ class Guest:
             while True:
                 data = self.channel.receive(0.1)
                 if self.beats:
-                    self.channel.send(encode(Beat()))
+                    self.channel.send(encode(Heartbeat()))
                 message = decode_from_coordinator(data) if data is not None else None
                 if isinstance(message, AskClock):
                     self.probes += 1
@@ -86,8 +75,8 @@ class Guest:
 
     def beat(self) -> None:
         """The coordinator has heard it when this returns: its clock stands still meanwhile."""
-        self.channel.send(encode(Beat()))
-        until(lambda: self.coordinator.silent_seconds(self.name) == 0)
+        self.channel.send(encode(Heartbeat()))
+        until(lambda: self.coordinator.membership.silent_seconds(self.name) == 0)
 
     def close(self) -> None:
         self.channel.close()
@@ -119,28 +108,28 @@ def played() -> InProcessTransport:
 
 @pytest.fixture
 def coordinator(played: InProcessTransport, clock: VirtualClock) -> Iterator[Coordinator]:
-    with Coordinator(silence_seconds=LIMIT_SECONDS, transport=played, clock=clock) as found:
+    with Coordinator(heartbeat_timeout_seconds=LIMIT_SECONDS, transport=played, clock=clock) as found:
         yield found
 
 
 @pytest.fixture
-def invite(played: InProcessTransport, coordinator: Coordinator) -> Iterator[Callable[..., Guest]]:
+def invite(played: InProcessTransport, coordinator: Coordinator) -> Iterator[Callable[..., Peer]]:
     with ExitStack() as stack:
 
-        def invited(name: str, **options: bool) -> Guest:
-            guest = Guest(played, coordinator, name, **options)
-            stack.callback(guest.close)
-            return guest
+        def invited(name: str, **options: bool) -> Peer:
+            peer = Peer(played, coordinator, name, **options)
+            stack.callback(peer.close)
+            return peer
 
         yield invited
 
 
 def turn(coordinator: Coordinator, clock: VirtualClock, seconds: float = TURN_SECONDS) -> None:
     clock.now += seconds
-    coordinator.look_around()
+    coordinator.heartbeats.look_around()
 
 
-Invite = Callable[..., Guest]
+Invite = Callable[..., Peer]
 
 # Under a clock of ours
 
@@ -155,7 +144,7 @@ def test_a_silent_one_is_lost_when_the_limit_has_passed_and_nobody_else(
         there.beat()
         assert [member.name for member in coordinator.alive()] == (["there", "silent"] if number < 8 else ["there"])
     until(lambda: silent.probes == 1)
-    assert coordinator.members["silent"].reason.startswith(f"it has said nothing for {LIMIT_SECONDS:.1f} s")
+    assert coordinator.members["silent"].reason.startswith(f"it has sent nothing for {LIMIT_SECONDS:.1f} s")
     until(lambda: silent.error is not None)  # it is told, should it still be there
     events = [next_event(coordinator) for _ in range(3)]
     assert [(name, type(what)) for name, what in events] == [("there", Joined), ("silent", Joined), ("silent", Lost)]
@@ -172,8 +161,8 @@ def test_one_so_slow_that_it_misses_every_beat_is_not_lost_if_it_answers(
     slow = invite("slow")
     for _ in range(40):
         turn(coordinator, clock)
-        if coordinator.silent_seconds("slow") >= LIMIT_SECONDS / 2:
-            until(lambda: coordinator.silent_seconds("slow") == 0)  # its answer has come
+        if coordinator.membership.silent_seconds("slow") >= LIMIT_SECONDS / 2:
+            until(lambda: coordinator.membership.silent_seconds("slow") == 0)  # its answer has come
     assert slow.probes == 10
     assert [member.name for member in coordinator.alive()] == ["slow"]
 
@@ -181,31 +170,31 @@ def test_one_so_slow_that_it_misses_every_beat_is_not_lost_if_it_answers(
 def test_a_cable_that_is_pulled_and_put_back_in_time(
     coordinator: Coordinator, clock: VirtualClock, played: InProcessTransport, invite: Invite
 ) -> None:
-    guest = invite("pi-1")
+    peer = invite("pi-1")
     played.freeze("pi-1")
     for _ in range(6):
         turn(coordinator, clock)
-    assert coordinator.silent_seconds("pi-1") == 6 * TURN_SECONDS
-    assert guest.probes == 0
+    assert coordinator.membership.silent_seconds("pi-1") == 6 * TURN_SECONDS
+    assert peer.probes == 0
     played.thaw("pi-1")
-    until(lambda: coordinator.silent_seconds("pi-1") == 0)
-    assert guest.probes == 1
+    until(lambda: coordinator.membership.silent_seconds("pi-1") == 0)
+    assert peer.probes == 1
     assert len(coordinator.alive()) == 1
 
 
 def test_a_cable_that_is_pulled_is_a_loss_and_one_lost_may_join_again(
     coordinator: Coordinator, clock: VirtualClock, played: InProcessTransport, invite: Invite
 ) -> None:
-    guest, other = invite("pi-1"), invite("pi-2")
+    peer, other = invite("pi-1"), invite("pi-2")
     played.freeze("pi-1")
     for _ in range(8):
         turn(coordinator, clock)
         other.beat()
     lost = coordinator.members["pi-1"]
     assert lost.is_lost
-    assert guest.error is None, "nothing reaches it"
+    assert peer.error is None, "nothing reaches it"
     played.thaw("pi-1")
-    until(lambda: guest.error is not None)
+    until(lambda: peer.error is not None)
     assert isinstance(invite("pi-1").answer, Welcome)
     until(lambda: len(coordinator.alive()) == 2)
     assert coordinator.members["pi-1"] is not lost
@@ -231,34 +220,34 @@ def test_a_broken_connection_counts_at_once(
 def test_a_coordinator_that_slept_gives_nobody_up(
     coordinator: Coordinator, clock: VirtualClock, invite: Invite
 ) -> None:
-    guests = [invite(name, answers=False) for name in ("pi-1", "pi-2")]
+    peers = [invite(name, answers=False) for name in ("pi-1", "pi-2")]
     turn(coordinator, clock)
     turn(coordinator, clock, 3600.0)
     assert len(coordinator.alive()) == 2
     for _ in range(8):
         turn(coordinator, clock)
-        guests[0].beat()
+        peers[0].beat()
     assert [member.name for member in coordinator.alive()] == ["pi-1"]
 
 
 def test_one_that_is_still_speaking_is_not_silent(clock: VirtualClock) -> None:
     """A long message over a slow link: it has come in part each time somebody looks."""
     transport = TcpTransport()
-    with Coordinator(silence_seconds=LIMIT_SECONDS, clock=clock) as coordinator:
-        guest = Guest(transport, coordinator, "pi-1", answers=False)
+    with Coordinator(heartbeat_timeout_seconds=LIMIT_SECONDS, clock=clock) as coordinator:
+        peer = Peer(transport, coordinator, "pi-1", answers=False)
         until(lambda: len(coordinator.alive()) == 1)
         message = encode(Failed(0, "WorkerLost", "x" * 1000, ""))
         content = len(message).to_bytes(4, "little") + message
         step = len(content) // 7
         for place in range(0, len(content), step):
-            write_all(guest.channel._wire, content[place : place + step], time.monotonic() + 5)  # type: ignore[attr-defined]
-            until(lambda: coordinator.silent_seconds("pi-1") == 0)
+            write_all(peer.channel._wire, content[place : place + step], time.monotonic() + 5)  # type: ignore[attr-defined]
+            until(lambda: coordinator.membership.silent_seconds("pi-1") == 0)
             for _ in range(3):
                 turn(coordinator, clock)
         assert isinstance(next_event(coordinator)[1], Joined)
         assert isinstance(next_event(coordinator)[1], Failed)
         assert len(coordinator.alive()) == 1
-        guest.close()
+        peer.close()
 
 
 def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coordinator, invite: Invite) -> None:
@@ -268,7 +257,7 @@ def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coord
     assert what.member is coordinator.members["pi-1"]
     invite("pi-2")
     coordinator.wait_for(["pi-2"], 10.0)
-    assert set(coordinator.muster(["pi-1", "pi-2"])) == {"pi-1", "pi-2"}
+    assert set(coordinator.members_for(["pi-1", "pi-2"])) == {"pi-1", "pi-2"}
     assert coordinator.next_event(0.0) is None
     invite("pi-3")
     name, what = next_event(coordinator)
@@ -277,7 +266,7 @@ def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coord
 
 
 def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTransport, invite: Invite) -> None:
-    coordinator.max_devices = 2
+    coordinator.membership.max_devices = 2
     invite("pi-1")
     invite("pi-2")
     answer = invite("pi-3").answer
@@ -293,17 +282,23 @@ def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTranspo
 
 def test_limits_of_workers_are_their_own(played: InProcessTransport) -> None:
     """Workers learn how often to beat; their patience with the coordinator is longer, and grows with a lab's scale."""
-    with Coordinator(silence_seconds=1.0, beat_seconds=0.25, patience=3.0, transport=played) as coordinator:
-        assert coordinator.silence_seconds == 3.0
-        guest = Guest(played, coordinator, "pi-1")
-        assert isinstance(guest.answer, Welcome)
-        assert (guest.answer.name, guest.answer.silence_seconds, guest.answer.beat_seconds) == ("pi-1", 45.0, 0.25)
-        guest.close()
-    with pytest.raises(BadValue, match=r"silence_seconds is 1; it must be at least 4") as found:
-        Coordinator(silence_seconds=1.0, beat_seconds=1.0)
+    with Coordinator(
+        heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.25, timeout_factor=3.0, transport=played
+    ) as coordinator:
+        assert coordinator.times.timeout_seconds == 3.0
+        peer = Peer(played, coordinator, "pi-1")
+        assert isinstance(peer.answer, Welcome)
+        assert (peer.answer.name, peer.answer.heartbeat_timeout_seconds, peer.answer.heartbeat_seconds) == (
+            "pi-1",
+            45.0,
+            0.25,
+        )
+        peer.close()
+    with pytest.raises(BadValue, match=r"heartbeat_timeout_seconds is 1; it must be at least 4") as found:
+        Coordinator(heartbeat_timeout_seconds=1.0, heartbeat_seconds=1.0)
     assert "every 1 s" in found.value.hint
-    with pytest.raises(BadValue, match="beat_seconds is 0"):
-        Coordinator(beat_seconds=0.0)
+    with pytest.raises(BadValue, match="heartbeat_seconds is 0"):
+        Coordinator(heartbeat_seconds=0.0)
 
 
 # Who is to blame
@@ -313,10 +308,10 @@ def test_nobody_is_to_blame_when_everybody_answers(coordinator: Coordinator, inv
     for name in ("pi-1", "pi-2"):
         invite(name)
     coordinator.wait_for(2, 10.0)
-    members = coordinator.muster(["pi-1", "pi-2"])
+    members = coordinator.members_for(["pi-1", "pi-2"])
     coordinator.events.put(("pi-1", Failed(7, "WorkerLost", "misses pi-2", "")))
     start = time.monotonic()
-    assert culprit(coordinator, members, 7) is None
+    assert find_root_cause(coordinator, members, 7) is None
     assert time.monotonic() - start < LIMIT_SECONDS
 
 
@@ -326,13 +321,13 @@ def test_one_that_failed_in_a_way_of_its_own_is_to_blame_and_others_news_stay(
     for name in ("pi-1", "pi-2"):
         invite(name)
     coordinator.wait_for(2, 10.0)
-    members = coordinator.muster(["pi-1", "pi-2"])
+    members = coordinator.members_for(["pi-1", "pi-2"])
     invite("pi-3")
     coordinator.wait_for(3, 10.0)
     failed = Failed(7, "OutOfMemory", "no memory", "")
     for one in (Failed(6, "OutOfMemory", "long ago", ""), failed):
         coordinator.events.put(("pi-2", one))
-    assert culprit(coordinator, members, 7) == ("pi-2", failed)
+    assert find_root_cause(coordinator, members, 7) == ("pi-2", failed)
     name, what = next_event(coordinator)
     assert name == "pi-3"
     assert isinstance(what, Joined)
@@ -342,18 +337,18 @@ def test_one_that_failed_in_a_way_of_its_own_is_to_blame_and_others_news_stay(
 def test_the_one_that_does_not_answer_is_to_blame(how: str) -> None:
     """By the real clock."""
     played = InProcessTransport()
-    with Coordinator(silence_seconds=LIMIT_SECONDS, transport=played) as coordinator, ExitStack() as stack:
-        guests = [Guest(played, coordinator, name, beats=True) for name in ("pi-1", "pi-2", "pi-3")]
-        for guest in guests:
-            stack.callback(guest.close)
+    with Coordinator(heartbeat_timeout_seconds=LIMIT_SECONDS, transport=played) as coordinator, ExitStack() as stack:
+        peers = [Peer(played, coordinator, name, beats=True) for name in ("pi-1", "pi-2", "pi-3")]
+        for peer in peers:
+            stack.callback(peer.close)
         coordinator.wait_for(3, 10.0)
-        members = coordinator.muster(["pi-1", "pi-2", "pi-3"])
+        members = coordinator.members_for(["pi-1", "pi-2", "pi-3"])
         (played.cut if how == "killed" else played.freeze)("pi-2")
         start = time.monotonic()
-        found = culprit(coordinator, members, 7)
+        found = find_root_cause(coordinator, members, 7)
         assert found is not None
         assert found[0] == "pi-2"
-        assert ("cut off" if how == "killed" else "has said nothing for") in str(found[1])
+        assert ("cut off" if how == "killed" else "has sent nothing for") in str(found[1])
         assert time.monotonic() - start < (1.0 if how == "killed" else LIMIT_SECONDS * 1.5 + 1.0)
 
 
@@ -387,7 +382,7 @@ def test_a_whole_worker_in_this_process_is_cut_and_comes_back(played: InProcessT
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Coordinator]:
-    with workers(2, silence_seconds=REAL_LIMIT_SECONDS) as coordinator:
+    with workers(2, heartbeat_timeout_seconds=REAL_LIMIT_SECONDS) as coordinator:
         yield coordinator
 
 
@@ -401,10 +396,10 @@ def test_a_worker_stopped_for_a_while_is_suspected_and_not_lost(session: Coordin
     with contextlib.ExitStack() as stack:
         stack.callback(kill, session, name, signal.SIGCONT)
         while time.monotonic() < end:
-            suspected.update(session._watch.suspects)
+            suspected.update(session.membership.suspects)
             time.sleep(0.01)
     assert name in suspected, "the fault did not fire"
-    until(lambda: name not in session._watch.suspects)
+    until(lambda: name not in session.membership.suspects)
     time.sleep(REAL_LIMIT_SECONDS / 2)
     assert len(session.alive()) == 2
 
@@ -412,7 +407,7 @@ def test_a_worker_stopped_for_a_while_is_suspected_and_not_lost(session: Coordin
 @pytest.mark.xdist_group("detecting")
 def test_a_worker_that_is_stopped_is_lost_within_the_limit(session: Coordinator) -> None:
     name = next(iter(session.members))
-    session.muster(session.members)
+    session.members_for(session.members)
     kill(session, name, signal.SIGSTOP)
     start = time.monotonic()
     event = session.next_event(30.0)
@@ -420,6 +415,6 @@ def test_a_worker_that_is_stopped_is_lost_within_the_limit(session: Coordinator)
     assert event is not None
     assert event[0] == name
     assert isinstance(event[1], Lost)
-    assert "has said nothing for" in event[1].reason
+    assert "has sent nothing for" in event[1].reason
     assert seconds < REAL_LIMIT_SECONDS + 1.0
     assert len(session.alive()) == 1

@@ -50,8 +50,8 @@ def test_every_pair_is_measured(workers: Coordinator) -> None:
 @pytest.mark.parametrize("how", ["refused", "silent"])
 def test_a_worker_behind_a_port_that_is_shut(workers: Coordinator, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The others are looked at all the same, and who must open what is said."""
-    monkeypatch.setattr(measuring, "LIMIT_OF_KNOCK", 0.5)
-    monkeypatch.setattr(measuring, "LIMIT_OF_PROBE", 0.5)
+    monkeypatch.setattr(measuring, "LIMIT_OF_OWN_PROBE", 0.5)
+    monkeypatch.setattr(measuring, "LIMIT_OF_MEMBER_PROBE", 0.5)
     member = workers.members[TWO]
     before, addresses = member.address, workers.addresses
 

@@ -14,10 +14,10 @@ from manyhands.engine.inprocess import InProcessTransport
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost
 from manyhands.runtime import quarantine, service, stalls
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.journey import Journey
 from manyhands.runtime.order import RunState
 from manyhands.runtime.quarantine import Quarantine
 from manyhands.runtime.worker import Worker
@@ -45,7 +45,7 @@ def check_evicted(trip: Trip, device: str, words: str, plan: str) -> None:
     assert words in lost[0]["reason"], lost
     assert trip.cluster.coordinator.members[device].is_evicted
     recovered = trip.facts("recovered")
-    assert recovered, trip.told
+    assert recovered, trip.logged
     assert recovered[0]["seconds"] < RECOVERY_SECONDS
 
 
@@ -134,7 +134,7 @@ def send_too_much(worker: Worker, topics: str = "") -> None:
 
 def test_a_device_that_says_it_is_further_than_it_can_be() -> None:
     def lie(worker: Worker) -> None:
-        worker._say(Progress(worker.prepared.generation, 7, 0.01, (0.0,)))  # type: ignore[union-attr]
+        worker._send(Progress(worker.prepared.generation, 7, 0.01, (0.0,)))  # type: ignore[union-attr]
 
     with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=lie)) as cluster:
         trip = cluster.travel(PLANS["samples"])
@@ -145,7 +145,7 @@ def test_a_device_that_says_it_is_done_and_sends_nothing() -> None:
     """Within what it was fed the lie is not absurd: the others wait for its gradients."""
 
     def lie(worker: Worker) -> None:
-        worker._say(Progress(worker.prepared.generation, FAULT_STEP, 0.01, (0.0,)))  # type: ignore[union-attr]
+        worker._send(Progress(worker.prepared.generation, FAULT_STEP, 0.01, (0.0,)))  # type: ignore[union-attr]
         worker.endpoint.send = lambda *words, **named: None  # type: ignore[method-assign]
 
     with FaultCluster(NAMES, Fault("b", "backward", "called", step=FAULT_STEP, does=lie)) as cluster:
@@ -196,13 +196,13 @@ def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_slow_disk_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything has come, and the coordinator is still writing it when the last round is long over."""
-    saved = Journey._saved
+    saved = ElasticJob._saved
 
-    def slowly(one: Journey, found: RunState) -> None:
+    def slowly(one: ElasticJob, found: RunState) -> None:
         time.sleep(2.5)
         saved(one, found)
 
-    monkeypatch.setattr(Journey, "_saved", slowly)
+    monkeypatch.setattr(ElasticJob, "_saved", slowly)
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(PLANS["pipeline"])
     trip.check(reference(2), generations=1)
@@ -232,7 +232,7 @@ class TestQuarantine:
             assert member.is_lost
             assert member.is_evicted
             process = member.identity.process
-            found = cluster.coordinator.quarantine.refusal(process, "b", cluster.clock())
+            found = cluster.coordinator.membership.quarantine.refusal(process, "b", cluster.clock())
             assert found is not None
             cluster.until(lambda: any(name == "b" for name, _ in cluster.ended))
             error = next(error for name, error in cluster.ended if name == "b")

@@ -26,9 +26,9 @@ from fault_cluster import (
 from groups import slow_if
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Held
-from manyhands.runtime.journey import Endurance
+from manyhands.runtime.control_messages import Held
 from manyhands.runtime.keeping import Keeping
+from manyhands.runtime.retry_policy import RetryPolicy
 from real_runs import ADAM, BATCH
 
 pytestmark = pytest.mark.xdist_group("faults")  # captured once, and what it is compared with is computed once
@@ -208,7 +208,7 @@ def test_everybody_is_lost_and_others_come() -> None:
                 cluster.start(name)
 
         trip = cluster.travel(
-            PLANS["pipeline"], snapshots=(3,), endurance=Endurance("light", min_devices=2, wait_seconds=20.0),
+            PLANS["pipeline"], snapshots=(3,), retry_policy=RetryPolicy("light", min_devices=2, wait_seconds=20.0),
             at_step={4: lambda: cluster.until_saved(3)}, at_event={"waiting": restart},
         )  # fmt: skip
     trip.check(reference(2), generations=2)
@@ -234,7 +234,7 @@ def test_it_gives_up_where_nothing_is_ever_done() -> None:
         plan = all_alike(PLANS["samples"], ("a", "b"))
         with pytest.raises(WorkerLost, match="Worker b was lost at step"):
             cluster.travel(
-                plan, rewrite=all_alike, endurance=Endurance("light", attempts=3),
+                plan, rewrite=all_alike, retry_policy=RetryPolicy("light", attempts=3),
                 on_event=lambda event: cluster.start("b") if event == "lost" else None,
             )  # fmt: skip
         assert cluster.trip is not None
@@ -375,7 +375,7 @@ def test_one_leaves_and_hands_over(plan: str, device: str) -> None:
     (recovery,) = trip.outcome.recoveries
     assert recovery["replayed"] == 0
     assert device not in recovery["devices"]
-    events = [name for name, facts in trip.told if facts.get("device") == device]
+    events = [name for name, facts in trip.logged if facts.get("device") == device]
     assert events == ["leaving", "left"]
     assert "lost" not in trip.events
     assert cluster.reports == []
@@ -438,7 +438,7 @@ def test_nobody_goes_who_is_needed() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
             PLANS["samples"],
-            endurance=Endurance("light", min_devices=3),
+            retry_policy=RetryPolicy("light", min_devices=3),
             at_step={2: lambda: cluster.ask_to_leave("b")},
         )
     trip.check(reference(1), generations=1)
@@ -449,7 +449,7 @@ def test_nobody_goes_who_is_needed() -> None:
 def test_one_goes_as_soon_as_another_comes() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", min_devices=3), rewrite=all_alike,
+            PLANS["samples"], retry_policy=RetryPolicy("light", min_devices=3), rewrite=all_alike,
             at_step={2: lambda: cluster.ask_to_leave("b"), 4: lambda: cluster.start("d")},
         )  # fmt: skip
     trip.check(reference(1), generations=2)
@@ -478,7 +478,7 @@ def test_one_that_does_not_wait_until_it_may_go() -> None:
 def test_it_waits_for_enough() -> None:
     with FaultCluster(NAMES, Fault("b", "backward", step=FAULT_STEP)) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", min_devices=3, wait_seconds=20.0),
+            PLANS["samples"], retry_policy=RetryPolicy("light", min_devices=3, wait_seconds=20.0),
             at_event={"waiting": lambda: cluster.start("b")}, rewrite=all_alike,
         )  # fmt: skip
     trip.check(reference(1), generations=2)
@@ -491,7 +491,7 @@ def test_it_does_not_wait_for_ever() -> None:
         FaultCluster(NAMES, Fault("b", "backward", step=FAULT_STEP)) as cluster,
         pytest.raises(WorkerLost, match="Worker b was lost at step") as raised,
     ):
-        cluster.travel(PLANS["samples"], endurance=Endurance("light", min_devices=3, wait_seconds=0.2))
+        cluster.travel(PLANS["samples"], retry_policy=RetryPolicy("light", min_devices=3, wait_seconds=0.2))
     assert raised.value.message.endswith("2 device(s) left, at least 3 needed, and no more have joined within 0.2 s.")
     assert "On each device: manyhands worker --join" in raised.value.hint
 
@@ -500,7 +500,7 @@ def test_no_more_than_so_many_compute() -> None:
     """Of four that are here two compute; when one of them is lost another takes its place."""
     plan = all_alike(PLANS["samples"], ("a", "b"))
     with FaultCluster((*NAMES, "d"), Fault("b", "backward", step=FAULT_STEP)) as cluster:
-        trip = cluster.travel(plan, endurance=Endurance("light", max_devices=2), rewrite=all_alike)
+        trip = cluster.travel(plan, retry_policy=RetryPolicy("light", max_devices=2), rewrite=all_alike)
     trip.check(reference(1), generations=2)
     assert trip.outcome.recoveries[0]["devices"] == ["a", "c"]
 
@@ -508,7 +508,7 @@ def test_no_more_than_so_many_compute() -> None:
 def test_one_more_than_enough_changes_nothing() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
-            PLANS["samples"], endurance=Endurance("light", max_devices=3), at_step={3: lambda: cluster.start("d")}
+            PLANS["samples"], retry_policy=RetryPolicy("light", max_devices=3), at_step={3: lambda: cluster.start("d")}
         )
     trip.check(reference(1), generations=1)
     assert trip.outcome.plan is not None

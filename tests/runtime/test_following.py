@@ -19,7 +19,8 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.runtime.control import Beat, Reshape, Shape
+from manyhands.runtime.control_messages import Heartbeat, Reshape
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import MOST_A_SECOND, Following, Setting
 from manyhands.runtime.joining import Joining
@@ -37,7 +38,7 @@ class Told:
         self.said: list[tuple[str, Reshape]] = []
         self.now = 100.0
 
-    def say(self, name: str, message: Reshape, limit_seconds: float) -> None:
+    def send(self, name: str, message: Reshape, limit_seconds: float) -> None:
         self.said.append((name, message))
 
     def following(self, trace: LinkTrace, **options: Any) -> Following:
@@ -158,7 +159,7 @@ def work(worker: Worker) -> None:
 @contextmanager
 def two_workers(slowdown: float = 1.0) -> Iterator[tuple[Coordinator, dict[str, Worker]]]:
     """In threads of this process, over sockets."""
-    with Coordinator(beat_seconds=0.05) as coordinator:
+    with Coordinator(heartbeat_seconds=0.05) as coordinator:
         workers, threads = {}, []
         for name in UP:
             joining = Joining(*coordinator.address, coordinator.token, name, slowdown=slowdown)
@@ -191,8 +192,8 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
         while coordinator.next_event(0.0) is not None:
             pass
         with Following(coordinator, trace, UP, DOWN):
-            wait_until(lambda: bool(workers["edge"].links and workers["server"].links))
-            assert workers["server"].links == {"edge": Link(8 * MBIT, 0.0)}
+            wait_until(lambda: bool(workers["edge"].shaping.links and workers["server"].shaping.links))
+            assert workers["server"].shaping.links == {"edge": Link(8 * MBIT, 0.0)}
             begin = time.monotonic()
             for sender, receiver in (UP, DOWN):
                 workers[sender].endpoint.send(receiver, 0, "x", [torch.zeros(size, dtype=torch.uint8)])
@@ -205,7 +206,7 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
 
         def are_told() -> bool:
             event = coordinator.next_event(0.01)
-            if event is not None and isinstance(event[1], Beat):
+            if event is not None and isinstance(event[1], Heartbeat):
                 told[event[0]] += event[1].arrivals
             return all(told.values())
 
@@ -219,10 +220,10 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
 def test_other_links_stay_when_one_is_shaped_anew() -> None:
     with two_workers() as (coordinator, workers):
         edge = workers["edge"]
-        coordinator.say("edge", Reshape({"server": Shape(1000.0, 0.5), "other": Shape(None, 0.25)}))
-        wait_until(lambda: len(edge.links) == 2)
-        coordinator.say("edge", Reshape({"server": Shape(0.0, 0.0)}))
-        wait_until(lambda: edge.links["server"].delay_seconds == 0.0)
-        assert edge.links["other"] == Link(float("inf"), 0.25)
-        assert 0 < edge.links["server"].bytes_per_second <= 1.0
-        assert edge.endpoint._links == edge.links  # type: ignore[attr-defined]
+        coordinator.send("edge", Reshape({"server": Shape(1000.0, 0.5), "other": Shape(None, 0.25)}))
+        wait_until(lambda: len(edge.shaping.links) == 2)
+        coordinator.send("edge", Reshape({"server": Shape(0.0, 0.0)}))
+        wait_until(lambda: edge.shaping.links["server"].delay_seconds == 0.0)
+        assert edge.shaping.links["other"] == Link(float("inf"), 0.25)
+        assert 0 < edge.shaping.links["server"].bytes_per_second <= 1.0
+        assert edge.endpoint._links == edge.shaping.links  # type: ignore[attr-defined]

@@ -20,15 +20,15 @@ from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.security import Purpose, Security, new_secret, new_token
 from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
-from manyhands.runtime import inviting, probing, serving
-from manyhands.runtime import members as membership
-from manyhands.runtime.control import Beat, Hello, Leaving, Refusal, Welcome, decode_from_worker, encode
+from manyhands.runtime import admission, inviting, probing, serving
+from manyhands.runtime.control import decode_from_worker, encode
+from manyhands.runtime.control_messages import Heartbeat, Hello, Leaving, Refusal, Welcome
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.inviting import Invitation, meeting_address
+from manyhands.runtime.inviting import Invitation, peer_address
 from manyhands.runtime.measuring import probe_links
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 
-GUEST = Security("the guest's token", encrypted=True)
+GUEST = Security("the peer's token", encrypted=True)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def members() -> st.SearchStrategy[tuple[str, Invitation | None]]:
 def test_of_two_exactly_one_dials(one: tuple[str, Invitation | None], other: tuple[str, Invitation | None]) -> None:
     if one[0] == other[0]:
         return
-    there, back = meeting_address(one, other, ("far", 1)), meeting_address(other, one, ("far", 2))
+    there, back = peer_address(one, other, ("far", 1)), peer_address(other, one, ("far", 2))
     assert there.is_dialled is not back.is_dialled
     for reader, peer, address in ((one, other, there), (other, one, back)):
         if reader[1] is not None and peer[1] is None:
@@ -106,8 +106,8 @@ def test_an_invited_worker_is_a_member(transport: Transport) -> None:
         event = coordinator.next_event(1.0)
         assert event is not None
         assert isinstance(event[1], Joined)
-        assert coordinator.muster(["server"]).keys() == {"server"}
-        coordinator.set_clocks(["server"])  # it answers
+        assert coordinator.members_for(["server"]).keys() == {"server"}
+        coordinator.clock_sync.synchronize(["server"])  # it answers
         assert heard == ["server was invited at 127.0.0.1"]
         with pytest.raises(Refused, match="server is working for another coordinator"):
             coordinator.invite(*server.address, server.token)
@@ -174,7 +174,7 @@ def test_a_name_that_is_taken(coordinator: Coordinator) -> None:
 
 
 def test_another_version(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "__version__", "99.0")
+    monkeypatch.setattr(admission, "__version__", "99.0")
     with Listening() as server:
         with pytest.raises(Refused, match=r"the coordinator runs 99\.0"):
             coordinator.invite(*server.address, server.token)
@@ -196,10 +196,10 @@ def test_loopback_beside_an_invited_one_far_away(coordinator: Coordinator) -> No
         coordinator.invite(*edge.address, edge.token)
         coordinator.members["server"].address = ("192.0.2.1", 7078)
         coordinator.members["edge"].invitation = None
-        assert len(coordinator.muster(["edge", "server"])) == 2
+        assert len(coordinator.members_for(["edge", "server"])) == 2
         coordinator.members["server"].invitation = None
         with pytest.raises(BadValue, match="edge joined by a loopback address, which server"):
-            coordinator.muster(["edge", "server"])
+            coordinator.members_for(["edge", "server"])
 
 
 # Strangers
@@ -218,9 +218,9 @@ def test_a_stranger_is_refused_and_noted(coordinator: Coordinator) -> None:
 
 def test_whoever_says_nothing_is_not_waited_for() -> None:
     """Neither before the handshake nor after it."""
-    patience = 0.05
+    timeout_factor = 0.05
     with (
-        Listening(patience=patience, limit_seconds=0.3) as server,
+        Listening(timeout_factor=timeout_factor, limit_seconds=0.3) as server,
         Coordinator() as coordinator,
         socket.create_connection(server.address) as silent,
     ):
@@ -244,7 +244,7 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
             coordinator.invite(*server.address, server.token)
         monkeypatch.setattr(serving, "TAKEOVER_SECONDS", 0.3)
         for _ in range(10):
-            channel.send(encode(Beat()))  # type: ignore[attr-defined]
+            channel.send(encode(Heartbeat()))  # type: ignore[attr-defined]
             with pytest.raises(Refused, match="is working for another coordinator"):
                 coordinator.invite(*server.address, server.token)
         time.sleep(0.4)
@@ -261,16 +261,16 @@ def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
             return None
 
     slow = Slow()
-    guest = serving._Guest(slow)  # type: ignore[arg-type]
-    guest.heard_at -= 100
-    assert guest.receive(0.0) is None
-    assert guest.silent_seconds > 99
+    peer = serving._PendingPeer(slow)  # type: ignore[arg-type]
+    peer.received_at -= 100
+    assert peer.receive(0.0) is None
+    assert peer.silent_seconds > 99
     slow.unfinished_bytes = 1000
-    assert guest.receive(0.0) == encode(Beat())
-    assert guest.silent_seconds < 1
-    guest.heard_at -= 100
-    assert guest.receive(0.0) is None
-    assert guest.silent_seconds > 99
+    assert peer.receive(0.0) == encode(Heartbeat())
+    assert peer.silent_seconds < 1
+    peer.received_at -= 100
+    assert peer.receive(0.0) is None
+    assert peer.silent_seconds > 99
 
 
 # Data
@@ -349,7 +349,7 @@ def test_a_cable_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
         Listening("server") as server,
         Listening("edge") as edge,
         Relay(server.address) as relay,
-        Coordinator(silence_seconds=1.0, beat_seconds=0.1) as coordinator,
+        Coordinator(heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.1) as coordinator,
     ):
         coordinator.invite(*relay.address, server.token)
         coordinator.invite(*edge.address, edge.token)
@@ -359,7 +359,7 @@ def test_a_cable_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator.keep_inviting(*relay.address, server.token)
         relay.pull()
         until(lambda: one.is_lost)
-        assert "has said nothing" in one.reason
+        assert "has sent nothing" in one.reason
         relay.plug_in()
         until(lambda: len(coordinator.alive()) == 2)
         assert any("has been silent; one from" in line for line in server.said)

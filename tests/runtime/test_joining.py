@@ -17,23 +17,13 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
-from manyhands.runtime import worker
-from manyhands.runtime.control import (
-    PROTOCOL,
-    AskClock,
-    Beat,
-    Facts,
-    Hello,
-    Leave,
-    Refusal,
-    Said,
-    Welcome,
-    decode_from_coordinator,
-    encode,
-)
+from manyhands.runtime import handshake
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import AskClock, Heartbeat, Hello, Leave, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.worker import Worker
 from manyhands.session.joining import LISTEN_VARIABLE
 from manyhands.session.opening import open_session
@@ -45,7 +35,7 @@ HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    with Coordinator(silence_seconds=2.0) as found:
+    with Coordinator(heartbeat_timeout_seconds=2.0) as found:
         yield found
     OPEN.clear()
 
@@ -54,7 +44,7 @@ def dial(coordinator: Coordinator) -> Channel:
     return connect(*coordinator.address, coordinator.security, 5.0)
 
 
-def greet(coordinator: Coordinator, hello: Hello) -> tuple[Channel, Said]:
+def greet(coordinator: Coordinator, hello: Hello) -> tuple[Channel, Message]:
     channel = dial(coordinator)
     OPEN.append(channel)
     channel.send(encode(hello))
@@ -63,9 +53,9 @@ def greet(coordinator: Coordinator, hello: Hello) -> tuple[Channel, Said]:
     return channel, decode_from_coordinator(data)
 
 
-def hear_to_the_end(channel: Channel) -> list[Said]:
+def hear_to_the_end(channel: Channel) -> list[Message]:
     """What is said until the connection ends, which it must."""
-    heard: list[Said] = []
+    heard: list[Message] = []
     with contextlib.suppress(WorkerLost):
         while (data := channel.receive(5.0)) is not None:
             heard.append(decode_from_coordinator(data))
@@ -144,18 +134,18 @@ def test_garbage_from_a_member_is_its_end(coordinator: Coordinator) -> None:
     assert [(event[0], type(event[1])) for event in events if event is not None] == [("pi-1", Joined), ("pi-1", Lost)]
     assert "control message cannot be read" in coordinator.members["pi-1"].reason
     with pytest.raises(WorkerLost, match="pi-1 was lost before this began: A control message cannot be read"):
-        coordinator.muster(["pi-1"])
+        coordinator.members_for(["pi-1"])
     greet(coordinator, HELLO)
     coordinator.wait_for(["pi-1"], 20)
-    assert coordinator.muster(["pi-1"]).keys() == {"pi-1"}
+    assert coordinator.members_for(["pi-1"]).keys() == {"pi-1"}
 
 
 def test_silence_is_the_end(coordinator: Coordinator) -> None:
     channel, _ = greet(coordinator, HELLO)
     start = time.monotonic()
-    assert {type(message) for message in hear_to_the_end(channel)} == {Beat, AskClock}
+    assert {type(message) for message in hear_to_the_end(channel)} == {Heartbeat, AskClock}
     assert 1.5 < time.monotonic() - start < 30
-    assert "has said nothing for" in coordinator.members["pi-1"].reason
+    assert "has sent nothing for" in coordinator.members["pi-1"].reason
 
 
 def test_one_who_never_says_hello_does_not_hold_up_the_end(coordinator: Coordinator) -> None:
@@ -172,7 +162,7 @@ def test_wrong_token(coordinator: Coordinator) -> None:
 
 
 def test_a_worker_is_told_why(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "__version__", "0.0.1")
+    monkeypatch.setattr(handshake, "__version__", "0.0.1")
     with pytest.raises(Refused, match=r"runs manyhands 0\.0\.1") as found:
         Worker(Joining(*coordinator.address, coordinator.token, "pi-1")).run()
     assert "pip install" in found.value.hint
@@ -221,19 +211,19 @@ def test_port_in_use() -> None:
 
 
 def test_impatience_has_a_limit() -> None:
-    with pytest.raises(BadValue, match=r"silence_seconds is 0\.1"):
-        Coordinator(silence_seconds=0.1)
+    with pytest.raises(BadValue, match=r"heartbeat_timeout_seconds is 0\.1"):
+        Coordinator(heartbeat_timeout_seconds=0.1)
 
 
 def test_nobody_joined(coordinator: Coordinator) -> None:
     with pytest.raises(BadValue, match="No worker has joined"):
         coordinator.cluster()
     with pytest.raises(WorkerLost, match="pi-9 has not joined"):
-        coordinator.muster(["pi-9"])
+        coordinator.members_for(["pi-9"])
 
 
 def test_of_two_with_one_name_one_joins(coordinator: Coordinator) -> None:
-    answers: list[Said] = []
+    answers: list[Message] = []
 
     def join() -> None:
         answers.append(greet(coordinator, HELLO)[1])

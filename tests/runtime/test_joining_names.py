@@ -15,12 +15,14 @@ from manyhands.engine.security import Security
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
-from manyhands.runtime import members
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Welcome, decode_from_coordinator, encode
+from manyhands.runtime import admission
+from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
+from manyhands.runtime.control_messages import Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.members import Joined, Lost
+from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.service import serve
 from manyhands.runtime.worker import Worker
 
@@ -50,7 +52,7 @@ def hello(identity: Identity, name: str = "pi", *, is_named: bool = False) -> He
     return Hello(__version__, PROTOCOL, name, "127.0.0.1", 1, facts, identity, is_named)
 
 
-def greet(coordinator: Coordinator, said: Hello | bytes) -> tuple[Channel, Said]:
+def greet(coordinator: Coordinator, said: Hello | bytes) -> tuple[Channel, Message]:
     channel = connect(*coordinator.address, coordinator.security, 5.0)
     OPEN.append(channel)
     channel.send(said if isinstance(said, bytes) else encode(said))
@@ -207,7 +209,7 @@ def test_a_hello_of_another_protocol_is_answered(coordinator: Coordinator, said:
 def test_a_worker_is_told_by_a_coordinator_of_another_version(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "__version__", "9.0")
+    monkeypatch.setattr(admission, "__version__", "9.0")
     with pytest.raises(Refused, match=rf"runs manyhands {__version__}; the coordinator runs 9\.0") as found:
         serve(Joining(*coordinator.address, coordinator.token, "pi"), transport=TcpTransport())
     assert found.value.exit_code == 12

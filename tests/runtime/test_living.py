@@ -18,7 +18,7 @@ from manyhands.plans.planning import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 from real_runs import BATCH, in_line, kill, names, restart, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("living")

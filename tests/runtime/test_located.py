@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.runtime import state
-from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.order import RunState
 from manyhands.runtime.state import LOSS, OPTIMIZER, WEIGHT, Located, byte_count, located, weight_of
 

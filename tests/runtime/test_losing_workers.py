@@ -17,7 +17,8 @@ import manyhands as mh
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.job import options as asked
-from manyhands.runtime.control import Measure, Prepare, Said, Send
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import Measure, Prepare, Send
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
 from manyhands.session import session as sessions
@@ -25,7 +26,7 @@ from real_runs import assert_same, kill, names, network, piped, restart, shared,
 
 pytestmark = pytest.mark.xdist_group("losing_workers")  # its workers are started once
 
-SILENCE_SECONDS = 6.0
+HEARTBEAT_TIMEOUT_SECONDS = 6.0
 ALL = 3
 """How many workers these jobs need."""
 PROMPT_SECONDS = 20.0
@@ -34,7 +35,7 @@ PROMPT_SECONDS = 20.0
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Coordinator]:
-    with workers(3, silence_seconds=SILENCE_SECONDS) as coordinator:
+    with workers(3, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS) as coordinator:
         yield coordinator
 
 
@@ -103,30 +104,30 @@ def test_a_frozen_worker_ends_the_run(cluster: Coordinator, tmp_path: Path) -> N
     error, seconds = failing_after(
         fired, lambda: train(cluster, shared(devices, 3, 1, 8), tmp_path, steps=300, on_step=at_step, min_devices=ALL)
     )
-    assert seconds < SILENCE_SECONDS + PROMPT_SECONDS
+    assert seconds < HEARTBEAT_TIMEOUT_SECONDS + PROMPT_SECONDS
     assert f"Worker {devices[2]} was lost at step " in error.message
-    assert "has said nothing for" in error.message
+    assert "has sent nothing for" in error.message
     assert checkpoint.latest(tmp_path) is not None
 
 
 def dying_when(
-    cluster: Coordinator, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Said], *, before: bool = False
+    cluster: Coordinator, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Message], *, before: bool = False
 ) -> list[float]:
     """The worker is killed when the coordinator says something of this kind to it."""
     fired: list[float] = []
-    say = cluster.say
+    send = cluster.send
 
-    def saying(to: str, message: Said, *rest: Any) -> None:
+    def sending(to: str, message: Message, *rest: Any) -> None:
         is_it = to == name and isinstance(message, kind) and not fired
         if is_it and before:
             kill(cluster, name)
             fired.append(time.monotonic())
-        say(to, message, *rest)
+        send(to, message, *rest)
         if is_it and not before:
             kill(cluster, name)
             fired.append(time.monotonic())
 
-    monkeypatch.setattr(cluster, "say", saying)
+    monkeypatch.setattr(cluster, "send", sending)
     return fired
 
 
@@ -137,7 +138,7 @@ def dying_when(
     ids=["measuring", "preparing", "gathering"],
 )
 def test_death_at_other_moments(
-    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Said], when: str
+    cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Message], when: str
 ) -> None:
     devices = names(cluster)
     fired = dying_when(cluster, monkeypatch, devices[0], kind, before=kind is Send)

@@ -14,9 +14,11 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.facts.profile import Profile
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, encode
+from manyhands.runtime.control import PROTOCOL, encode
+from manyhands.runtime.control_messages import Hello
+from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session import measuring as session_measuring
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import open_session
@@ -32,7 +34,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def coordinator(said: list[str]) -> Iterator[Coordinator]:
-    with Coordinator(on_event=said.append, silence_seconds=60.0) as found:
+    with Coordinator(on_event=said.append, heartbeat_timeout_seconds=60.0) as found:
         yield found
 
 
@@ -143,7 +145,7 @@ def test_the_only_worker_is_lost_while_it_measures(
     measuring(monkeypatch, lambda: lose(coordinator, "pi-1", first))
     thread, joined = join_once(said, "Waiting for others to join: 0 of 1", coordinator, "pi-2")
     with open_session(coordinator) as session:
-        cluster, _ = measure_who_stays(session, None, 8, Endurance("auto"))  # type: ignore[arg-type]
+        cluster, _ = measure_who_stays(session, None, 8, RetryPolicy("auto"))  # type: ignore[arg-type]
     assert cluster.names == ("pi-2",)
     thread.join(10)
     assert joined
@@ -156,4 +158,4 @@ def test_where_nobody_comes_it_ends_with_what_went_wrong(
     coordinator.wait_for(1, 0.5)
     measuring(monkeypatch, lambda: lose(coordinator, "pi-1", first))
     with open_session(coordinator) as session, pytest.raises(WorkerLost, match="pi-1 was lost"):
-        measure_who_stays(session, None, 8, Endurance("auto"))  # type: ignore[arg-type]
+        measure_who_stays(session, None, 8, RetryPolicy("auto"))  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_one_slot_dies_alone_and_all_die_with_their_parent(board: Coordinator) -
         time.sleep(0.01)
     assert [name for name in NAMES if board.members[name].is_lost] == ["board.2"]
     with pytest.raises(WorkerLost, match=r"board\.2"):
-        board.muster(NAMES)
+        board.members_for(NAMES)
     left = [board.members[name].facts.pid for name in ("board.1", "board.3")]
     parent_of(board).kill()
     end = time.monotonic() + 30

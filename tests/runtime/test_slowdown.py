@@ -45,7 +45,7 @@ def test_what_a_slow_worker_measures(graph: Graph, monkeypatch: pytest.MonkeyPat
     """As long as it will take; others are not concerned."""
     monkeypatch.setattr(timing_here, "measure_network", lambda graph, **rest: profile_of(graph, rest["device"], 0.5))
     monkeypatch.setattr(timing_here, "step_bytes_per_second", lambda *rest: 8e9)
-    with Coordinator(beat_seconds=0.1) as coordinator:
+    with Coordinator(heartbeat_seconds=0.1) as coordinator:
         threads = []
         for name, slowdown in (("edge", 4.0), ("server", 1.0)):
             joining = Joining(*coordinator.address, coordinator.token, name, slowdown=slowdown)

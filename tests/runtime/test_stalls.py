@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.runtime import stalls
-from manyhands.runtime.control import Standing
+from manyhands.runtime.control_parts import Standing
 from manyhands.runtime.stalls import Observed, judge, limit_seconds, suspect, work_of
 from real_runs import LAYERS
 
@@ -143,7 +143,7 @@ def test_the_limit_follows_from_what_is_known() -> None:
     assert limit_seconds(2.0, None, None) == 20.0
     assert limit_seconds(None, 2.0, 9.0) == 60.0
     assert limit_seconds(None, None, 2.0) == 200.0
-    assert limit_seconds(2.0, None, None, patience=3.0) == 60.0
+    assert limit_seconds(2.0, None, None, timeout_factor=3.0) == 60.0
 
 
 def test_the_work_of_each_device() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, assert_equal, assert_near, reference
-from test_piloted import ENDS, Steps, split
+from test_controlled_jobs import ENDS, Steps, split
 
 from groups import slow_if
 from manyhands.executor import checkpoint
@@ -23,7 +23,7 @@ from manyhands.facts.plan import Plan
 from manyhands.job import base as job
 from manyhands.job.stopping import SAME_SECONDS, Stopping, stopping
 from manyhands.observe.live import read_live
-from manyhands.runtime.journey import Endurance
+from manyhands.runtime.retry_policy import RetryPolicy
 from real_runs import Pictures, assert_same, names, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("faults")  # what it is compared with is computed once
@@ -73,7 +73,7 @@ def test_the_last_step_done_is_kept_and_gone_on_from(name: str, step: int, backu
     trip = stopped(plan, step, backup_every=backup_every)
     done = check_goes_on(trip, plan, step)
     assert done <= step + 4, "no more than what was under way was done first"
-    assert trip.told == []
+    assert trip.logged == []
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -88,14 +88,14 @@ def test_a_split_ends_its_round_early(step: int) -> None:
             return False
 
     with FaultCluster(ENDS) as cluster:
-        trip = cluster.travel(plan, pilot=Asking(), should_stop=asked.is_set)
+        trip = cluster.travel(plan, controller=Asking(), should_stop=asked.is_set)
     check_goes_on(trip, plan, step)
 
 
 def test_a_pilot_is_not_asked_any_more() -> None:
-    pilot = Steps(changes=(3,))
-    trip = stopped(split(1), 1, pilot=pilot, rewrite=pilot.plan)
-    assert pilot.asked == 0
+    controller = Steps(changes=(3,))
+    trip = stopped(split(1), 1, controller=controller, rewrite=controller.plan)
+    assert controller.asked == 0
     check_goes_on(trip, split(1), 1)
 
 
@@ -132,7 +132,7 @@ def test_while_others_are_waited_for_it_ends_at_once() -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         cluster.travel(
-            PLANS["hybrid"], snapshots=(2,), endurance=Endurance("light", min_devices=3, wait_seconds=60.0),
+            PLANS["hybrid"], snapshots=(2,), retry_policy=RetryPolicy("light", min_devices=3, wait_seconds=60.0),
             at_event={"waiting": asked.set}, should_stop=asked.is_set,
         )  # fmt: skip
     assert cluster.trip is not None

@@ -29,8 +29,8 @@ from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import packable
 from manyhands.graph.weights import Weights
-from manyhands.runtime.crew import Endurance
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.stream_run import MOST_FED_AHEAD, fed_ahead
 from manyhands.runtime.streaming import MOST_WAITING, Streaming
 from real_runs import LAYERS, Pictures, network
@@ -81,18 +81,18 @@ class Stream:
 
     def __init__(
         self, cluster: FaultCluster, plan: Plan, replan: Callable[..., Plan] = in_turn, limit_seconds: float = 30.0,
-        endurance: Endurance | None = None, at_event: dict[str, Callable[[], None]] | None = None,
+        retry_policy: RetryPolicy | None = None, at_event: dict[str, Callable[[], None]] | None = None,
         graph: Graph | None = None, kernels: dict[str, Kernel] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.cluster, self.graph = cluster, graph or captured()
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.logged: list[tuple[str, dict[str, Any]]] = []
         self.plans: list[Plan] = []
         self.order: list[int] = []
         """Samples as they were answered."""
         left = dict(at_event or {})
 
-        def tell(event: str, /, **facts: Any) -> None:
-            self.told.append((event, facts))
+        def log_event(event: str, /, **facts: Any) -> None:
+            self.logged.append((event, facts))
             left.pop(event, lambda: None)()
 
         def change(old: Plan, names: tuple[str, ...]) -> tuple[Plan, dict[str, Any]]:
@@ -103,7 +103,7 @@ class Stream:
         order = Order(self.graph, first, RunState(Weights.copied(self.graph).tensors), 0)
         order.kernels = dict.fromkeys(plan.devices, kernels or {})
         order.wait_limit_seconds = limit_seconds
-        self.own = Streaming(cluster.coordinator, order, change, endurance, tell=tell, **options)
+        self.own = Streaming(cluster.coordinator, order, change, retry_policy, log_event=log_event, **options)
 
     def submit(self, number: int) -> Any:
         future = self.own.submit(named_sample(self.graph, PICTURES[number]))
@@ -120,7 +120,7 @@ class Stream:
 
     @property
     def events(self) -> list[str]:
-        return [event for event, _ in self.told]
+        return [event for event, _ in self.logged]
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def test_answers_are_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert_as_planned(own.plan, found.graph.network, own.logs, own.bytes_between, SAMPLES // own.plan.step_size)
         assert own.error is None
         assert (own.answered_samples, own.reruns, own.generations) == (SAMPLES, 0, 1)
-        assert found.told == []
+        assert found.logged == []
 
 
 def test_weights_are_laid_out_for_kernels_when_they_have_come() -> None:
@@ -262,7 +262,7 @@ def test_nobody_is_left_and_others_come() -> None:
             found.cluster.start(name)
 
     with streaming(
-        "pipeline", fault, endurance=Endurance(min_devices=2, wait_seconds=20), at_event={"waiting": restart}
+        "pipeline", fault, retry_policy=RetryPolicy(min_devices=2, wait_seconds=20), at_event={"waiting": restart}
     ) as found:
         found.ask()
         assert set(found.own.plan.devices) == {"b", "d"}
@@ -274,10 +274,10 @@ def test_it_gives_up_where_nothing_is_ever_answered() -> None:
         faults.append(Fault("b", "load", after=faults[-1]))
     with FaultCluster(("a", "b"), *faults) as cluster:
         found = Stream(
-            cluster, in_turn(PLANS["single"], ("a", "b")), endurance=Endurance(attempts=3),
+            cluster, in_turn(PLANS["single"], ("a", "b")), retry_policy=RetryPolicy(attempts=3),
             replan=lambda plan, names: in_turn(plan, ("a", "b")),
         )  # fmt: skip
-        found.own.tell = lambda event, /, **facts: cluster.start("b") if event == "lost" else None
+        found.own.log_event = lambda event, /, **facts: cluster.start("b") if event == "lost" else None
         found.own.start()
         futures = [found.submit(number) for number in range(8)]
         assert isinstance(futures[-1].exception(LIMIT_SECONDS), WorkerLost)
@@ -332,7 +332,7 @@ def test_nobody_asks_for_longer_than_anybody_waits() -> None:
             time.sleep(0.8)
             found.ask(first, first + 4)
         assert found.own.generations == 1
-        assert found.told == []
+        assert found.logged == []
 
 
 def test_what_is_under_way_and_does_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.household import household_token
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.runtime.shared_token import shared_token
 from manyhands.session import session as sessions
 from real_runs import BATCH, LAYERS, Pictures, Ran, assert_close, in_line, kill, names, restart, shared, train, workers
 
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.xdist_group("surviving")  # its workers are started onc
 
 STEPS = 14
 FAULT_STEP = 5
-SILENCE_SECONDS = 2.0
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
 PROGRAM = str(Path(sys.executable).with_name("manyhands"))
 At = dict[int, Callable[[], Any]]
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Coordinator]:
-    with workers(3, silence_seconds=SILENCE_SECONDS) as coordinator:
+    with workers(3, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS) as coordinator:
         yield coordinator
 
 
@@ -144,8 +144,8 @@ def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[in
         at: At = {FAULT_STEP: stop, FAULT_STEP + 4: lambda: times.append(time.monotonic())}
         ran = disturbed(cluster, plan_called("pipeline", devices), tmp_path / "run", at)
     check(ran, undisturbed[2])
-    assert times[1] - times[0] < SILENCE_SECONDS + 3.0
-    assert "has said nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
+    assert times[1] - times[0] < HEARTBEAT_TIMEOUT_SECONDS + 3.0
+    assert "has sent nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_coordinator_is_killed_and_started_again(
     monkeypatch.setenv("MANYHANDS_DISCOVERY", "127.0.0.1")
     folder, typed = place
     monkeypatch.setenv("MANYHANDS_HOME", str(folder / "home"))
-    token = household_token()
+    token = shared_token()
     where = f"127.0.0.1:{free_port()}"
     job = (
         "--listen", where, "--devices", "2", "--model", "mine:mlp", "--data", "rows.npz",

@@ -18,7 +18,8 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
-from manyhands.runtime.control import Said, State
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import State
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.backup import holders
 from manyhands.schedule.policy import Schedule
@@ -113,15 +114,15 @@ class Offers:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.heard: dict[tuple[str, int], tuple[str, ...] | None] = {}
-        say = Worker._say
+        send = Worker._send
 
-        def listening(worker: Worker, message: Said) -> None:
+        def listening(worker: Worker, message: Message) -> None:
             if isinstance(message, State):
                 listed = None if message.tensors is None else tuple(entry.name for entry in message.tensors)
                 self.heard[worker.endpoint.name, message.step] = listed
-            say(worker, message)
+            send(worker, message)
 
-        patch.setattr(Worker, "_say", listening)
+        patch.setattr(Worker, "_send", listening)
 
 
 @pytest.mark.parametrize("kind", PLANS)
@@ -174,7 +175,7 @@ def check(trip: Trip, generations: int = 1) -> None:
     for fault in trip.cluster.faults:
         assert len(fault.fired) == 1, fault
     assert trip.cluster.strange == []
-    assert trip.outcome.generations == generations, trip.told
+    assert trip.outcome.generations == generations, trip.logged
     assert_near(trip.outcome.losses, wanted.losses)
     assert found is not None
     assert found.steps_done == STEPS

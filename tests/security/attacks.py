@@ -18,7 +18,9 @@ from manyhands.engine.proofs import DIALLED
 from manyhands.engine.security import PREAMBLE, Purpose, Security, new_secret, new_token, preamble
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Arrival, Beat, Facts, Hello, Progress, Ready, encode
+from manyhands.runtime.control import PROTOCOL, encode
+from manyhands.runtime.control_messages import Heartbeat, Hello, Progress, Ready
+from manyhands.runtime.control_parts import Arrival, Facts
 
 Address = tuple[str, int]
 HELLO = Hello(__version__, PROTOCOL, "intruder", "127.0.0.1", 9, Facts("a machine", 1, 1, 10**9, "2.6"))
@@ -135,7 +137,12 @@ def one_of_the_house(address: Address, security: Security) -> Attack:
     arrivals = tuple(Arrival("worker-1", 10**6, 0.1, 0.0) for _ in range(50))
     words = [
         encode(one)
-        for one in (Progress(-7, 10**9, 0.1, (float("1e9"),), (0,), arrivals), Beat(arrivals), Ready(10**6), Beat())
+        for one in (
+            Progress(-7, 10**9, 0.1, (float("1e9"),), (0,), arrivals),
+            Heartbeat(arrivals),
+            Ready(10**6),
+            Heartbeat(),
+        )
     ]
 
     def flood(attack: Attack) -> None:

@@ -21,7 +21,8 @@ from manyhands.engine.channel import connect
 from manyhands.engine.door import knock
 from manyhands.engine.security import PREAMBLE, Purpose, Security, new_token
 from manyhands.facts.errors import ManyhandsError, Refused
-from manyhands.runtime.control import Beat, encode
+from manyhands.runtime.control import encode
+from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.coordinator import Coordinator
 
 TOKEN = new_token()
@@ -123,7 +124,7 @@ def test_a_handshake_that_was_recorded_is_worth_nothing(coordinator: Coordinator
         target = places(coordinator)[Purpose.CONTROL]
         recorder = Recorder(target)
         channel = connect(*recorder.address, Security(TOKEN, encrypted), 10)
-        channel.send(encode(Beat()))
+        channel.send(encode(Heartbeat()))
         channel.receive(10)
         channel.close()
         recorder.end()

@@ -17,21 +17,19 @@ from manyhands.engine.security import Security, new_token
 from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadData, ManyhandsError, Refused, WorkerLost
 from manyhands.files.json_memory import decoded_bytes
-from manyhands.runtime import control, event_queue
+from manyhands.runtime import control_messages, event_queue
 from manyhands.runtime.control import (
     LARGEST_HELLO_BYTES,
     MOST_FROM_COORDINATOR_BYTES,
     MOST_FROM_WORKER_BYTES,
-    Beat,
-    Facts,
-    SiloFacts,
-    TensorEntry,
     decode_from_coordinator,
     decode_from_worker,
     encode,
 )
+from manyhands.runtime.control_messages import Heartbeat
+from manyhands.runtime.control_parts import Facts, SiloFacts, TensorEntry
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.worker import _short
+from manyhands.runtime.handshake import short
 
 MIB = 2**20
 
@@ -84,10 +82,10 @@ def test_a_worker_with_many_arrays_of_its_own_can_join() -> None:
     facts = Facts("a machine", 8, 8, 10**10, "2.6", silo=SiloFacts(10**6, arrays))
     hello = msgspec.structs.replace(HELLO, facts=facts)
     assert len(encode(hello)) < LARGEST_HELLO_BYTES
-    assert _short(hello) is hello
+    assert short(hello) is hello
     facts = msgspec.structs.replace(facts, silo=SiloFacts(10**6, arrays * 2))
     with pytest.raises(BadData, match=r"takes 2\d{4} bytes; a coordinator reads at most 16384") as caught:
-        _short(msgspec.structs.replace(HELLO, facts=facts))
+        short(msgspec.structs.replace(HELLO, facts=facts))
     assert "300 arrays" in caught.value.hint
 
 
@@ -171,11 +169,21 @@ def test_a_refusal_says_both_sizes() -> None:
 
 def test_each_side_reads_only_what_the_other_says() -> None:
     """A worker that sends the coordinator a job is refused before the job is decoded."""
-    for message in (control.Leave(), control.Stop(1), control.Survey(1, 0), control.Start(1, 0, 1, ())):
+    for message in (
+        control_messages.Leave(),
+        control_messages.Stop(1),
+        control_messages.Survey(1, 0),
+        control_messages.Start(1, 0, 1, ()),
+    ):
         assert decode_from_coordinator(encode(message)) == message
         with pytest.raises(Refused):
             decode_from_worker(encode(message))
-    for message in (control.Leaving(), control.Ready(1), control.Clock(1, 0.5), control.Held(1, "a", 2)):
+    for message in (
+        control_messages.Leaving(),
+        control_messages.Ready(1),
+        control_messages.Clock(1, 0.5),
+        control_messages.Held(1, "a", 2),
+    ):
         assert decode_from_worker(encode(message)) == message
         with pytest.raises(Refused):
             decode_from_coordinator(encode(message))
@@ -185,7 +193,7 @@ def test_a_queue_counts_memory_and_not_letters(monkeypatch: pytest.MonkeyPatch) 
     """Messages that nobody has taken yet are decoded already."""
     monkeypatch.setattr(event_queue, "MOST_WAITING_BYTES", 4 * MIB)
     said: list[str] = []
-    with Coordinator(silence_seconds=20.0, on_event=said.append) as coordinator:
+    with Coordinator(heartbeat_timeout_seconds=20.0, on_event=said.append) as coordinator:
         channel = connect(*coordinator.address, coordinator.security, 5.0)
         channel.send(encode(HELLO))
         assert channel.receive(5.0) is not None
@@ -201,4 +209,4 @@ def test_a_queue_counts_memory_and_not_letters(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_beat_is_small() -> None:
-    assert decoded_bytes(encode(Beat())) < 1000
+    assert decoded_bytes(encode(Heartbeat())) < 1000

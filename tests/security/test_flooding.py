@@ -19,7 +19,7 @@ from manyhands.engine.channel import Listener, connect
 from manyhands.engine.security import Security, new_token
 from manyhands.facts.errors import Refused
 from manyhands.runtime import event_queue
-from manyhands.runtime.control import Beat
+from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.event_queue import EventQueue
 from real_runs import Ran, assert_same, names, shared, train, workers
@@ -201,23 +201,23 @@ def test_a_queue_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_queue, "MOST_WAITING", 10)
     events = EventQueue()
     for _ in range(10):
-        events.put(("loud", Beat()), 100)
+        events.put(("loud", Heartbeat()), 100)
     with pytest.raises(Refused, match="more than can be heard: 10 messages of 1000 bytes"):
-        events.put(("loud", Beat()), 100)
-    events.put(("quiet", Beat()), 100)  # others are not touched by it
-    events.put(("loud", Beat()))  # what happened here is always told
+        events.put(("loud", Heartbeat()), 100)
+    events.put(("quiet", Heartbeat()), 100)  # others are not touched by it
+    events.put(("loud", Heartbeat()))  # what happened here is always told
     for _ in range(3):
         assert events.get(1)[0] == "loud"
     for _ in range(3):
-        events.put(("loud", Beat()), 100)
+        events.put(("loud", Heartbeat()), 100)
     monkeypatch.setattr(event_queue, "MOST_WAITING_BYTES", 2000)
     with pytest.raises(Refused):
-        events.put(("quiet", Beat()), 1950)
+        events.put(("quiet", Heartbeat()), 1950)
 
 
 def test_who_floods_the_coordinator_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_queue, "MOST_WAITING", 500)
-    with Coordinator(silence_seconds=20.0) as coordinator:
+    with Coordinator(heartbeat_timeout_seconds=20.0) as coordinator:
         with one_of_the_house(coordinator.address, coordinator.security) as attack:
             end = time.monotonic() + 60
             while not any(member.is_lost for member in list(coordinator.members.values())):

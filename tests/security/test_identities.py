@@ -17,6 +17,7 @@ from manyhands.engine.proofs import DIALLED
 from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import ManyhandsError, Refused
 from manyhands.runtime import coordinator as coordinators
+from manyhands.runtime import dialler
 from manyhands.runtime.audit import entries
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.device_book import DeviceBook, own_credentials, own_key
@@ -44,7 +45,8 @@ class Desk:
 
     def opened(self, token: str = TOKEN) -> Coordinator:
         return Coordinator(
-            "0.0.0.0", 0, token, on_event=self.heard.append, announce=False, silence_seconds=1.0, beat_seconds=0.1,
+            "0.0.0.0", 0, token, on_event=self.heard.append, announce=False, heartbeat_timeout_seconds=1.0,
+            heartbeat_seconds=0.1,
             credentials=own_credentials(Role.COORDINATOR, folder=self.home),
         )  # fmt: skip
 
@@ -238,8 +240,9 @@ def test_a_worker_cannot_act_as_coordinator(desk: Desk, pi: Device, tmp_path: Pa
 def test_local_runs_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     used: list[str] = []
-    monkeypatch.setattr(coordinators, "own_credentials", lambda *_: used.append("key"))
-    with Coordinator(silence_seconds=1.0, beat_seconds=0.1) as coordinator:
+    for module in (coordinators, dialler):
+        monkeypatch.setattr(module, "own_credentials", lambda *_: used.append("key"))
+    with Coordinator(heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.1) as coordinator:
         assert coordinator.security.is_secret
         worker = Worker(Joining(*coordinator.address, coordinator.token, "pi"), TcpTransport())
         thread = threading.Thread(target=worker.run)

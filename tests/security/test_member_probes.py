@@ -15,13 +15,12 @@ from manyhands.engine.endpoint import Address
 from manyhands.engine.security import Security, new_token
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.transport import TcpTransport
-from manyhands.runtime import member_probes
-from manyhands.runtime import worker as workers
-from manyhands.runtime.control import Failed, Prepare, ProbeLinks
+from manyhands.runtime import member_probes, peer_connections
+from manyhands.runtime.control_messages import Failed, Prepare, ProbeLinks
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.knocking import NO_MEMBER, OPEN
 from manyhands.runtime.member_probes import MemberProbes
+from manyhands.runtime.reachability import NO_MEMBER, OPEN
 from manyhands.runtime.worker import Worker
 
 LIMIT_SECONDS = 0.6
@@ -113,8 +112,8 @@ def test_so_many_targets_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     """With one worker, in a thread of this process."""
-    monkeypatch.setattr(workers, "CONNECT_SECONDS", 1.0)
-    with Coordinator(silence_seconds=20.0) as found:
+    monkeypatch.setattr(peer_connections, "CONNECT_SECONDS", 1.0)
+    with Coordinator(heartbeat_timeout_seconds=20.0) as found:
         joining = Joining(*found.address, found.token, "pi-1", encrypted=False)
         worker = Worker(joining, TcpTransport())
         thread = threading.Thread(target=worker.run, daemon=True)
@@ -137,7 +136,7 @@ def test_what_connecting_met_stays_with_the_worker(
             message = Prepare(generation, None, peers)
             asked = ProbeLinks(generation, ("pi-1", "pi-9"), peers) if kind == "probe" else message
             start = time.monotonic()
-            coordinator.say("pi-1", asked)
+            coordinator.send("pi-1", asked)
             failed = answer_to(coordinator, generation)
             assert 1.0 <= time.monotonic() - start < 2.5
             told.add(f"{failed.kind} {failed.message} {failed.hint}".replace(str(port), "PORT"))

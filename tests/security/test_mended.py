@@ -38,7 +38,7 @@ from manyhands.inference.requests import Limits, samples_in
 from manyhands.observe.live import Live
 from manyhands.observe.watching import Watch
 from manyhands.plans import networks
-from manyhands.runtime import control, state
+from manyhands.runtime import control, control_parts, state
 
 WANTED = Wanted((1, 2, 2))
 
@@ -114,7 +114,7 @@ def test_a_control_message_with_a_long_name() -> None:
 def test_state_that_no_memory_holds(shape: tuple[int, ...]) -> None:
     """Checked before any is taken, without what wraps around in 64 bits."""
     with pytest.raises(BadValue, match=r"no tensor is like that|at most"):
-        state.byte_count([control.TensorEntry("w", "float32", shape)])
+        state.byte_count([control_parts.TensorEntry("w", "float32", shape)])
 
 
 def test_a_plan_with_a_long_field() -> None:

@@ -10,7 +10,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, UnknownName, WorkerLost
 from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.planner.split import WIDTHS, Bound, Cut, Deployment, LinkRates, SplitProfile
-from manyhands.runtime.control import Arrival
+from manyhands.runtime.control_parts import Arrival
 from manyhands.split.controller import SplitPilot, Wanted
 from manyhands.split.plans import (
     ROUND_SECONDS,

@@ -26,7 +26,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
 from manyhands.graph.regrouping import regrouped
 from manyhands.job.base import Job
-from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.policy import Schedule

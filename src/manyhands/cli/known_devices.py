@@ -17,14 +17,14 @@ MOST_LINES = 1000
 
 def _book() -> DeviceBook:
     from manyhands.runtime.device_book import DeviceBook
-    from manyhands.runtime.household import config_folder
+    from manyhands.runtime.shared_token import config_folder
 
     return DeviceBook(config_folder())
 
 
 def _record(event: str, name: str, key: str) -> None:
     from manyhands.runtime.audit import AuditLog
-    from manyhands.runtime.household import config_folder
+    from manyhands.runtime.shared_token import config_folder
 
     AuditLog(config_folder()).record(event, name=name, key=key)
 
@@ -63,7 +63,7 @@ def allow(
 
 def new_token() -> None:
     """Make another token for new devices; those that have joined do not need it."""
-    from manyhands.runtime.household import renew_token
+    from manyhands.runtime.shared_token import renew_token
 
     path = renew_token()
     _record("new token", "", "")
@@ -74,7 +74,7 @@ def log(json: Json = False) -> None:
     """Show the audit log: joins, failed proofs, refusals, evictions, revocations."""
     from manyhands.cli.show import plain, print_json
     from manyhands.runtime.audit import AUDIT_FILE, entries
-    from manyhands.runtime.household import config_folder
+    from manyhands.runtime.shared_token import config_folder
 
     found = entries(config_folder())
     if json:
@@ -93,7 +93,7 @@ def known() -> dict[str, Any]:
 
     from manyhands.engine.keys import fingerprint
     from manyhands.runtime.device_book import own_key
-    from manyhands.runtime.household import config_folder
+    from manyhands.runtime.shared_token import config_folder
 
     key = own_key(config_folder(), make=False)
     joined = [{**msgspec.to_builtins(one), "fingerprint": one.fingerprint} for one in _book().devices()]

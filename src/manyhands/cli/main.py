@@ -17,10 +17,10 @@ from manyhands.cli import (
     devices,
     doctor,
     export,
+    fork_server,
     infer,
     lab,
     models,
-    nursery,
     plan,
     profile,
     simulate,
@@ -71,7 +71,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.command("worker")(worker.worker)
-app.command("nursery", hidden=True)(nursery.nursery)
+app.command("nursery", hidden=True)(fork_server.fork_server)
 app.command("doctor")(doctor.doctor)
 app.command("dashboard")(dashboard.dashboard)
 app.command("top")(top.top)

@@ -70,7 +70,7 @@ def serve(
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
     from manyhands.engine.security import is_loopback
     from manyhands.runtime.confinement import confined
-    from manyhands.runtime.household import household_token, made_config_folder
+    from manyhands.runtime.shared_token import made_config_folder, shared_token
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -82,7 +82,7 @@ def serve(
         typer.echo(token_text(secret))
         sys.stdout.flush()
 
-    token = token_given(token, token_file) or household_token(say)
+    token = token_given(token, token_file) or shared_token(say)
     writes = [made_config_folder()] if not is_loopback(host) else []
     with confined(is_wanted=confine, reads=[silo] if silo else [], writes=writes, compute=compute) as confinement:
         from manyhands.runtime.joining import Joining
@@ -97,7 +97,7 @@ def serve(
         joining = Joining(
             host, port, token, name, compute, threads, slowdown=slowdown, silo=silo, confinement=confinement
         )
-        listen(joining, say=say, once=once, on_listening=listening)
+        listen(joining, report=say, once=once, on_listening=listening)
 
 
 @app.command("train")

@@ -21,8 +21,8 @@ def token_given(token: str, token_file: str) -> str:
     if not token_file:
         return token
     from manyhands.facts.errors import BadValue
-    from manyhands.runtime.household import read_token_file
     from manyhands.runtime.processes import TOKEN_VARIABLE
+    from manyhands.runtime.shared_token import read_token_file
 
     if token:
         raise BadValue(

@@ -81,10 +81,10 @@ def worker(
         typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
     from manyhands.engine.keys import Role
-    from manyhands.runtime import household
+    from manyhands.runtime import shared_token
     from manyhands.runtime.device_book import knows_any
 
-    token = token_given(token, token_file) or household.known_token()
+    token = token_given(token, token_file) or shared_token.known_token()
     is_known = not token and knows_any(Role.COORDINATOR)
     if not token and not is_known:
         token = ask_for_token("the coordinator")
@@ -93,7 +93,7 @@ def worker(
     from manyhands.runtime.confinement import confined
 
     is_here = bool(host) and is_loopback(host)  # else it remembers the coordinator's key
-    writes = [] if is_here else [household.made_config_folder()]
+    writes = [] if is_here else [shared_token.made_config_folder()]
     with confined(is_wanted=confine, reads=[silo] if silo else [], writes=writes, compute=compute) as confinement:
         from manyhands.runtime.joining import Joining
         from manyhands.runtime.service import serve

@@ -6,7 +6,7 @@ import ipaddress
 import shutil
 from pathlib import Path
 
-from manyhands.runtime.knocking import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE, REFUSED, Answer
+from manyhands.runtime.reachability import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE, REFUSED, Answer
 
 TOOLS = ("ufw", "firewalld", "nftables")
 _FREE_PORTS = (32768, 60999)

@@ -16,9 +16,9 @@ from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.units import format_bytes, format_rate, format_seconds
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.knocking import Answer
-from manyhands.runtime.measuring import knock_between, probe_pair
-from manyhands.runtime.members import Member
+from manyhands.runtime.measuring import probe_pair, probe_reachability
+from manyhands.runtime.member import Member
+from manyhands.runtime.reachability import Answer
 
 MOST_WALL_SECONDS = 2.0
 """By how much the time of day may differ: what is written of a run is in order by it, nothing else depends on it."""
@@ -64,10 +64,10 @@ def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
     """Whether clocks can be compared, which is measured twice, and whether it is the same time of day."""
     wanted = list(names)
-    first = coordinator.set_clocks(wanted)
+    first = coordinator.clock_sync.synchronize(wanted)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
     time.sleep(_DRIFT_LOOK_SECONDS)
-    second = coordinator.set_clocks(list(first))
+    second = coordinator.clock_sync.synchronize(list(first))
     for name in wanted:
         if name not in second:
             yield no_answer(coordinator, name, "clock")
@@ -150,7 +150,7 @@ def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[s
     while True:
         there = [name for name in names if name not in lost]
         try:
-            return knock_between(coordinator, there) if there else {}, lost
+            return probe_reachability(coordinator, there) if there else {}, lost
         except ManyhandsError as error:
             gone = {name: error.message for name in there if coordinator.members[name].is_lost}
             if not gone:  # nobody is lost, and somebody does not say a word: all are told of it

@@ -147,11 +147,11 @@ def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[
 @contextlib.contextmanager
 def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
-    from manyhands.runtime.household import household_token
+    from manyhands.runtime.shared_token import shared_token
     from manyhands.session.joining import join_text, parse_address
 
     host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
-    token = asked.token or household_token(events.append)
+    token = asked.token or shared_token(events.append)
     with Coordinator(host, port, token, on_event=events.append) as coordinator:
         wanted = list(cluster.names) if cluster is not None else asked.devices
         named = " --name NAME" if cluster is not None else ""
@@ -216,11 +216,11 @@ def join_check(address: str) -> Check:
     """Whether a coordinator's port can be reached from here."""
     from manyhands.doctor.firewall import remedy
     from manyhands.runtime.coordinator import DEFAULT_PORT
-    from manyhands.runtime.knocking import knock
+    from manyhands.runtime.reachability import probe
     from manyhands.session.joining import parse_address
 
     host, port = parse_address(address, DEFAULT_PORT)
-    answer = knock(host, port)
+    answer = probe(host, port)
     where = f"{host}:{port}"
     if answer.is_open:
         found = f"{where} answers, after {answer.seconds * 1000:.1f} ms"

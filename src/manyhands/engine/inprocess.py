@@ -25,7 +25,7 @@ from manyhands.engine.endpoint import Address, Peers
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, Header, decode, encode, header_bytes
 from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, Memory, as_bytes, byte_count
 from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, difference, preamble
-from manyhands.engine.tcp import SILENCE_SECONDS
+from manyhands.engine.tcp import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.engine.transport import ControlListener
 from manyhands.facts.cluster import Link
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
@@ -364,7 +364,7 @@ class MeetingEndpoint:
         self.transport, self.name, self.address, self.security = transport, name, address, security
         self.mailbox = Mailbox(name, limit_seconds=transport.limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
-        self.silence_seconds = SILENCE_SECONDS * security.patience
+        self.silence_seconds = HEARTBEAT_TIMEOUT_SECONDS * security.patience
         """Silence is not noticed here, breaks are."""
         self._peers: dict[str, tuple[_Link, MeetingEndpoint]] = {}
         self._named: set[str] = set()

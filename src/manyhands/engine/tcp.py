@@ -47,7 +47,7 @@ from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
 from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 
-SILENCE_SECONDS = 6.0
+HEARTBEAT_TIMEOUT_SECONDS = 6.0
 """A connection without a byte for this long is lost. A peer that computes keeps beating, unless it holds the
 interpreter's lock: which lasts a second or two at most."""
 _BEAT_SECONDS = 1.0
@@ -142,7 +142,7 @@ class TcpEndpoint:
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
-        self.silence_seconds = silence_seconds = silence_seconds or SILENCE_SECONDS * security.patience
+        self.silence_seconds = silence_seconds = silence_seconds or HEARTBEAT_TIMEOUT_SECONDS * security.patience
         self.sharing = sharing or SharingSetting.of_environment()
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
         self._connections: dict[str, Connection] = {}

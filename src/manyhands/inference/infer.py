@@ -36,9 +36,9 @@ from manyhands.planner.inference import INFERENCE_STRATEGIES, objective_named
 from manyhands.plans.inference import plan_for, sample_seconds, stream_seconds
 from manyhands.plans.planning import read_plan
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.streaming import MOST_WAITING, SUBMIT_SECONDS, Streaming
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import expect_session, open_session
@@ -221,7 +221,7 @@ class Inference:
             graph = at_rest(graph)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(open_session(cluster, say=say))
-            endurance = Endurance("auto", min_devices, max_devices, session.rejoin_seconds)
+            endurance = RetryPolicy("auto", min_devices, max_devices, session.rejoin_seconds)
             session.begin(endurance)
             ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
             machines, profile = measure_who_stays(
@@ -236,7 +236,7 @@ class Inference:
                 watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
             )  # fmt: skip
             streaming = Streaming(
-                session.coordinator, order, replan, endurance, most_waiting=most_waiting, tell=_teller(say),
+                session.coordinator, order, replan, endurance, most_waiting=most_waiting, log_event=_teller(say),
             )  # fmt: skip
             stack.callback(streaming.close, cancel=True)
             streaming.start()

@@ -47,7 +47,8 @@ from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.plans.planning import simulate
-from manyhands.runtime.journey import Journey, Pilot, Replan, Travelled
+from manyhands.runtime.controller import Controller, Replan
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.living import Living, rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
@@ -131,7 +132,7 @@ def opened(
         remember(where)
         if on_opened is not None:
             living.shown_at(on_opened(where) or "")
-        living.said("starting workers")
+        living.noted("starting workers")
         yield Opened(graph, record, start, where, last_step, resumed is not None)
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
@@ -245,8 +246,8 @@ class Job:
             ),
         )  # fmt: skip
         if options.feed == "start":
-            order.laying = self._laying(planned)
-        fed = options.data if order.laying is None else Numbered(options.data)
+            order.preload = self._laying(planned)
+        fed = options.data if order.preload is None else Numbered(options.data)
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
@@ -264,9 +265,9 @@ class Job:
             stopping() as stop,
             Rewindable(lambda step: Prefetcher(fed, options.order, step, last), first) as batches,
         ):
-            journey = Journey(
+            journey = ElasticJob(
                 self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
-                on_snapshot=self._keep, tell=self.tell, pilot=self.pilot(), living=self.record.living,
+                on_snapshot=self._keep, log_event=self.tell, controller=self.pilot(), living=self.record.living,
                 should_stop=lambda: stop.is_wanted(self.say),
             )  # fmt: skip
             try:
@@ -325,7 +326,7 @@ class Job:
             planned.prediction.seconds, lasting.backup_every,
         )  # fmt: skip
 
-    def pilot(self) -> Pilot | None:
+    def pilot(self) -> Controller | None:
         """Who steers while they stay."""
         return None
 
@@ -339,7 +340,7 @@ class Job:
                 living.replanned(Plan.from_dict(facts["plan"]))
         text = happened(event, facts)
         if living is not None and text:
-            living.waits(text) if event == "waiting" else living.said(text)
+            living.waits(text) if event == "waiting" else living.noted(text)
         if text and self.say is not None:
             self.say(text)
 
@@ -350,7 +351,7 @@ class Job:
 
     def _doing(self, text: str) -> None:
         if self.record.living is not None:
-            self.record.living.said(text)
+            self.record.living.noted(text)
 
     def _show(self, planned: Planned) -> None:
         """Others see now what is to be run, and by whom."""
@@ -383,7 +384,7 @@ class Job:
                         hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
-    def _result(self, planned: Planned, outcome: Travelled) -> TrainResult:
+    def _result(self, planned: Planned, outcome: JobOutcome) -> TrainResult:
         steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)

@@ -109,14 +109,15 @@ def _told(listen: str, token: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _joined(wish: Wish, token: str, say: Say) -> Iterator[Coordinator]:
     """A coordinator that enough workers have joined; others may come later."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator, beat_for
-    from manyhands.runtime.household import household_token
+    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.heartbeats import heartbeat_interval
+    from manyhands.runtime.shared_token import shared_token
 
     host, port = parse_address(wish.listen, DEFAULT_PORT)
-    count, beat_seconds = wish.count, beat_for(wish.silence)
+    count, beat_seconds = wish.count, heartbeat_interval(wish.silence)
     with Coordinator(
-        host, port, token or household_token(say), on_event=say, silence_seconds=wish.silence,
-        beat_seconds=beat_seconds, max_devices=wish.max_devices, title=wish.model,
+        host, port, token or shared_token(say), on_event=say, heartbeat_timeout_seconds=wish.silence,
+        heartbeat_seconds=beat_seconds, max_devices=wish.max_devices, title=wish.model,
     ) as coordinator:  # fmt: skip
         more = "" if count > 1 else " (more: --devices N)"
         say(f"Waiting for {count} worker(s){more}. On each device:\n{join_text(coordinator)}")

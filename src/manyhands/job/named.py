@@ -25,7 +25,7 @@ from manyhands.planner.task import TileWish
 from manyhands.plans.networks import parse_input
 from manyhands.plans.planning import plan_file
 from manyhands.plans.tiles import tile_wish
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.session.joining import parse_address, parse_devices, refuse_preset
 
@@ -112,7 +112,7 @@ class Wish:
     replan: str = "auto"
     backup_every: int | None = None
     """Rounds between two backups; None: so that they are hardly felt."""
-    silence: float = SILENCE_SECONDS
+    silence: float = HEARTBEAT_TIMEOUT_SECONDS
     """A worker that says nothing for so long is lost."""
 
     def __post_init__(self) -> None:

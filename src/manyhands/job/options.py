@@ -22,7 +22,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.task import TileWish
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.session.session import Say
 
@@ -169,6 +169,6 @@ class Lasting:
             raise BadValue(f"backup_every is {self.backup_every}; it must be 0 or more rounds.")
         self.endurance(0.0)
 
-    def endurance(self, wait_seconds: float) -> Endurance:
+    def endurance(self, wait_seconds: float) -> RetryPolicy:
         """How hard the job tries; `wait_seconds`: how long others may take to join."""
-        return Endurance(self.replan, self.min_devices, self.max_devices, wait_seconds)
+        return RetryPolicy(self.replan, self.min_devices, self.max_devices, wait_seconds)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from manyhands.runtime.checksums import combined
-from manyhands.runtime.control import Held, Hold, Holds, Retain, Send, State, TensorEntry
+from manyhands.runtime.control_messages import Held, Hold, Holds, Retain, Send, State
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.stalls import Verdict
 from manyhands.schedule.backup import holders, is_due
 
@@ -25,7 +26,7 @@ class Backups:
 
     def __init__(self, run: Run) -> None:
         self.run, self.every = run, run.order.backup_every
-        self.holders = holders(run.order.plan, run.weights) if self.every else {}
+        self.holders = holders(run.order.plan, run.handout.weights) if self.every else {}
         self.safe_step = run.first if run.order.located is None else -1
         """The last step of which every weight is at two places at least, or at the coordinator."""
         self.bytes_sent = 0
@@ -38,7 +39,7 @@ class Backups:
         """Whether everybody keeps a copy after so many steps."""
         if not self.every or step == self.run.first:
             return bool(self.every)
-        return is_due(self.run.round_of(step - 1), step, self.every)
+        return is_due(self.run.steps.round_of(step - 1), step, self.every)
 
     def kept(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a copy of its own state."""
@@ -49,14 +50,14 @@ class Backups:
         if holder is not None:
             hold = Hold(self.run.generation, name, message.step, listed, message.scalars, message.checksums)
             self._offered[name, message.step] = hold
-            self.run.coordinator.say(holder, hold)
+            self.run.coordinator.send(holder, hold)
         self._look(message.step)
 
     def holds(self, name: str, message: Holds) -> None:
         """A worker has room for another's copy."""
         if self.holders.get(message.source) == name:
             send = Send(self.run.generation, message.step, name, message.attempt)
-            self.run.coordinator.say(message.source, send)
+            self.run.coordinator.send(message.source, send)
 
     def held(self, name: str, message: Held) -> None:
         """It has arrived. One that differs from what was offered is asked for again, once."""
@@ -72,9 +73,9 @@ class Backups:
         what = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
         if hold.attempt:  # before it was sent again, the source has looked at its own: see `State.has_changed`
             raise self.run.evicted(Verdict(name, f"for the second time {what}, which has not changed"))
-        self.run.tell("note", text=f"T{what[1:]}: it is sent again.")
+        self.run.hooks.log_event("note", text=f"T{what[1:]}: it is sent again.")
         self._offered[source, step] = hold = msgspec.structs.replace(hold, attempt=1)
-        self.run.coordinator.say(name, hold)
+        self.run.coordinator.send(name, hold)
 
     def _look(self, step: int) -> None:
         is_safe = self._kept[step] >= set(self.run.names) and self._held[step] >= set(self.holders)
@@ -87,8 +88,8 @@ class Backups:
         wanted = self.run.wanted_snapshot
         first = step if wanted is None else min(step, wanted)
         for name in self.run.everybody:
-            self.run.coordinator.say(name, Retain(first, _NO_LIMIT))
-        self.run.on_safe(step)
+            self.run.coordinator.send(name, Retain(first, _NO_LIMIT))
+        self.run.hooks.on_safe(step)
 
     def owing(self) -> list[tuple[str, str]]:
         """Of the oldest step that is not safe: each device whose copy is missing, and who was to hold it; twice the

@@ -26,8 +26,8 @@ import msgspec
 
 from manyhands.engine.keys import Credentials, DeviceKey, Pinned, Role, fingerprint, new_private_key
 from manyhands.facts.errors import BadFile, BadValue, Refused
-from manyhands.runtime.household import config_folder
 from manyhands.runtime.private_files import read_private, write_private
+from manyhands.runtime.shared_token import config_folder
 
 KEY_FILE = "device-key"
 BOOK_FILE = "devices.json"
@@ -282,16 +282,16 @@ def _private_key(path: Path) -> bytes | None:
 
 
 def own_credentials(
-    role: Role, say: Callable[[str], None] = lambda text: None, folder: Path | None = None
+    role: Role, report: Callable[[str], None] = lambda text: None, folder: Path | None = None
 ) -> Credentials | None:
-    """As whom this device connects; None where no key can be kept, which is said: then it is known by nobody, and has
+    """As whom this device connects; None where no key can be kept, which is reason: then it is known by nobody, and has
     to show the token every time. `folder`: in place of the household's."""
     folder = folder or config_folder()
     try:
         key = own_key(folder)
     except OSError as error:
-        said = (error.strerror or str(error)).lower()
-        say(f"This device's key cannot be kept in {folder} ({said}): the token is needed every time.")
+        reason = (error.strerror or str(error)).lower()
+        report(f"This device's key cannot be kept in {folder} ({reason}): the token is needed every time.")
         return None
     assert key is not None, "it was to be made"
     return Credentials(key, role, DeviceBook(folder, key.public))

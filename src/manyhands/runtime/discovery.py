@@ -62,14 +62,14 @@ _NO_VERSION = re.compile(r"[^0-9A-Za-z.+-]")
 
 def interface_asked() -> str | None:
     """The one interface to use, by its address; empty: all; None: nothing is announced or looked for."""
-    said = os.environ.get(VARIABLE, "").strip()
-    if said.lower() in ("off", "0", "no"):
+    setting = os.environ.get(VARIABLE, "").strip()
+    if setting.lower() in ("off", "0", "no"):
         return None
     try:
-        return str(ipaddress.IPv4Address(said)) if said else ""
+        return str(ipaddress.IPv4Address(setting)) if setting else ""
     except ValueError as error:
         raise BadValue(
-            f"{VARIABLE} is '{said:.60}'; it must be off, or the IPv4 address of one of this machine's interfaces.",
+            f"{VARIABLE} is '{setting:.60}'; it must be off, or the IPv4 address of one of this machine's interfaces.",
             hint=f"Like this: {VARIABLE}=192.168.1.5. Leave it out to use all of them.",
         ) from error
 
@@ -178,7 +178,7 @@ class Announcer:
         address: tuple[str, int],
         token: str,
         title: str = "",
-        say: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
         interface: str | None = "",
         service: str = SERVICE,
         *,
@@ -187,7 +187,7 @@ class Announcer:
         """`interface`: see `interface_asked`. `public`: this device's key."""
         self._public = public
         self._service = service
-        self._address, self._token, self._title, self._say = address, token, title, say
+        self._address, self._token, self._title, self._report = address, token, title, report
         self.salt = secrets.token_hex(4)
         self.is_announced = threading.Event()
         self._closing = threading.Event()
@@ -219,7 +219,7 @@ class Announcer:
                         problem = ""
                 except Exception as error:  # no multicast here, or not now: --join works without
                     if str(error) != problem:
-                        self._say(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
+                        self._report(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
                     problem = str(error)
                 self._closing.wait(_LOOK_SECONDS)
         finally:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 
 from manyhands.facts.errors import Refused
-from manyhands.runtime.members import Event
+from manyhands.runtime.member import Event
 
 MOST_WAITING = 20_000
 """Messages of one worker that nobody has taken yet: hours of its beats, or a thousand rounds."""

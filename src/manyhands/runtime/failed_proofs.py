@@ -18,13 +18,13 @@ class FailedProofs:
     """`note` is called from any thread, `report` now and then."""
 
     def __init__(
-        self, say: Callable[[str], None], audit: AuditLog, clock: Callable[[], float] = time.monotonic
+        self, report: Callable[[str], None], audit: AuditLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._say, self._audit, self._clock = say, audit, clock
+        self._report, self._audit, self._clock = report, audit, clock
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         """Since the last report, those that were not told of at once."""
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         """Address -> when it was first told of, in this minute."""
         self._since = clock()
 
@@ -32,16 +32,16 @@ class FailedProofs:
         """Somebody there has shown another token."""
         with self._lock:
             now = self._clock()
-            self._told = {place: at for place, at in self._told.items() if now - at < REPORT_SECONDS}
-            is_first = origin not in self._told and not self._counts[origin] and len(self._told) < _MOST_AT_ONCE
+            self._reported = {place: at for place, at in self._reported.items() if now - at < REPORT_SECONDS}
+            is_first = origin not in self._reported and not self._counts[origin] and len(self._reported) < _MOST_AT_ONCE
             if is_first:
-                self._told[origin] = now
+                self._reported[origin] = now
             else:
                 if not self._counts.total():
                     self._since = now
                 self._counts[origin] += 1
         if is_first:
-            self._say(f"Warning: a wrong token came from {origin}. Whoever it is was not let in.")
+            self._report(f"Warning: a wrong token came from {origin}. Whoever it is was not let in.")
             self._audit.record("failed proof", origin=origin, count=1)
 
     def report(self, *, is_last: bool = False) -> None:
@@ -52,14 +52,14 @@ class FailedProofs:
             if not counts or (passed < REPORT_SECONDS and not is_last):
                 return
             self._counts.clear()
-            self._told |= dict.fromkeys([place for place, _ in counts.most_common(_MOST_AT_ONCE)], self._clock())
+            self._reported |= dict.fromkeys([place for place, _ in counts.most_common(_MOST_AT_ONCE)], self._clock())
         period = "in the last minute" if passed < 1.5 * REPORT_SECONDS else f"in the last {passed:.0f} s"
         if is_last and passed < REPORT_SECONDS:
             period = f"in the last {max(1, round(passed))} s"
         for origin, count in counts.most_common(_MOST_AT_ONCE):
-            self._say(f"Warning: {count} wrong proof{'s' if count > 1 else ''} of the token from {origin} {period}.")
+            self._report(f"Warning: {count} wrong proof{'s' if count > 1 else ''} of the token from {origin} {period}.")
             self._audit.record("failed proof", origin=origin, count=count)
         others = counts.total() - sum(count for _, count in counts.most_common(_MOST_AT_ONCE))
         if others:
-            self._say(f"Warning: {others} more from other addresses.")
+            self._report(f"Warning: {others} more from other addresses.")
             self._audit.record("failed proof", origin="other addresses", count=others)

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.runtime.control import Reshape, Shape
+from manyhands.runtime.control_messages import Reshape
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 
 MOST_A_SECOND = 20.0
 _STEP_SECONDS = 1 / MOST_A_SECOND
-_SAY_SECONDS = 2.0
+_SEND_SECONDS = 2.0
 _MOST_NOTES = 100_000
 _END_SECONDS = 10.0
 
@@ -44,7 +45,7 @@ class _Direction:
     def __init__(self, coordinator: Coordinator, trace: Trace, ends: tuple[str, str], delay_seconds: float) -> None:
         self._coordinator, self._trace, (self._sender, self._receiver) = coordinator, trace, ends
         self._delay_seconds = delay_seconds
-        self._told: Member | None = None
+        self._informed: Member | None = None
         self.rate = math.nan
         self.due = 0.0
         """When the rate may be another, in seconds since the beginning."""
@@ -56,18 +57,18 @@ class _Direction:
             self.rate, lasts = self._next(seconds)
             self.due = seconds + lasts
         member = self._coordinator.members.get(self._sender)
-        if member is not None and not member.is_lost and (member is not self._told or self.rate != before):
-            self._say(Shape(self.rate, self._delay_seconds))
-            self._told = member
+        if member is not None and not member.is_lost and (member is not self._informed or self.rate != before):
+            self._shape(Shape(self.rate, self._delay_seconds))
+            self._informed = member
         return self.rate != before
 
     def lift(self) -> None:
         """The link is as it is."""
-        if self._told is not None and not self._told.is_lost:
-            self._say(Shape(None, 0.0))
+        if self._informed is not None and not self._informed.is_lost:
+            self._shape(Shape(None, 0.0))
 
-    def _say(self, shape: Shape) -> None:
-        self._coordinator.say(self._sender, Reshape({self._receiver: shape}), _SAY_SECONDS)
+    def _shape(self, shape: Shape) -> None:
+        self._coordinator.send(self._sender, Reshape({self._receiver: shape}), _SEND_SECONDS)
 
     def _next(self, seconds: float) -> tuple[float, float]:
         """A rate, and how long it is to hold."""

@@ -13,7 +13,8 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
 from manyhands.runtime import state
 from manyhands.runtime.checksums import checksums
-from manyhands.runtime.control import Send, State, TensorEntry
+from manyhands.runtime.control_messages import Send, State
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.keeping import topic
 from manyhands.runtime.order import RunState
 from manyhands.runtime.stalls import Verdict
@@ -74,7 +75,7 @@ class Gathering:
                     raise TimedOut(f"The snapshot after step {message.step} could not be kept for {limit:g} s.")
                 if self._is_closed:
                     return
-            self.run.on_snapshot(found)
+            self.run.hooks.on_snapshot(found)
             with self._change:
                 self.latest = found
                 self._saved += 1
@@ -92,7 +93,7 @@ class Gathering:
         box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
         box.expect(name, called, state.byte_count(listed))
         box.post(name, step, called, list(tensors.values()))
-        self.run.coordinator.say(name, Send(self.run.generation, step, COORDINATOR, attempt))
+        self.run.coordinator.send(name, Send(self.run.generation, step, COORDINATOR, attempt))
         box.receive(name, step, called, list(tensors.values()))
         return tensors if checksums(tensors.values()) == message.checksums else None
 

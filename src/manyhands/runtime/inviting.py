@@ -46,7 +46,7 @@ class Invitation:
         return (self.host, self.port) == (host, port)
 
 
-def meeting_address(
+def peer_address(
     reader: tuple[str, Invitation | None], peer: tuple[str, Invitation | None], address: tuple[str, int]
 ) -> Address:
     """Where a peer is as the reader is to meet it: an invited one is dialled by those who are not. Among others the

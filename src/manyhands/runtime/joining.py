@@ -17,7 +17,7 @@ from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.confinement import Confinement
-from manyhands.runtime.control import Facts, SiloFacts
+from manyhands.runtime.control_parts import Facts, SiloFacts
 from manyhands.runtime.device_book import worker_credentials
 
 
@@ -34,7 +34,7 @@ class Joining:
     limit_seconds: float = 60.0
     encrypted: bool | None = None
     """None: unless the coordinator is on this very machine."""
-    patience: float = 1.0
+    timeout_factor: float = 1.0
     """How many times longer than usual to wait for anybody."""
     parent: int = 0
     """A process without which this one ends too; 0: none."""
@@ -56,7 +56,7 @@ def reach(joining: Joining, name: str, transport: Transport) -> Reached:
     """The coordinator, which may not be there yet."""
     return reach_either(
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
-        encrypted=joining.encrypted, patience=joining.patience, credentials=joining.credentials,
+        encrypted=joining.encrypted, patience=joining.timeout_factor, credentials=joining.credentials,
     )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import torch
 from manyhands.engine.endpoint import Endpoint
 from manyhands.runtime import state
 from manyhands.runtime.checksums import checksums, combined
-from manyhands.runtime.control import Held, Hold, TensorEntry
+from manyhands.runtime.control_messages import Held, Hold
+from manyhands.runtime.control_parts import TensorEntry
 
 STATE = "state"
 """The message with what a device starts with, one from each who has some of it."""

@@ -38,7 +38,8 @@ from manyhands.observe.live import (
     write_live,
     write_round,
 )
-from manyhands.runtime.control import Arrival, Progress, Seen
+from manyhands.runtime.control_messages import Progress
+from manyhands.runtime.control_parts import Arrival, Seen
 from manyhands.schedule.glimpse import MOST_SPANS, Glimpse, thinned
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
@@ -172,7 +173,7 @@ class Living:
             remaining_seconds=max(0, self._live.steps - step - 1) * typical,
         )  # fmt: skip
 
-    def told(self, device: str, message: Progress) -> None:
+    def reported(self, device: str, message: Progress) -> None:
         """A device has ended a round."""
         with self._lock:
             for target, count in message.sent.items():
@@ -194,7 +195,7 @@ class Living:
                 if one.seconds > 0:
                     self._arrivals[one.source, device].append(one)
 
-    def said(self, text: str) -> None:
+    def noted(self, text: str) -> None:
         self._change(text=text)
 
     def waits(self, text: str) -> None:

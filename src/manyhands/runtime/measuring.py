@@ -14,26 +14,26 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document
 from manyhands.graph.graph import Graph
-from manyhands.runtime.blame import culprit, is_witness, lost
-from manyhands.runtime.control import (
+from manyhands.runtime.control_messages import (
     AskIds,
     Failed,
     Ids,
-    Knock,
-    Knocked,
     Measure,
     Measured,
+    PeersProbed,
     Probed,
     ProbeLinks,
+    ProbePeers,
     Ready,
     Start,
     Stop,
 )
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.knocking import LIMIT_SECONDS as LIMIT_OF_KNOCK
-from manyhands.runtime.knocking import Answer, knock_everywhere
-from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_PROBE
-from manyhands.runtime.members import Lost
+from manyhands.runtime.member import Lost
+from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_MEMBER_PROBE
+from manyhands.runtime.reachability import LIMIT_SECONDS as LIMIT_OF_OWN_PROBE
+from manyhands.runtime.reachability import Answer, probe_all
+from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
 
 LIMIT_SECONDS = 300.0
 PROBE_SECONDS = 60.0
@@ -57,61 +57,61 @@ def measure_on(
     document = to_document(graph)
     given = dict(kernels) if kernels is not None else None
     stepping = at_start(optimizer).to_dict() if optimizer is not None else None
-    wanted = list(coordinator.muster(names))
+    wanted = list(coordinator.members_for(names))
     for name in wanted:
         asked = Measure(generation, document, graph.network, ladder, seconds, given, stepping, training)
-        coordinator.say(name, asked)
+        coordinator.send(name, asked)
     what = f"measure {graph.name}"
     return _answers(coordinator, generation, wanted, Measured, what, seconds + LIMIT_SECONDS)
 
 
 def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Probed]:
     """Device -> what exchanging data with all the others took it."""
-    generation, devices = coordinator.new_generation(), tuple(coordinator.muster(names))
+    generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)
-        coordinator.say(name, ProbeLinks(generation, devices, peers))
+        coordinator.send(name, ProbeLinks(generation, devices, peers))
     _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
     for name in devices:
-        coordinator.say(name, Start(generation, 0, 0, ()))
+        coordinator.send(name, Start(generation, 0, 0, ()))
     return _answers(coordinator, generation, devices, Probed, "measure the links", PROBE_SECONDS)
 
 
 def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int]) -> dict[str, Link]:
     """Sender -> its link to the other of two workers, from one transfer of so many bytes; `TimedOut` where they do not
     arrive. Nothing else may run meanwhile."""
-    generation, devices = coordinator.new_generation(), tuple(coordinator.muster(pair))
+    generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(pair))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)
-        coordinator.say(name, ProbeLinks(generation, devices, peers, dict(sizes)))
+        coordinator.send(name, ProbeLinks(generation, devices, peers, dict(sizes)))
     _answers(coordinator, generation, devices, Ready, "get ready to look at the link", PROBE_SECONDS)
     for name in devices:
-        coordinator.say(name, Start(generation, 0, 0, ()))
+        coordinator.send(name, Start(generation, 0, 0, ()))
     found = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
     return {name: link for name, one in found.items() for link in one.links.values()}
 
 
-def knock_between(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, Answer]]:
+def probe_reachability(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, Answer]]:
     """Who connects -> to whom -> what came of it, for every pair of these workers and the coordinator."""
-    generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
+    generation, wanted = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in wanted:
-        coordinator.say(name, Knock(generation, coordinator.addresses(wanted, name), LIMIT_OF_PROBE))
+        coordinator.send(name, ProbePeers(generation, coordinator.addresses(wanted, name), LIMIT_OF_MEMBER_PROBE))
     own = coordinator.addresses(wanted, COORDINATOR, with_coordinator=False)
-    found = {COORDINATOR: knock_everywhere(COORDINATOR, own, LIMIT_OF_KNOCK)}
-    answers = _answers(coordinator, generation, wanted, Knocked, "reach the others", PROBE_SECONDS)
+    found = {COORDINATOR: probe_all(COORDINATOR, own, LIMIT_OF_OWN_PROBE)}
+    answers = _answers(coordinator, generation, wanted, PeersProbed, "reach the others", PROBE_SECONDS)
     return found | {name: answers[name].answers for name in wanted}
 
 
 def ask_ids(coordinator: Coordinator, names: Iterable[str]) -> dict[str, bytes]:
     """Worker -> the digests of the ids of the samples it has itself, in the order of its rows."""
-    generation, wanted = coordinator.new_generation(), tuple(coordinator.muster(names))
+    generation, wanted = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in wanted:
-        coordinator.say(name, AskIds(generation))
+        coordinator.send(name, AskIds(generation))
     found = _answers(coordinator, generation, wanted, Ids, "tell which samples it has", PROBE_SECONDS)
     return {name: found[name].digests for name in wanted}
 
 
-T = TypeVar("T", Measured, Probed, Ready, Ids, Knocked)
+T = TypeVar("T", Measured, Probed, Ready, Ids, PeersProbed)
 
 
 def _answers(
@@ -122,7 +122,7 @@ def _answers(
         return _collected(coordinator, generation, names, kind, what, limit_seconds)
     except BaseException:
         for name in names:
-            coordinator.say(name, Stop(generation), 2.0)
+            coordinator.send(name, Stop(generation), 2.0)
         raise
 
 
@@ -142,7 +142,7 @@ def _collected(
         if isinstance(message, Lost) and message.member is members.get(name):
             raise lost(coordinator, name, when, message.reason)
         if isinstance(message, Failed) and message.generation == generation:
-            cause = culprit(coordinator, members, generation) if is_witness(message) else None
+            cause = find_root_cause(coordinator, members, generation) if is_symptom(message) else None
             if cause is not None and isinstance(cause[1], str):
                 raise lost(coordinator, cause[0], when, cause[1])
             raise error_named(message.kind, f"Worker {name}: {message.message}", message.hint)

@@ -14,7 +14,7 @@ silent, no route), any coordinator could scan the worker's network through it, b
 
 What remains to a coordinator is to have workers open connections and send 12 bytes, of which it learns nothing. The
 network's own answer is shown where somebody asks for it on the device itself: `manyhands doctor --join HOST:PORT`.
-The coordinator's own probes (`knocking`) say it too: they are made by the machine of whoever reads them.
+The coordinator's own probes (`reachability`) say it too: they are made by the machine of whoever reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from manyhands.engine.door import knock
 from manyhands.engine.endpoint import Address
 from manyhands.engine.security import Purpose, Security, is_loopback
 from manyhands.facts.errors import ManyhandsError
-from manyhands.runtime.knocking import NO_MEMBER, OPEN, Answer
+from manyhands.runtime.reachability import NO_MEMBER, OPEN, Answer
 
 MEMBER_LIMIT_SECONDS = 10.0
 """A handshake takes about six round trips: enough for a link with most of a second of delay."""

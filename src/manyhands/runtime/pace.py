@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Progress
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.living import computing
 
 
@@ -14,7 +14,7 @@ class Pace:
         self._seconds: dict[tuple[int, str], float] = {}
         """(stage, device) -> computing in a round."""
 
-    def told(self, name: str, message: Progress) -> None:
+    def reported(self, name: str, message: Progress) -> None:
         if message.seen is None:
             return
         for stage in {span.stage for span in message.seen.spans if span.stage >= 0}:

@@ -24,8 +24,8 @@ from weakref import WeakSet
 from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
+from manyhands.runtime.fork_server import LOAD_VARIABLE, Child, NoForkServer, fork_server_for
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
-from manyhands.runtime.nursery import LOAD_VARIABLE, Child, NoNursery, nursery_for
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""
@@ -95,13 +95,13 @@ class LocalWorkers:
             with self._output(name) as output:
                 try:
                     if apart or one.before or one.compute != "cpu":
-                        raise NoNursery("a process of its own")
-                    nursery = nursery_for(threads, len(wanted))
-                    process: Child | subprocess.Popen[bytes] = nursery.fork(
-                        [*words, "--parent", str(nursery.process.pid)], {**environment, DIE_VARIABLE: "1"},
+                        raise NoForkServer("a process of its own")
+                    fork_server = fork_server_for(threads, len(wanted))
+                    process: Child | subprocess.Popen[bytes] = fork_server.fork(
+                        [*words, "--parent", str(fork_server.process.pid)], {**environment, DIE_VARIABLE: "1"},
                         output.fileno(),
                     )  # fmt: skip
-                except NoNursery:
+                except NoForkServer:
                     lasting = threading.current_thread() is threading.main_thread()
                     process = subprocess.Popen(
                         [*one.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
@@ -160,8 +160,8 @@ class LocalWorkers:
         if self.logs is None:
             return ""
         with contextlib.suppress(OSError):
-            said = (self.logs / f"{self._logged.get(name, name)}.log").read_bytes()
-            return said[-_TAIL_BYTES:].decode(errors="replace").strip()
+            output = (self.logs / f"{self._logged.get(name, name)}.log").read_bytes()
+            return output[-_TAIL_BYTES:].decode(errors="replace").strip()
         return ""
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.runtime.control import Refusal
+from manyhands.runtime.control_messages import Refusal
 
 FIRST_SECONDS = 60.0
 LONGEST_SECONDS = 3600.0

@@ -103,8 +103,8 @@ class _Search:
             try:
                 reached = reach_either(
                     self._transport, joining.name, (host, one.port), joining.token,
-                    min(CONNECT_SECONDS * joining.patience, left),
-                    encrypted=joining.encrypted, patience=joining.patience, once=True,
+                    min(CONNECT_SECONDS * joining.timeout_factor, left),
+                    encrypted=joining.encrypted, patience=joining.timeout_factor, once=True,
                     credentials=joining.credentials,
                 )  # fmt: skip
                 return Found(one, joining, reached)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 from manyhands.engine.transport import TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.runtime.handshake import CalledOtherwise, Quarantined
 from manyhands.runtime.identity import interface_of
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
 from manyhands.runtime.serving import ask_to_leave, asked_to_leave_by_signal
-from manyhands.runtime.worker import CalledOtherwise, Quarantined, Worker
+from manyhands.runtime.worker import Worker
 
 AGAIN_SECONDS = 10.0
 """A worker that stays and was refused tries again after so long."""
@@ -28,7 +29,7 @@ _PAUSE_SECONDS = 1.0
 
 def serve(
     joining: Joining,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
     *,
     stay: bool = False,
     rejoin: bool = True,
@@ -40,7 +41,7 @@ def serve(
     waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. Ctrl-C and
     SIGTERM ask the worker to leave: others get what it has first. A second one ends it at once.
     """
-    service = _Service(joining, say or (lambda text: None), stay, rejoin, transport)
+    service = _Service(joining, report or (lambda text: None), stay, rejoin, transport)
     with asked_to_leave_by_signal(service.leave):
         while not service.is_over():
             pass
@@ -52,12 +53,12 @@ class _Service:
     def __init__(
         self,
         joining: Joining,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         stay: bool,
         rejoin: bool,
         transport: Transport | None,
     ) -> None:
-        self.joining, self._say = joining, say
+        self.joining, self._report = joining, report
         self._stay, self._rejoin = stay, rejoin
         self._transport = transport
         self._name = joining.name or socket.gethostname()
@@ -72,14 +73,14 @@ class _Service:
         self._refused: dict[str, Refused] = {}
         """Coordinators that were found and would not have it -> why."""
         self._renames = 0
-        self._last_said = ""
+        self._last_reported = ""
 
     def leave(self) -> bool:
         """Called by a signal: whether something is to be handed over first."""
         if self._current is None:
             return False
         self._is_asked = True
-        asking = (self._current, self._name, self._say)
+        asking = (self._current, self._name, self._report)
         threading.Thread(target=ask_to_leave, args=asking, name="leaving", daemon=True).start()
         return True
 
@@ -109,18 +110,18 @@ class _Service:
             if self._is_asked or not self._rejoin or self._is_orphaned:
                 raise
             self._current = None  # until then there is nothing to hand over
-            self._say(f"{error.message} Waiting {self.joining.limit_seconds:g} s for it to come back.")
+            self._report(f"{error.message} Waiting {self.joining.limit_seconds:g} s for it to come back.")
             self._loss = error
             time.sleep(_PAUSE_SECONDS)
             return False
         self._current = None
         if self._is_asked:
-            self._say(f"{self._name} has left.")
+            self._report(f"{self._name} has left.")
             return True
-        self._say(f"The coordinator at {self._where} has ended the run; {self._name} has left.")
+        self._report(f"The coordinator at {self._where} has ended the run; {self._name} has left.")
         self._loss = None
         if self._stay:
-            self._say("Waiting for the next one. Ctrl-C ends this worker.")
+            self._report("Waiting for the next one. Ctrl-C ends this worker.")
         return not self._stay
 
     @property
@@ -138,8 +139,8 @@ class _Service:
         grace_seconds = GRACE_SECONDS if self._loss is None and not self._stay else self.joining.limit_seconds
         if self._refused:
             grace_seconds = _OTHER_SECONDS
-        elif self._loss is None and not self._last_said:
-            self._say("Looking for a coordinator on this network.")
+        elif self._loss is None and not self._last_reported:
+            self._report("Looking for a coordinator on this network.")
         try:
             found = seek(
                 self.joining, self._transport or TcpTransport(), avoid=self._refused, grace_seconds=grace_seconds
@@ -157,17 +158,17 @@ class _Service:
         local, again = worker.channel.local_host, " again" if self._loss is not None else ""
         through = interface_of(local)
         how = f"through {through} ({local})" if through else f"from {local}"
-        self._say(f"Joined {self._where}{again} as {self._name} {how}. Ctrl-C leaves.")
+        self._report(f"Joined {self._where}{again} as {self._name} {how}. Ctrl-C leaves.")
         if worker.is_new_to_each_other:
-            self._say("The devices know each other's keys now: next time no token is needed.")
-        self._refused, self._renames, self._last_said = {}, 0, ""
+            self._report("The devices know each other's keys now: next time no token is needed.")
+        self._refused, self._renames, self._last_reported = {}, 0, ""
 
     def _take(self, error: CalledOtherwise) -> bool:
         """Another has its name: from now on it asks under the one it was given."""
         self._renames += 1
         if self._renames > _MOST_RENAMES:
             raise error
-        self._say(f"{error.message} This one is called {error.name} there. {error.hint}")
+        self._report(f"{error.message} This one is called {error.name} there. {error.hint}")
         self._name = error.name
         self.joining = dataclasses.replace(self.joining, name=error.name, is_named=False)
         return False
@@ -176,7 +177,7 @@ class _Service:
         """A worker that was evicted comes back when it may: what kept it from working may have passed."""
         if not (self._rejoin or self._stay):
             raise error
-        self._say(f"{error.message} Joining again in {error.again_seconds:.0f} s. Ctrl-C ends this worker.")
+        self._report(f"{error.message} Joining again in {error.again_seconds:.0f} s. Ctrl-C ends this worker.")
         until = time.monotonic() + error.again_seconds
         while time.monotonic() < until and not self._is_orphaned:
             time.sleep(_PAUSE_SECONDS)
@@ -196,10 +197,10 @@ class _Service:
         """One that stays says why it could not join, once, and tries again."""
         text = f"{error.message} {error.hint}".strip()
         if isinstance(error, Refused):
-            if text != self._last_said:
-                self._say(f"{text}\nTrying again every {AGAIN_SECONDS:g} s.")
+            if text != self._last_reported:
+                self._report(f"{text}\nTrying again every {AGAIN_SECONDS:g} s.")
             time.sleep(AGAIN_SECONDS)
-        elif not self._last_said:
-            self._say("No coordinator yet; waiting for one. Ctrl-C ends this worker.")
-        self._last_said, self._loss = text, None
+        elif not self._last_reported:
+            self._report("No coordinator yet; waiting for one. Ctrl-C ends this worker.")
+        self._last_reported, self._loss = text, None
         return False

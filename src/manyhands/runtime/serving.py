@@ -22,15 +22,16 @@ from manyhands.engine.security import DeviceSecurity, Security, is_loopback, is_
 from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.audit import AuditLog
-from manyhands.runtime.control import Beat, Refusal, encode
+from manyhands.runtime.control import encode
+from manyhands.runtime.control_messages import Heartbeat, Refusal
 from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
-from manyhands.runtime.household import config_folder
 from manyhands.runtime.joining import Joining, prepare_gpu
+from manyhands.runtime.shared_token import config_folder
 from manyhands.runtime.worker import Worker
 
 LISTEN_PORT = 7078
 TAKEOVER_SECONDS = 3.0
-"""A coordinator that has said nothing for so long, though it beats every second, gives way to one that comes."""
+"""A coordinator that has sent nothing for so long, though it beats every second, gives way to one that comes."""
 _ANSWER_SECONDS = 10.0
 """Whoever comes takes the worker in by then, or is not waited for."""
 _REFUSE_SECONDS = 2.0
@@ -70,10 +71,10 @@ def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
         else:
             os._exit(128 + number)
 
-    heard = [signal.SIGTERM]
+    handled = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        heard.append(signal.SIGINT)
-    before = {number: signal.signal(number, obey) for number in heard}
+        handled.append(signal.SIGINT)
+    before = {number: signal.signal(number, obey) for number in handled}
     try:
         yield
     finally:
@@ -81,16 +82,16 @@ def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ask_to_leave(worker: Worker, name: str, say: Callable[[str], None]) -> None:
+def ask_to_leave(worker: Worker, name: str, report: Callable[[str], None]) -> None:
     """As `Worker.ask_to_leave`; whoever waits for it is told why it takes a moment."""
     if worker.is_needed:
-        say(f"{name} leaves as soon as others have what it holds. Ctrl-C again leaves at once.")
+        report(f"{name} leaves as soon as others have what it holds. Ctrl-C again leaves at once.")
     worker.ask_to_leave()
 
 
 def listen(
     joining: Joining,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
     *,
     once: bool = False,
     on_listening: Callable[[tuple[str, int], str], None] | None = None,
@@ -113,11 +114,11 @@ def listen(
         prepare_gpu(joining.compute)  # else every coordinator would be disappointed
     with (
         asked_to_leave_by_signal(leave),
-        contextlib.closing(_Reception(joining, say, transport or TcpTransport(), ending)) as reception,
+        contextlib.closing(_Reception(joining, report, transport or TcpTransport(), ending)) as reception,
     ):
         reception.announce(on_listening)
         while not ending.is_set() and not reception.is_orphaned:
-            reached = reception.next_guest(_LOOK_SECONDS)
+            reached = reception.next_peer(_LOOK_SECONDS)
             if reached is None:
                 continue
             loss = _work(reached, joining, reception)
@@ -126,25 +127,25 @@ def listen(
             if once:
                 return
         if ending.is_set():
-            reception.say(f"{reception.name} has left.")
+            reception.report(f"{reception.name} has left.")
 
 
 def _work(reached: Reached, joining: Joining, reception: _Reception) -> ManyhandsError | None:
     """Work for one coordinator until it is gone; returns why, where it did not end as it should."""
     origin = reached.channel.peer_host
-    limit_seconds = min(joining.limit_seconds, _ANSWER_SECONDS * joining.patience)
+    limit_seconds = min(joining.limit_seconds, _ANSWER_SECONDS * joining.timeout_factor)
     invited = dataclasses.replace(joining, name=reception.name, host=origin, limit_seconds=limit_seconds)
     try:
         worker = reception.worker = Worker(invited, reception.transport, reached)
-        reception.say(f"Working for a coordinator from {origin}.")
+        reception.report(f"Working for a coordinator from {origin}.")
         worker.on_joined = lambda: reception.has_joined(reached.channel)
         worker.run()
     except ManyhandsError as error:
-        reception.say(f"The coordinator from {origin} is gone: {error.message}")
+        reception.report(f"The coordinator from {origin} is gone: {error.message}")
         return error
     finally:
         reception.leave()
-    reception.say(f"The coordinator from {origin} has ended its run.")
+    reception.report(f"The coordinator from {origin} has ended its run.")
     return None
 
 
@@ -152,9 +153,9 @@ class _Reception:
     """A listening port, and a thread at it: lets one coordinator in at a time and tells others why they must wait."""
 
     def __init__(
-        self, joining: Joining, say: Callable[[str], None] | None, transport: Transport, ending: threading.Event
+        self, joining: Joining, report: Callable[[str], None] | None, transport: Transport, ending: threading.Event
     ) -> None:
-        self.transport, self._say = transport, say
+        self.transport, self._report = transport, report
         self.worker: Worker | None = None
         """At work; it is asked to leave when `ending` is set."""
         self._ending = ending
@@ -162,20 +163,20 @@ class _Reception:
         self._parent = joining.parent
         encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
         self._change = threading.Condition()
-        self._said_at: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         """What was said of those who were turned away -> when."""
         token = joining.token or new_token()
         credentials = joining.credentials() if encrypted and not is_secret(token) else None
         self.security: Security = DeviceSecurity(
-            token, encrypted=encrypted, patience=joining.patience, credentials=credentials
+            token, encrypted=encrypted, patience=joining.timeout_factor, credentials=credentials
         )
         self._audit = AuditLog(config_folder() if credentials is not None else None)
-        self._failed_proofs = FailedProofs(self.say, self._audit)
+        self._failed_proofs = FailedProofs(self.report, self._audit)
         self.listener = transport.listen(self.name, joining.host, joining.port, self.security)
         self.listener.tell_of_failures(self._turned_away)
-        self._present: _Guest | None = None
+        self._present: _PendingPeer | None = None
         """For whom this worker works."""
-        self._next: _Guest | None = None
+        self._next: _PendingPeer | None = None
         """Who is next, as soon as the one who is present has been left."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._receive, name="reception", daemon=True)
@@ -184,7 +185,7 @@ class _Reception:
     def announce(self, on_listening: Callable[[tuple[str, int], str], None] | None) -> None:
         (host, port), token = self.listener.address, self.security.token
         kind = "encrypted" if self.security.encrypted else "plain, for this machine only"
-        self.say(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.")
+        self.report(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.")
         if on_listening is not None:
             on_listening((host, port), token)
 
@@ -192,34 +193,34 @@ class _Reception:
         key = fingerprint(channel.peer_key) if channel.peer_key else "none"
         self._audit.record("joined", name="a coordinator", origin=channel.peer_host, key=key)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Whoever started this may have stopped reading: it goes on without a word."""
-        if self._say is not None:
+        if self._report is not None:
             with contextlib.suppress(OSError):
-                self._say(text)
+                self._report(text)
 
     @property
     def is_orphaned(self) -> bool:
         """Whether the process is gone without which this one ends too."""
         return bool(self._parent) and os.getppid() != self._parent
 
-    def next_guest(self, limit_seconds: float) -> Reached | None:
+    def next_peer(self, limit_seconds: float) -> Reached | None:
         with self._change:
             if not self._change.wait_for(lambda: self._next, limit_seconds):
                 return None
-            guest = self._present = self._next
+            peer = self._present = self._next
             self._next = None
-        assert guest is not None
-        guest.heard_at = time.monotonic()
-        return Reached(guest, self.security, self.listener)
+        assert peer is not None
+        peer.received_at = time.monotonic()
+        return Reached(peer, self.security, self.listener)
 
     def leave(self) -> None:
         """The coordinator that was present has gone."""
         self.worker = None
         with self._change:
-            guest, self._present = self._present, None
-        if guest is not None:
-            guest.close()
+            peer, self._present = self._present, None
+        if peer is not None:
+            peer.close()
 
     def _receive(self) -> None:
         asked: Worker | None = None
@@ -228,12 +229,12 @@ class _Reception:
             self._failed_proofs.report()
             if self._ending.is_set() and (worker := self.worker) is not None and worker is not asked:
                 asked = worker
-                ask_to_leave(worker, self.name, self.say)
+                ask_to_leave(worker, self.name, self.report)
             if channel is not None:
                 with contextlib.suppress(ManyhandsError):
-                    self._judge(_Guest(channel))
+                    self._judge(_PendingPeer(channel))
 
-    def _judge(self, guest: _Guest) -> None:
+    def _judge(self, peer: _PendingPeer) -> None:
         """Whoever comes to a free worker has it. One who is present and silent makes way."""
         with self._change:
             present, older = self._present, self._next
@@ -242,20 +243,22 @@ class _Reception:
             else:
                 is_free = present.silent_seconds > TAKEOVER_SECONDS * self.security.patience
             if is_free:
-                self._next = guest
+                self._next = peer
                 self._change.notify_all()
         if not is_free:
-            self.say(f"A coordinator from {guest.peer_host} was refused: another one is here.")
+            self.report(f"A coordinator from {peer.peer_host} was refused: another one is here.")
             refusal = Refusal(
                 f"{self.name} is working for another coordinator.", "Wait until that one has ended, or start another."
             )
-            with contextlib.closing(guest):
-                guest.send(encode(refusal), _REFUSE_SECONDS)
+            with contextlib.closing(peer):
+                peer.send(encode(refusal), _REFUSE_SECONDS)
             return
         if older is not None:
             older.close()
         if present is not None:
-            self.say(f"The coordinator from {present.peer_host} has been silent; one from {guest.peer_host} has come.")
+            self.report(
+                f"The coordinator from {present.peer_host} has been silent; one from {peer.peer_host} has come."
+            )
             present.close()
 
     def _turned_away(self, origin: str, error: ManyhandsError) -> None:
@@ -267,14 +270,14 @@ class _Reception:
             self._audit.record("refused", origin=origin, key=fingerprint(error.public), reason=error.message)
         now, words = time.monotonic(), f"{origin}: {error.message}"
         with self._change:
-            is_news = now - self._said_at.get(words, -REPORT_SECONDS) >= REPORT_SECONDS
+            is_news = now - self._reported_at.get(words, -REPORT_SECONDS) >= REPORT_SECONDS
             if is_news:
-                self._said_at = {one: at for one, at in self._said_at.items() if now - at < REPORT_SECONDS}
-                is_news = len(self._said_at) < _MOST_TURNED_AWAY
+                self._reported_at = {one: at for one, at in self._reported_at.items() if now - at < REPORT_SECONDS}
+                is_news = len(self._reported_at) < _MOST_TURNED_AWAY
             if is_news:
-                self._said_at[words] = now
+                self._reported_at[words] = now
         if is_news:
-            self.say(f"Turned away: {words}")
+            self.report(f"Turned away: {words}")
 
     def close(self) -> None:
         """No thread and no descriptor is left."""
@@ -287,7 +290,7 @@ class _Reception:
             self._next.close()
 
 
-class _Guest:
+class _PendingPeer:
     """A coordinator's channel that knows since when nothing has come; one in the middle of a long word is not silent.
 
     See `transport.ControlChannel`.
@@ -296,12 +299,12 @@ class _Guest:
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self.local_host, self.peer_host, self.peer_key = channel.local_host, channel.peer_host, channel.peer_key
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self._unfinished = 0
 
     @property
     def silent_seconds(self) -> float:
-        return time.monotonic() - self.heard_at
+        return time.monotonic() - self.received_at
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
         self._channel.send(data, limit_seconds)
@@ -314,9 +317,9 @@ class _Guest:
         unfinished = self._channel.unfinished_bytes
         is_speaking, self._unfinished = unfinished != self._unfinished, unfinished
         if data is None and is_speaking:
-            data = encode(Beat())  # which is what it means
+            data = encode(Heartbeat())  # which is what it means
         if data is not None:
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
         return data
 
     @property

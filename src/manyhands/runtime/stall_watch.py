@@ -42,7 +42,7 @@ class StallWatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._patience = run.coordinator.security.patience
+        self._timeout_factor = run.coordinator.security.patience
         self._work = stalls.work_of(run.order.plan, run.order.graph.network)
         self._round_seconds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
         """Of recent rounds, on each device; a step's where a round has several."""
@@ -65,7 +65,9 @@ class StallWatch:
         """How long a device may make no progress before the run goes on without it."""
         recent = statistics.median(self._round_seconds) if self._round_seconds else None
         order = self._run.order
-        found = stalls.limit_seconds(recent, self._run.usual.round_seconds, order.predicted_seconds, self._patience)
+        found = stalls.limit_seconds(
+            recent, self._run.usual.round_seconds, order.predicted_seconds, self._timeout_factor
+        )
         return order.wait_limit_seconds if found is None else min(found, order.wait_limit_seconds)
 
     def look(self) -> Verdict | None:
@@ -75,12 +77,14 @@ class StallWatch:
         if away < _LOOK_SECONDS:
             return None
         run, self._looked_at = self._run, now
-        if away > _ABSENT_SECONDS or run.fed != self._steps_fed:  # nobody could go on before there was a batch
-            self._back_at, self._steps_fed = now, run.fed
+        if away > _ABSENT_SECONDS or run.feed.sent != self._steps_fed:  # nobody could go on before there was a batch
+            self._back_at, self._steps_fed = now, run.feed.sent
         observed, limit = self._observed(now), self.limit_seconds
         found = None
         if not run.is_idle:
-            found = stalls.judge(observed, limit, steps_fed=run.fed, stride=run.stride, patience=self._patience)
+            found = stalls.judge(
+                observed, limit, steps_fed=run.feed.sent, stride=run.stride, timeout_factor=self._timeout_factor
+            )
         if found is not None or not observed:
             return found
         moved = run.coordinator.endpoint.mailbox.moved
@@ -108,4 +112,4 @@ class StallWatch:
             for name, member in self._run.members.items()
             if member.standing is not None and member.standing.generation == self._run.generation
         }
-        return stalls.suspect(found, self._patience)
+        return stalls.suspect(found, self._timeout_factor)

@@ -24,7 +24,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import op_range
-from manyhands.runtime.control import Standing
+from manyhands.runtime.control_parts import Standing
 
 LEAST_SECONDS = 4.0
 """No device is judged sooner: a process can be kept from running for a second or two by its machine."""
@@ -67,7 +67,10 @@ class Verdict:
 
 
 def limit_seconds(
-    round_seconds: float | None, usual_seconds: float | None, predicted_seconds: float | None, patience: float = 1.0
+    round_seconds: float | None,
+    usual_seconds: float | None,
+    predicted_seconds: float | None,
+    timeout_factor: float = 1.0,
 ) -> float | None:
     """How long a device may make no progress; None where nothing is known that it could follow from.
 
@@ -82,11 +85,11 @@ def limit_seconds(
         found = max(PREDICTED_LEAST_SECONDS, PREDICTED_ROUNDS * predicted_seconds)
     else:
         return None
-    return found * patience
+    return found * timeout_factor
 
 
 def judge(
-    devices: Mapping[str, Observed], limit: float, *, steps_fed: int, stride: int = 1, patience: float = 1.0
+    devices: Mapping[str, Observed], limit: float, *, steps_fed: int, stride: int = 1, timeout_factor: float = 1.0
 ) -> Verdict | None:
     """The device that keeps the run from going on; None while all get on, or the coordinator is the one to wait for.
 
@@ -97,7 +100,7 @@ def judge(
     return (
         _hung(stuck)
         or _off_the_plan(stuck, devices)
-        or _unreachable(stuck, devices, patience)
+        or _unreachable(stuck, devices, timeout_factor)
         or _waited_for(devices, _UNCLEAR * limit, steps_fed - stride)
     )
 
@@ -125,10 +128,10 @@ def judge_copies(
     return Verdict(gone, f"waited {still:.1f} s for a copy of the state that it was to send or to hold")
 
 
-def suspect(devices: Mapping[str, Observed], patience: float = 1.0) -> Verdict | None:
+def suspect(devices: Mapping[str, Observed], timeout_factor: float = 1.0) -> Verdict | None:
     """The device that explains why another failed while it waited: only direct evidence counts, from the last heartbeat
     before that."""
-    return _off_the_plan(devices, devices) or _unreachable(devices, devices, patience)
+    return _off_the_plan(devices, devices) or _unreachable(devices, devices, timeout_factor)
 
 
 def work_of(plan: Plan, network: Network) -> dict[str, float]:
@@ -175,8 +178,10 @@ def _off_the_plan(stuck: Mapping[str, Observed], devices: Mapping[str, Observed]
     return None
 
 
-def _unreachable(stuck: Mapping[str, Observed], devices: Mapping[str, Observed], patience: float) -> Verdict | None:
-    pairs = _silent_pairs(stuck, devices, patience) | _unconnected_pairs(devices, patience)
+def _unreachable(
+    stuck: Mapping[str, Observed], devices: Mapping[str, Observed], timeout_factor: float
+) -> Verdict | None:
+    pairs = _silent_pairs(stuck, devices, timeout_factor) | _unconnected_pairs(devices, timeout_factor)
     if not pairs:
         return None
     count = Counter(name for pair in pairs for name in pair)
@@ -186,7 +191,7 @@ def _unreachable(stuck: Mapping[str, Observed], devices: Mapping[str, Observed],
 
 
 def _silent_pairs(
-    stuck: Mapping[str, Observed], devices: Mapping[str, Observed], patience: float
+    stuck: Mapping[str, Observed], devices: Mapping[str, Observed], timeout_factor: float
 ) -> set[frozenset[str]]:
     """Pairs of which one does not hear the other, as soon as somebody is stuck."""
     if not stuck:
@@ -196,16 +201,18 @@ def _silent_pairs(
         for name, one in devices.items()
         if one.standing is not None
         for other, seconds in one.standing.silent.items()
-        if other in devices and seconds >= SILENT_SECONDS * patience
+        if other in devices and seconds >= SILENT_SECONDS * timeout_factor
     }
 
 
-def _unconnected_pairs(devices: Mapping[str, Observed], patience: float) -> set[frozenset[str]]:
+def _unconnected_pairs(devices: Mapping[str, Observed], timeout_factor: float) -> set[frozenset[str]]:
     """Pairs that have both waited for each other's connection for too long."""
     waiting = {
         name: set(one.waits_for(devices))
         for name, one in devices.items()
-        if one.standing is not None and one.standing.is_connecting and one.unmoved_seconds >= CONNECT_SECONDS * patience
+        if one.standing is not None
+        and one.standing.is_connecting
+        and one.unmoved_seconds >= CONNECT_SECONDS * timeout_factor
     }
     return {
         frozenset((name, other))

@@ -14,7 +14,7 @@ from manyhands.executor.boxes import dtype_of
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import DTYPE_BYTES
-from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.order import RunState
 
 WEIGHT, OPTIMIZER, LOSS = "weight:", "optimizer:", "loss:"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control import Progress, Stop
+from manyhands.runtime.control_messages import Progress, Stop
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order
-from manyhands.runtime.run import STEPS_FED_AHEAD, OnProgress, Outcome, Run
+from manyhands.runtime.outcome import Outcome, RunHooks
+from manyhands.runtime.reports import Reports
+from manyhands.runtime.run import STEPS_FED_AHEAD, Run
 
 IDLE_SECONDS = 10 * 365 * 24 * 3600.0
 """How long a worker waits for its feed: a coordinator that is gone is noticed otherwise."""
@@ -48,14 +50,20 @@ class Flow(Protocol):
         """Raise where nobody wants the answers any more."""
 
 
+class _StreamReports(Reports):
+    """A stream has no losses: a round counts for the device that has ended it."""
+
+    def progressed(self, name: str, message: Progress) -> None:
+        self.ended_round(name, message)
+
+
 class StreamRun(Run):
     """Feeds what comes until the flow is over or it is to pause; then everything that was fed has been answered."""
 
-    def __init__(
-        self, coordinator: Coordinator, order: Order, flow: Flow, *, should_pause: Callable[[], bool] | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(coordinator, order, should_pause=should_pause, on_progress=on_progress)
+    reports_class = _StreamReports
+
+    def __init__(self, coordinator: Coordinator, order: Order, flow: Flow, hooks: RunHooks | None = None) -> None:
+        super().__init__(coordinator, order, hooks)
         self.flow = flow
         self.answered = self.first
         self.began_at = 0.0
@@ -69,8 +77,8 @@ class StreamRun(Run):
         super()._check()
         self.flow.check()
 
-    def _expected(self) -> dict[tuple[str, str], int]:
-        return self.feeder.expected_results()
+    def expected(self) -> dict[tuple[str, str], int]:
+        return self.feed.feeder.expected_results()
 
     @property
     def worker_wait_seconds(self) -> float:
@@ -98,13 +106,13 @@ class StreamRun(Run):
         while not self._is_over():
             while self._may_feed():
                 self._feed_next()
-            limit = math.inf if self.fed == self.answered else self.order.wait_limit_seconds
-            self._follow(self._has_news, self._hear, f"to answer batch {self.answered}", limit)
+            limit = math.inf if self.feed.sent == self.answered else self.order.wait_limit_seconds
+            self.follow(self._has_news, self.reports.handle, f"to answer batch {self.answered}", limit)
             self._answer()
 
     def _is_over(self) -> bool:
-        self.is_paused = self.is_paused or self.should_pause()
-        return self.fed == self.answered and (self.is_paused or self.flow.is_over)
+        self.is_paused = self.is_paused or self.hooks.should_pause()
+        return self.feed.sent == self.answered and (self.is_paused or self.flow.is_over)
 
     def _has_news(self) -> bool:
         return self._answerable() > self.answered or self._is_over() or self._may_feed()
@@ -120,37 +128,34 @@ class StreamRun(Run):
         return self.order.plan.step_size
 
     def _has_room(self) -> bool:
-        return not self.is_paused and self.fed < self._taken() + self.ahead
+        return not self.is_paused and self.feed.sent < self._taken() + self.ahead
 
     def _taken(self) -> int:
         """Batches that no longer count as fed ahead."""
-        return self.steps_updated if self.stride == 1 else self._answerable()
+        return self.steps.steps_updated if self.stride == 1 else self._answerable()
 
     def _may_feed(self) -> bool:
         return self._has_room() and self.flow.ready_in(self._size) <= 0
 
     def _feed_next(self) -> None:
-        batch = self.flow.take(self.fed, self._size)
+        batch = self.flow.take(self.feed.sent, self._size)
         if batch is None:
             return
-        first = self.round_of(self.fed)
-        self.feeder.send_values(first, batch, self.fed - first)
-        self.fed += 1
+        first = self.steps.round_of(self.feed.sent)
+        self.feed.feeder.send_values(first, batch, self.feed.sent - first)
+        self.feed.sent += 1
 
     # Answers
 
-    def _progress(self, name: str, message: Progress) -> None:
-        self._noted(name, message)
-
     def _answerable(self) -> int:
         """Batches of which everybody who returns something has done so."""
-        return min(self._updated[name] for name in self.feeder.returning) + 1
+        return min(self.steps.updated[name] for name in self.feed.feeder.returning) + 1
 
     def _answer(self) -> None:
         for step in range(self.answered, self._answerable()):
-            first = self.round_of(step)
-            outputs = self.feeder.gather(first, step - first)
-            if self.round_of(step + 1) != first:
+            first = self.steps.round_of(step)
+            outputs = self.feed.feeder.gather(first, step - first)
+            if self.steps.round_of(step + 1) != first:
                 self.coordinator.endpoint.mailbox.begin_step(step + 1)
             self.answered = step + 1
             self.flow.answered(step, outputs)
@@ -160,19 +165,24 @@ class StreamRun(Run):
     def _end_round(self) -> None:
         """A round of several batches that not all came of is shorter: everybody ends it."""
         if self.stride > 1:
-            self._end_early(self.fed)
-        self._follow(lambda: self._steps_done() >= self.fed, self._hear, "to end", self.order.wait_limit_seconds)
+            self._end_early(self.feed.sent)
+        self.follow(
+            lambda: self.steps.steps_done >= self.feed.sent,
+            self.reports.handle,
+            "to end",
+            self.order.wait_limit_seconds,
+        )
 
     def _ask_for_logs(self) -> None:
         """Who does not answer has none: everything that was asked has been answered."""
         for name in self.names:
-            self.coordinator.say(name, Stop(self.generation, with_log=True))
+            self.coordinator.send(name, Stop(self.generation, with_log=True))
 
         def are_here() -> bool:
             return len(self.outcome.logs) == len(self.names)
 
         with contextlib.suppress(ManyhandsError):
-            self._follow(are_here, self._hear, "to say what they did", _LOG_SECONDS)
+            self.follow(are_here, self.reports.handle, "to say what they did", _LOG_SECONDS)
 
 
 def fed_ahead(plan: Plan) -> int:

@@ -26,9 +26,11 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import answers_of, batch_of
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Crew, Endurance, Tell
+from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.outcome import LogEvent, RunHooks
 from manyhands.runtime.pace import Pace
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.stream_run import StreamRun
 
 MOST_WAITING = 64
@@ -78,15 +80,15 @@ class Streaming:
         coordinator: Coordinator,
         order: Order,
         replan: ReplanStream,
-        endurance: Endurance | None = None,
+        retry_policy: RetryPolicy | None = None,
         *,
         most_waiting: int = MOST_WAITING,
-        tell: Tell | None = None,
+        log_event: LogEvent | None = None,
     ) -> None:
         self.coordinator, self.order, self.replan = coordinator, order, replan
-        self.endurance = endurance or Endurance()
+        self.retry_policy = retry_policy or RetryPolicy()
         self.most_waiting = most_waiting
-        self.tell: Tell = tell or (lambda event, /, **facts: None)
+        self.log_event: LogEvent = log_event or (lambda event, /, **facts: None)
         self.plan = order.plan
         """That of now."""
         self.pace = Pace()
@@ -103,7 +105,7 @@ class Streaming:
         self.bytes_between: Counter[tuple[str, str]] = Counter()
         self.error: BaseException | None = None
         """Why it has ended, if not because it was closed."""
-        self._crew = Crew(coordinator, self.endurance, self.tell)
+        self._membership = JobMembership(coordinator, self.retry_policy, self.log_event)
         self._change = threading.Condition()
         self._waiting: deque[_Sample] = deque()
         self._under_way: dict[int, list[_Sample]] = {}
@@ -210,7 +212,7 @@ class Streaming:
         self.answered_samples += len(batch)
         for sample, answer in zip(batch, answers):
             sample.future.set_result(answer)
-        self._tell_recovered()
+        self._log_recovered()
 
     def check(self) -> None:
         if self._is_cancelled:
@@ -220,7 +222,7 @@ class Streaming:
 
     def _work(self) -> None:
         try:
-            self._crew.know_all()
+            self._membership.know_all()
             self._travel(self.order)
         except _Cancelled:
             pass
@@ -250,20 +252,23 @@ class Streaming:
         done = order.start.steps_done
         while True:
             start = RunState(order.start.weights, steps_done=done)
-            leg = dataclasses.replace(order, start=start, last_step=OPEN_END, snapshots=(), backup_every=0)
+            bounded = dataclasses.replace(order, start=start, last_step=OPEN_END, snapshots=(), backup_every=0)
             run: StreamRun | None = None
             try:
                 run = self._run = StreamRun(
-                    self.coordinator, leg, self, should_pause=self._should_pause, on_progress=self.pace.told
+                    self.coordinator,
+                    bounded,
+                    self,
+                    RunHooks(should_pause=self._should_pause, on_progress=self.pace.reported),
                 )
-                self.plan = leg.plan
+                self.plan = bounded.plan
                 self.pace.forget()
-                self._crew.dismiss(run.names)
+                self._membership.dismiss(run.names)
                 run.prepare()
                 self.generations += 1
                 self._is_ready.set()
                 if not self._waiting:
-                    self._tell_recovered()
+                    self._log_recovered()
                 run.stream(with_logs=True)
             except ManyhandsError as error:
                 if isinstance(error, _Cancelled) or (self.is_over and not self._under_way):
@@ -273,7 +278,7 @@ class Streaming:
                 self.logs = run.outcome.logs
                 if self.is_over:
                     return
-                self._crew.tell_of_change(run.names)
+                self._membership.log_change(run.names)
                 order = self._next(order, time.monotonic(), WorkerLost("Nobody is left."))
             finally:
                 if run is not None:
@@ -282,7 +287,7 @@ class Streaming:
 
     def _should_pause(self) -> bool:
         assert self._run is not None
-        return self._crew.has_changed(self._run.names)
+        return self._membership.has_changed(self._run.names)
 
     # When members change
 
@@ -292,9 +297,9 @@ class Streaming:
         lost = [name for name in order.plan.devices if name not in alive]
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
-        if not is_theirs or self._failures > self.endurance.attempts:
+        if not is_theirs or self._failures > self.retry_policy.attempts:
             raise error
-        self.tell("lost", devices=lost, step=self.answered_samples, reason=error.message)
+        self.log_event("lost", devices=lost, step=self.answered_samples, reason=error.message)
         return self._next(order, since, error, lost)
 
     def _next(self, order: Order, since: float, error: ManyhandsError, lost: list[str] | None = None) -> Order:
@@ -308,23 +313,23 @@ class Streaming:
         if earlier is not None:  # another was lost before anything was answered: one recovery
             self._recovery = _Recovery(earlier.since, earlier.again + len(again), [*earlier.lost, *self._recovery.lost])
         while True:
-            self._crew.wait_for_enough(error, self.check)
-            available = self._crew.available()
-            if len(available) < self.endurance.min_devices:
+            self._membership.wait_for_enough(error, self.check)
+            available = self._membership.available()
+            if len(available) < self.retry_policy.min_devices:
                 continue
-            self._crew.know_all()
+            self._membership.know_all()
             try:
                 plan, kernels = self.replan(order.plan, tuple(member.name for member in available))
                 break
             except (WorkerLost, TimedOut) as found:
                 error = found
                 self._failures += 1
-                if self._failures > self.endurance.attempts:
+                if self._failures > self.retry_policy.attempts:
                     raise
-        self.tell("replanned", how="inference", reason="", plan=plan.to_dict())
+        self.log_event("replanned", how="inference", reason="", plan=plan.to_dict())
         return dataclasses.replace(order, plan=plan, kernels=kernels, trace_steps=range(0), memory_step=-1)
 
-    def _tell_recovered(self) -> None:
+    def _log_recovered(self) -> None:
         """Once the first answer is out, or everybody is ready while nobody asks."""
         found, self._recovery = self._recovery, None
         if found is None:
@@ -335,7 +340,7 @@ class Streaming:
             "devices": list(self.plan.devices),
         }  # fmt: skip
         self.recoveries.append(facts)
-        self.tell("recovered", **facts)
+        self.log_event("recovered", **facts)
 
 
 class _Cancelled(ManyhandsError):

@@ -20,7 +20,7 @@ from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
 from manyhands.profiler.whole import scaled_to_steps
-from manyhands.runtime.control import Measure, Measured
+from manyhands.runtime.control_messages import Measure, Measured
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.memory_kills import free_bytes
 

@@ -141,7 +141,7 @@ def join_text(coordinator: Coordinator, more: str = "") -> str:
 
 def token_text(token: str) -> str:
     """Where the token is that new devices need: itself on a terminal; never in a file or a pipe, which others read."""
-    from manyhands.runtime.household import known_token, token_path
+    from manyhands.runtime.shared_token import known_token, token_path
 
     if is_at_terminal():
         return f"The token, which a new device asks for: {token}"

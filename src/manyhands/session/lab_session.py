@@ -32,7 +32,7 @@ THREADS = 1
 TENSORS_PART = 0.8
 """Of a device's free memory, what tensors may fill: with a U-Net whose tensors were 0.95 GB by plan, a process grew by
 1.22 GB."""
-SILENCE_SECONDS = 5.0
+HEARTBEAT_TIMEOUT_SECONDS = 5.0
 """A device with a tenth of a core may take its time to say that it is there."""
 
 
@@ -80,7 +80,7 @@ def check_possible() -> None:
 def _patience(played: Played) -> float:
     """How many times longer than usual to wait for anybody. What a whole core does in two seconds without hearing, a
     device with a tenth of one does in twenty."""
-    return max(1.0, played.scale, 2.0 / (played.slowest_share * SILENCE_SECONDS))
+    return max(1.0, played.scale, 2.0 / (played.slowest_share * HEARTBEAT_TIMEOUT_SECONDS))
 
 
 @contextlib.contextmanager
@@ -104,8 +104,8 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
             0,
             new_secret(),
             logs=logs,
-            patience=_patience(played),
-            silence_seconds=SILENCE_SECONDS,
+            timeout_factor=_patience(played),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             announce=False,
         ) as coordinator,
     ):
@@ -168,7 +168,7 @@ def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
 def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
     scale = asked.scale or 1.0
     cluster = with_slots(scaled(asked.cluster, scale), asked.slots)
-    with Coordinator(logs=logs, patience=max(1.0, scale)) as coordinator:
+    with Coordinator(logs=logs, timeout_factor=max(1.0, scale)) as coordinator:
         coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
         coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)
         yield Session(

@@ -19,8 +19,8 @@ from manyhands.graph.graph import Graph
 from manyhands.plans.local_profiles import keep_links
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.crew import Endurance
 from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.session import Say, Session
 
 WORTH_PROBING = 6_000_000
@@ -40,7 +40,8 @@ def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapp
 
 
 def measure_who_stays(
-    session: Session, graph: Graph, batch_size: int, endurance: Endurance | None, *, optimizer: Optimizer | None = None,
+    session: Session, graph: Graph, batch_size: int, endurance: RetryPolicy | None, *,
+    optimizer: Optimizer | None = None,
     say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
 ) -> tuple[Cluster, Profile]:  # fmt: skip
     """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited

@@ -15,10 +15,12 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.lab import LabCluster
 from manyhands.files.documents import load_cluster
 from manyhands.plans.local_cluster import threads_each
-from manyhands.runtime.coordinator import DEFAULT_PORT, JOIN_SECONDS, Coordinator, beat_for
-from manyhands.runtime.household import household_token
-from manyhands.runtime.nursery import NoNursery, nursery_for
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
+from manyhands.runtime.fork_server import NoForkServer, fork_server_for
+from manyhands.runtime.heartbeats import heartbeat_interval
+from manyhands.runtime.shared_token import shared_token
 from manyhands.session.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
 from manyhands.session.session import Say, Session, usable_cores
 
@@ -34,8 +36,8 @@ def expect_session(cluster: object) -> None:
     if cluster is None:
         cluster = _usual()
     if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
-        with contextlib.suppress(NoNursery):
-            nursery_for(threads_each(len(cluster.devices)), len(cluster.devices))
+        with contextlib.suppress(NoForkServer):
+            fork_server_for(threads_each(len(cluster.devices)), len(cluster.devices))
 
 
 def _usual() -> Cluster:
@@ -51,7 +53,7 @@ def open_session(
     limit_seconds: float = JOIN_SECONDS,
     threads: int = 0,
     pin: Sequence[int] = (),
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     slowdowns: Mapping[str, float] | None = None,
     apart: bool = False,
 ) -> Iterator[Session]:
@@ -84,8 +86,8 @@ def open_session(
     if all(device.kind == "local" for device in cluster.devices):
         threads = threads or threads_each(len(cluster.devices))
         with Coordinator.local_cluster(
-            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, silence_seconds=silence_seconds,
-            slowdowns=slowdowns, patience=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
+            cluster, threads=threads, logs=logs, limit_seconds=limit_seconds, heartbeat_timeout_seconds=silence_seconds,
+            slowdowns=slowdowns, timeout_factor=max(1.0, len(cluster.devices) / (CROWD * usable_cores())), apart=apart,
         ) as coordinator:  # fmt: skip
             if pin:
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
@@ -95,8 +97,9 @@ def open_session(
     host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
     said = say or (lambda text: None)
     with Coordinator(
-        host, port, os.environ.get("MANYHANDS_TOKEN", "") or household_token(said), silence_seconds=silence_seconds,
-        beat_seconds=beat_for(silence_seconds), title=cluster.name, on_event=said,
+        host, port, os.environ.get("MANYHANDS_TOKEN", "") or shared_token(said),
+        heartbeat_timeout_seconds=silence_seconds,
+        heartbeat_seconds=heartbeat_interval(silence_seconds), title=cluster.name, on_event=said,
     ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
         said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")

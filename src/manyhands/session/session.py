@@ -9,7 +9,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import TimedOut
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.retry_policy import RetryPolicy
 
 REJOIN_SECONDS = 60.0
 Say = Callable[[str], None]
@@ -43,14 +43,14 @@ class Session:
         """How long a job with too few workers waits for others to join, or to join again; 0: nobody can."""
         return REJOIN_SECONDS if self.others_may_join else 0.0
 
-    def begin(self, endurance: Endurance) -> None:
+    def begin(self, endurance: RetryPolicy) -> None:
         """Take those that a job begins with: as many of the devices at hand as it may use. Refused where they are fewer
         than it needs."""
         endurance.begins_with(len(self.cluster.devices))
         for name in self.cluster.names[endurance.max_devices :] if endurance.max_devices is not None else ():
             self.cluster = self.cluster.without(name)
 
-    def go_on_without_lost(self, endurance: Endurance) -> list[str]:
+    def go_on_without_lost(self, endurance: RetryPolicy) -> list[str]:
         """Who of the cluster is gone, and no longer in it: a job that has not begun yet begins without them. Nobody
         where too few would be left, or where all were started here: one of those that ends so early would not work."""
         here = {member.name for member in self.coordinator.alive() if not member.is_leaving}
@@ -61,7 +61,7 @@ class Session:
             self.cluster = self.cluster.without(name)
         return gone
 
-    def wait_for_enough(self, endurance: Endurance) -> bool:
+    def wait_for_enough(self, endurance: RetryPolicy) -> bool:
         """Wait for others where some were lost and too few are left to begin with; whether there are enough again.
 
         They are waited for as long as the first ones were. A cluster of a file is one of given names, which are waited

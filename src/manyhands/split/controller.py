@@ -22,8 +22,8 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
 from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
 from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
-from manyhands.runtime.control import Arrival
-from manyhands.runtime.journey import Change
+from manyhands.runtime.control_parts import Arrival
+from manyhands.runtime.controller import Change
 from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
 from manyhands.split.plans import Ends, Phases
 from manyhands.split.session import Looked
@@ -101,7 +101,7 @@ class Redeployed:
 
 
 class SplitPilot:
-    """Both a `Pilot` and a `Replan` of a journey."""
+    """Both a `Controller` and a `Replan` of a journey."""
 
     def __init__(
         self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: Wanted, phases: Phases,

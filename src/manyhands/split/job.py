@@ -29,9 +29,9 @@ from manyhands.job.result import TrainResult
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
 from manyhands.plans.planning import batch_norm_named
+from manyhands.runtime.controller import Controller
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import Following
-from manyhands.runtime.journey import Pilot
 from manyhands.schedule.policy import Schedule
 from manyhands.session.measuring import measure
 from manyhands.split.calibration import calibrated, find_calibration
@@ -256,7 +256,7 @@ class SplitJob(Job):
     def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
-    def pilot(self) -> Pilot | None:
+    def pilot(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: Planned, lasting: Lasting) -> int:

@@ -33,14 +33,14 @@ def joined_job(
     """Wait for the devices that --silos names, and train over what they have."""
     model, loss, test = _model(wish)
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
-    from manyhands.runtime.household import household_token
+    from manyhands.runtime.shared_token import shared_token
     from manyhands.split.training import split_train
 
     silos = parse_silos(wish.silos)
     assert silos is not None
     said = say or (lambda text: None)
     with Coordinator(
-        *parse_address(wish.listen, DEFAULT_PORT), token or household_token(said), on_event=say, title=wish.model
+        *parse_address(wish.listen, DEFAULT_PORT), token or shared_token(said), on_event=say, title=wish.model
     ) as coordinator:
         coordinator.wanted = set(silos)
         more = " --name NAME --silo FILE"

@@ -15,7 +15,9 @@ from manyhands.facts.cluster import Cluster, DirectedLink, Link
 from manyhands.facts.errors import BadValue
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
 from manyhands.planner.split import LinkRates
-from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.session.joining import parse_address
@@ -91,7 +93,10 @@ def open_two(
         if not 1 <= factor < float("inf"):
             raise BadValue(f"{name} is {factor}; it must be 1 or more.")
     with Coordinator(
-        logs=logs, silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds), on_event=None
+        logs=logs,
+        heartbeat_timeout_seconds=silence_seconds,
+        heartbeat_seconds=heartbeat_interval(silence_seconds),
+        on_event=None,
     ) as coordinator:
         workers = [WorkerProcess((EDGE,), slowdown=edge_slowdown)]
         if cloud is None:

@@ -27,10 +27,11 @@ from manyhands.job.options import Lasting
 from manyhands.job.result import TrainResult
 from manyhands.planner.split import Bound, Deployment
 from manyhands.plans.planning import batch_norm_named
-from manyhands.runtime.control import Arrival, Reshape, Shape
+from manyhands.runtime.control_messages import Reshape
+from manyhands.runtime.control_parts import Arrival, Shape
+from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.following import Following
-from manyhands.runtime.journey import Change, Pilot
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 from manyhands.session.measuring import measure
 from manyhands.split.job import LEAST_BITS, Asked, SplitResult
 from manyhands.split.plans import CONVENTIONAL, Ends, Phases, mode_of
@@ -109,7 +110,7 @@ def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
 
 
 class SiloPilot:
-    """Both the `Pilot` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
+    """Both the `Controller` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
 
     def __init__(
         self, stages: tuple[Stage, ...], ends: Ends, phases: Phases, steps_per_epoch: int, measured: Profile,
@@ -224,7 +225,7 @@ class SiloJob(Job):
     def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
-    def pilot(self) -> Pilot | None:
+    def pilot(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: Planned, lasting: Lasting) -> int:
@@ -274,4 +275,4 @@ class SiloJob(Job):
         finally:
             for edge in self.joined.edges:
                 for sender, receiver in ((edge, server), (server, edge)):
-                    coordinator.say(sender, Reshape({receiver: Shape(None, 0.0)}), 2.0)
+                    coordinator.send(sender, Reshape({receiver: Shape(None, 0.0)}), 2.0)

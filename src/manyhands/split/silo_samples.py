@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from manyhands.data.loader import length
 from manyhands.data.silo import TARGET
 from manyhands.facts.errors import BadValue
-from manyhands.runtime.control import TensorEntry
+from manyhands.runtime.control_parts import TensorEntry
 
 _EXAMPLES = 8
 

@@ -27,8 +27,10 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
-from manyhands.runtime.control import TensorEntry
-from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.control_parts import TensorEntry
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.measuring import ask_ids
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.record import read_config
@@ -137,7 +139,9 @@ def _started(
 ) -> Iterator[Session]:  # fmt: skip
     """A process of this machine for each device, with its own file and no other."""
     with Coordinator(
-        logs=folder / "workers", silence_seconds=silence_seconds, beat_seconds=beat_for(silence_seconds)
+        logs=folder / "workers",
+        heartbeat_timeout_seconds=silence_seconds,
+        heartbeat_seconds=heartbeat_interval(silence_seconds),
     ) as coordinator:
         workers = [
             WorkerProcess((name,), slowdown=factor, silo=str(files[name]) if name in files else "")

@@ -34,10 +34,10 @@ from manyhands.plans.planning import batch_norm_named, is_strategy, plan_file, r
 from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.tiles import check_tiles
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Endurance
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.order import WAIT_LIMIT_SECONDS
 from manyhands.runtime.record import read_config, read_decided
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import expect_session, open_session
 from manyhands.session.session import Say
@@ -72,7 +72,7 @@ def train(
     backup_every: int | None = None,
     min_devices: int = 1,
     max_devices: int | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     name: str = "",
     config: Mapping[str, Any] | None = None,
     on_opened: OnOpened | None = None,
@@ -171,7 +171,7 @@ def train(
 class TrainJob(Job):
     """Plans for any cluster, by any strategy."""
 
-    def planned(self, wish: Sharing, endurance: Endurance, asked_before: Mapping[str, Any] | None) -> Planned:
+    def planned(self, wish: Sharing, endurance: RetryPolicy, asked_before: Mapping[str, Any] | None) -> Planned:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
         network, wanted = self.graph.network, wish.plan

@@ -153,7 +153,7 @@ def _steps(
     order = Order(
         graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS,
         optimizer=at_start(optimizer), kernels={name: kernels.get(name, {}) for name in plan.devices},
-        laying=batch if is_laid else None,
+        preload=batch if is_laid else None,
     )  # fmt: skip
     run = Run(coordinator, order)
     try:

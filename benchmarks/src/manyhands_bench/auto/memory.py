@@ -28,7 +28,8 @@ from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.plans import planning as public
 from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import Outcome, Run
+from manyhands.runtime.outcome import Outcome
+from manyhands.runtime.run import Run
 from manyhands.session.lab_session import play_here
 from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session

@@ -23,6 +23,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.job.base import Job
+from manyhands.models.registry import loss_function
 from manyhands.planner.simple import proportional
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
@@ -30,15 +31,7 @@ from manyhands.session import measuring
 from manyhands.split.session import two
 from manyhands.split.training import split_train
 from manyhands.training.train import train
-from manyhands_bench.chaos.reference import (
-    BATCH_SIZE,
-    MICRO_BATCHES,
-    OPTIMIZER,
-    SEED,
-    data,
-    loss_function,
-    network,
-)
+from manyhands_bench.chaos.reference import BATCH_SIZE, MICRO_BATCHES, OPTIMIZER, SEED, data, network
 from manyhands_bench.chaos.worker import obey_at, shift_clock
 
 STEPS = 1_000_000

@@ -1,7 +1,7 @@
 """Starts the processes of a scenario quickly: one process loads PyTorch once, and every other is its fork.
 
-It is as the product's own (`runtime/nursery.py`), for processes that the benchmark must be able to disturb. All have
-the mark of the benchmark in their environment, by which those that were left behind are found.
+It is as the product's own (`runtime/fork_server.py`), for processes that the benchmark must be able to disturb. All
+have the mark of the benchmark in their environment, by which those that were left behind are found.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.nursery import close_nurseries
+from manyhands.runtime.fork_server import close_fork_servers
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 from manyhands.session.measuring import measure
@@ -217,7 +217,7 @@ def bench_ready(workers: int, quick: bool, say: Progress) -> Figures:
     seconds = []
     for repeat in range(1 if quick else 3):
         say(f"starting {workers} workers, {repeat + 1}")
-        close_nurseries()
+        close_fork_servers()
         start = time.perf_counter()
         with open_session(Cluster.local(workers)):
             seconds.append(time.perf_counter() - start)

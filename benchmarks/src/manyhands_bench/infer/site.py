@@ -20,8 +20,8 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import named_sample
 from manyhands.graph.graph import Graph
-from manyhands.runtime.crew import Endurance
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.streaming import Streaming
 from manyhands.session.session import Session
 
@@ -111,7 +111,7 @@ class Stand:
             self.session.coordinator,
             order,
             _nobody_else,
-            Endurance(attempts=0),
+            RetryPolicy(attempts=0),
             most_waiting=max(plan.step_size, at_once),
         )
         found = Ran(turns)

@@ -157,7 +157,7 @@ class Ours:
         """Of a round, as the coordinator sees it end."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps + WARM_UP_STEPS,
-            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), laying=self.laying,
+            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), preload=self.laying,
         )  # fmt: skip
         run = Run(self.session.coordinator, order)
         run.prepare()

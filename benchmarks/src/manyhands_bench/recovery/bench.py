@@ -22,7 +22,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.lab.lab import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.watch import SILENCE_SECONDS
+from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.session.lab_session import lab_cluster
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
@@ -189,7 +189,7 @@ def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[s
         _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
     )  # fmt: skip
     ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
-    silence_seconds = site.session.coordinator.silence_seconds
+    silence_seconds = site.session.coordinator.times.timeout_seconds
     return {
         "recovery_seconds": light,
         "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),
@@ -339,7 +339,7 @@ def bench_recovery(
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
     if lab:
         return figures | bench_lab(extent, say)
-    with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=SILENCE_SECONDS) as session:
+    with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=HEARTBEAT_TIMEOUT_SECONDS) as session:
         if kills is None:
             say("measuring")
             site = site_for(session, extent.setting, extent.measure_seconds)

@@ -28,10 +28,11 @@ from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
 from manyhands.job.replanning import Replanner, chosen_backups
 from manyhands.plans.pipelines import pipeline_plan
-from manyhands.runtime.coordinator import JOIN_SECONDS
-from manyhands.runtime.journey import Endurance, Journey, Travelled
+from manyhands.runtime.assembly import JOIN_SECONDS
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.processes import WorkerProcess
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
 from manyhands.session.measuring import measure
 from manyhands.session.session import Session
@@ -42,7 +43,7 @@ STRATEGY = "pipeline"
 """What heavy re-planning searches, as in the paper."""
 Groups = tuple[tuple[str, ...], ...]
 """The devices of every stage."""
-OnStep = Callable[[int, Journey], None]
+OnStep = Callable[[int, ElasticJob], None]
 """Step, and the job that has done it."""
 
 
@@ -75,7 +76,7 @@ class Strike:
 class Trip:
     """A run through a failure, with the moments at which things happened, by this process' clock."""
 
-    outcome: Travelled = field(default_factory=Travelled)
+    outcome: JobOutcome = field(default_factory=JobOutcome)
     struck_at: float = 0.0
     steps: list[tuple[float, int, float]] = field(default_factory=list)
     """When it ended, step, loss."""
@@ -199,9 +200,9 @@ class Site:
             trip.told.append((time.monotonic(), event, facts))
 
         with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
-            journey = Journey(
-                self.session.coordinator, order, batches, replanner, Endurance(how, wait_seconds=JOIN_SECONDS),
-                on_step=stepped, tell=told,
+            journey = ElasticJob(
+                self.session.coordinator, order, batches, replanner, RetryPolicy(how, wait_seconds=JOIN_SECONDS),
+                on_step=stepped, log_event=told,
             )  # fmt: skip
             trip.outcome = journey.run()
         return trip

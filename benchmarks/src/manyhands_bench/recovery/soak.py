@@ -22,7 +22,7 @@ from manyhands.data.loader import length
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.optimizer import Optimizer
 from manyhands.models.tiny import tiny
-from manyhands.runtime.journey import Journey
+from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.order import RunState, snapshot_steps
 from manyhands.session.session import Session
 from manyhands_bench.capture.measure import Figures, Progress
@@ -94,7 +94,7 @@ class Reaper:
     def may_strike(self) -> bool:
         return len(self._victims()) > LEFT_ALIVE and not self.is_striking
 
-    def on_step(self, step: int, job: Journey) -> None:
+    def on_step(self, step: int, job: ElasticJob) -> None:
         self._bring_back()
         is_late = time.monotonic() - self.began > MOST_SECONDS
         is_due = self.armed < min(self.kills, step // STEPS_PER_KILL + 1) and not is_late

@@ -27,7 +27,8 @@ from manyhands.job.evaluation import captured
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import Outcome, Run
+from manyhands.runtime.outcome import Outcome
+from manyhands.runtime.run import Run
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
@@ -139,7 +140,7 @@ class Subject:
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
             kernels=dict.fromkeys(plan.devices, self.kernels),
             trace_steps=range(WARM_UP_STEPS, steps) if trace else range(0), memory_step=steps - 1 if memory else -1,
-            laying=self.laying if laid else None,
+            preload=self.laying if laid else None,
         )  # fmt: skip
         run = Run(session.coordinator, order)
         run.prepare()

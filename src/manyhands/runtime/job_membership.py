@@ -4,60 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
 
-from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
+from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
+from manyhands.runtime.outcome import LogEvent
+from manyhands.runtime.retry_policy import RetryPolicy
 
 _POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Endurance:
-    """How hard a job tries to go on."""
-
-    replan: str = "auto"
-    """"light" (shares, tiles and cuts move), "heavy" (planned anew), or "auto"."""
-    min_devices: int = 1
-    """The floor: with fewer it waits for others to join, then ends. How many a job begins with is not said here: that
-    is who had joined when it was planned."""
-    max_devices: int | None = None
-    """More are not used; None: everybody who joins is."""
-    wait_seconds: float = 0.0
-    """How long a job below the floor waits for others; 0: nobody can join."""
-    attempts: int = 5
-    """Losses in a row, with no step done between them, after which it gives up."""
-
-    def __post_init__(self) -> None:
-        if self.min_devices < 1:
-            raise BadValue(f"min_devices is {self.min_devices}; it must be at least 1.")
-        if self.max_devices is not None and self.max_devices < self.min_devices:
-            raise BadValue(
-                f"max_devices is {self.max_devices}; it must be at least min_devices, which is {self.min_devices}."
-            )
-
-    def begins_with(self, count: int) -> None:
-        """Refuse a job that would be below its floor before anybody has left."""
-        if count < self.min_devices:
-            raise BadValue(
-                f"min_devices is {self.min_devices}; the job would begin with {count} device(s).",
-                hint=f"Give it {self.min_devices} devices, or write min_devices={count}.",
-            )
-
-
-class Tell(Protocol):
-    """Told what happens: what, and facts that can be written down."""
-
-    def __call__(self, event: str, /, **facts: Any) -> None: ...
-
-
-class Crew:
+class JobMembership:
     """Members as a job sees them."""
 
-    def __init__(self, coordinator: Coordinator, endurance: Endurance, tell: Tell) -> None:
-        self.coordinator, self.endurance, self.tell = coordinator, endurance, tell
+    def __init__(self, coordinator: Coordinator, retry_policy: RetryPolicy, log_event: LogEvent) -> None:
+        self.coordinator, self.retry_policy, self.log_event = coordinator, retry_policy, log_event
         self._known: set[Member] = set()
         """Who was there when the plan was made."""
         self._kept: set[Member] = set()
@@ -67,7 +28,7 @@ class Crew:
         """Those who may compute, at most so many."""
         members = [member for member in self.coordinator.alive() if not member.is_leaving]
         known = [member for member in members if member in self._known]
-        return [*known, *(one for one in members if one not in self._known)][: self.endurance.max_devices]
+        return [*known, *(one for one in members if one not in self._known)][: self.retry_policy.max_devices]
 
     def know_all(self) -> None:
         """A plan is made: whoever is there is not new from now on."""
@@ -80,51 +41,53 @@ class Crew:
     def has_changed(self, names: Collection[str]) -> bool:
         """Whether somebody has come since the plan was made, or one of those that it names wants to go and may."""
         if self.is_leaving(names):
-            is_enough = len(self.available()) >= self.endurance.min_devices
+            is_enough = len(self.available()) >= self.retry_policy.min_devices
             if not is_enough:
-                self._tell_of_kept(names)
+                self._log_kept(names)
             return is_enough
         return any(member not in self._known for member in self.available())
 
-    def _tell_of_kept(self, names: Collection[str]) -> None:
+    def _log_kept(self, names: Collection[str]) -> None:
         """Once of each who wants to go while without it too few would be left."""
         for member in self.coordinator.alive():
             if member.is_leaving and member.name in names and member not in self._kept:
                 self._kept.add(member)
-                left, floor = len(self.available()), self.endurance.min_devices
+                left, floor = len(self.available()), self.retry_policy.min_devices
                 text = f"{member.name} wants to leave; {left} device(s) would be left, at least {floor} needed"
-                self.tell("note", text=f"{text}: it goes when another joins, or by a second Ctrl-C.")
+                self.log_event("note", text=f"{text}: it goes when another joins, or by a second Ctrl-C.")
 
-    def tell_of_change(self, names: Collection[str]) -> None:
+    def log_change(self, names: Collection[str]) -> None:
         for member in self.coordinator.alive():
             if member.is_leaving and member.name in names:
-                self.tell("leaving", device=member.name)
+                self.log_event("leaving", device=member.name)
             elif member not in self._known:
-                self.tell("joined", device=member.name)
+                self.log_event("joined", device=member.name)
 
     def dismiss(self, needed: Collection[str]) -> None:
         """Those who were asked to go, and are not needed, go."""
         for member in self.coordinator.alive():
             if member.is_leaving and member.name not in needed and not member.is_dismissed:
                 self.coordinator.dismiss(member.name)
-                self.tell("left", device=member.name)
+                self.log_event("left", device=member.name)
 
     def wait_for_enough(self, error: ManyhandsError, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the floor is reached. Raises WorkerLost, with what `error` says of how it came to that, where too
         few are there at the end of the wait; or whatever `check` does meanwhile."""
-        if len(self.available()) >= self.endurance.min_devices:
+        if len(self.available()) >= self.retry_policy.min_devices:
             return
-        wait_seconds = self.endurance.wait_seconds
-        self.tell("waiting", workers=len(self.available()), least=self.endurance.min_devices, seconds=wait_seconds)
+        wait_seconds = self.retry_policy.wait_seconds
+        self.log_event(
+            "waiting", workers=len(self.available()), least=self.retry_policy.min_devices, seconds=wait_seconds
+        )
         end = time.monotonic() + wait_seconds
-        while len(self.available()) < self.endurance.min_devices:
+        while len(self.available()) < self.retry_policy.min_devices:
             check()
             if time.monotonic() > end:
                 raise self._too_few(error)
             self.coordinator.next_event(_POLL_SECONDS)
 
     def _too_few(self, error: ManyhandsError) -> WorkerLost:
-        count, floor, waited = len(self.available()), self.endurance.min_devices, self.endurance.wait_seconds
+        count, floor, waited = len(self.available()), self.retry_policy.min_devices, self.retry_policy.wait_seconds
         join = f"On each device: {self.coordinator.join_command()}" if waited else ""
         in_vain = f", and no more have joined within {waited:g} s" if waited else ""
         message = f"{error.message} {count} device(s) left, at least {floor} needed{in_vain}."

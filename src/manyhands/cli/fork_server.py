@@ -13,12 +13,14 @@ import typer
 
 from manyhands.facts.errors import BadValue
 
-_NEEDED = ("manyhands.session.joining", "manyhands.runtime.household", "manyhands.runtime.service")
+_NEEDED = ("manyhands.session.joining", "manyhands.runtime.shared_token", "manyhands.runtime.service")
 
 
-def nursery(door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = "") -> None:
+def fork_server(
+    door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = ""
+) -> None:
     """Loads what workers need, then has a child for each that is asked for."""
-    from manyhands.runtime.nursery import tend
+    from manyhands.runtime.fork_server import tend
     from manyhands.runtime.serving import load_everything
 
     try:

@@ -1,4 +1,4 @@
-"""Those who have joined, and who may."""
+"""Which workers may join, under which name, and what they are told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from manyhands.engine.keys import KeyBook, Role, fingerprint
 from manyhands.engine.transport import ControlChannel
@@ -14,89 +13,11 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster, Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.version import __version__
-from manyhands.runtime.control import PROTOCOL, Facts, Hello, Refusal, Said, Shape, Standing, Welcome
-from manyhands.runtime.identity import Identity
+from manyhands.runtime.control import PROTOCOL
+from manyhands.runtime.control_messages import Hello, Refusal, Welcome
+from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.inviting import Invitation
-
-
-@dataclass(eq=False)
-class Member:
-    """A worker that has joined."""
-
-    name: str
-    channel: ControlChannel
-    address: tuple[str, int]
-    device: Device
-    facts: Facts
-    identity: Identity
-    clock_offset_seconds: float = 0.0
-    """Add to the worker's clock to get this process'."""
-    wall_offset_seconds: float | None = None
-    """The same of the time of day; None: not known."""
-    is_lost: bool = False
-    reason: str = ""
-    """Why it is lost."""
-    has_left: bool = False
-    """It is lost because it went, and had said so: no failure."""
-    is_leaving: bool = False
-    """It has said that it goes: as soon as others have what it has, where they need it."""
-    is_dismissed: bool = False
-    """It was told that it may go: nothing that it has is needed."""
-    is_evicted: bool = False
-    """It is lost because the run put it out: see `Coordinator.evict`."""
-    standing: Standing | None = None
-    """Where it last said that it stands in a run."""
-    is_at_work: bool = False
-    """It stands there still."""
-    moved_at: float = 0.0
-    """When it last got any further, by this process' monotonic clock."""
-    graph_digest: str = ""
-    """Of the graph that it was given last."""
-    shelf: str = ""
-    """What was laid out at it last: see `Feeder.resident_key`."""
-    invitation: Invitation | None = None
-    """Of one that was dialled; None: it came by itself."""
-
-    @property
-    def is_invited(self) -> bool:
-        return self.invitation is not None
-
-    def stands(self, standing: Standing | None, now: float) -> None:
-        """It has said where it stands in a run; None: it takes part in none at the moment."""
-        before, was_at_work = self.standing, self.is_at_work
-        self.is_at_work = standing is not None
-        if standing is None:
-            return
-        if (
-            before is None
-            or not was_at_work
-            or (before.generation, before.moved) != (standing.generation, standing.moved)
-        ):
-            self.moved_at = now
-        self.standing = standing
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker is gone: its control connection broke, or it has been silent too long."""
-
-    member: Member
-    """Another of the same name may have joined since."""
-
-    @property
-    def reason(self) -> str:
-        return self.member.reason
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A worker has come, or has come back."""
-
-    member: Member
-
-
-Event = tuple[str, Said | Lost | Joined]
-"""Which worker, and what it said or what became of it."""
+from manyhands.runtime.member import Member
 
 
 def judged(
@@ -238,12 +159,14 @@ def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = 
 
 
 def welcomed(
-    name: str, silence_seconds: float, beat_seconds: float, shaping: Cluster | None, secret: str = ""
+    name: str, heartbeat_timeout_seconds: float, heartbeat_seconds: float, shaping: Cluster | None, secret: str = ""
 ) -> Welcome:
     """What a worker is told that may join; `shaping`: links it is to imitate; `secret`: of data connections."""
     coordinator = _printable(socket.gethostname())
     if shaping is None:
-        return Welcome(name, silence_seconds, beat_seconds=beat_seconds, secret=secret, coordinator=coordinator)
+        return Welcome(
+            name, heartbeat_timeout_seconds, heartbeat_seconds=heartbeat_seconds, secret=secret, coordinator=coordinator
+        )
     own = shaping.device(name)
     slots = sum(one.host_name == own.host_name for one in shaping.devices)  # each a process: a part of the port
     links = {}
@@ -254,7 +177,7 @@ def welcomed(
             links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
     up = own.up_bytes_per_second / slots
     rate_up = up if math.isfinite(up) else None
-    return Welcome(name, silence_seconds, links, rate_up, beat_seconds, secret, coordinator)
+    return Welcome(name, heartbeat_timeout_seconds, links, rate_up, heartbeat_seconds, secret, coordinator)
 
 
 def _printable(name: str) -> str:

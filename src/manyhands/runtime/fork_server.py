@@ -39,7 +39,7 @@ _UNKNOWN_ENDING = -signal.SIGKILL
 """Where the nursery ended first: the kernel has killed its children."""
 
 
-class NoNursery(Exception):
+class NoForkServer(Exception):
     """There is none, or it does not answer: start the worker by itself."""
 
 
@@ -79,8 +79,8 @@ class Child:
                 if not ready.poll(None if timeout is None else max(0.0, 1e3 * timeout)):
                     raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
             if self.returncode is None:  # nor was it read by whoever asked meanwhile
-                told = os.read(self._ending, _NUMBER.size)
-                self.returncode = _NUMBER.unpack(told)[0] if len(told) == _NUMBER.size else _UNKNOWN_ENDING
+                status = os.read(self._ending, _NUMBER.size)
+                self.returncode = _NUMBER.unpack(status)[0] if len(status) == _NUMBER.size else _UNKNOWN_ENDING
                 os.close(self._ending)
             return self.returncode
 
@@ -97,7 +97,7 @@ class Child:
                 os.close(self._ending)
 
 
-class Nursery:
+class ForkServer:
     """Whoever starts workers has one of these for each number of threads, which libraries read when they are loaded."""
 
     def __init__(self, threads: int) -> None:
@@ -111,10 +111,10 @@ class Nursery:
             )  # fmt: skip
         except OSError as error:
             near.close()
-            raise NoNursery(str(error)) from error
+            raise NoForkServer(str(error)) from error
         finally:
             far.close()
-        self._door = near
+        self._socket = near
         self._lock = threading.Lock()
         near.settimeout(ANSWER_SECONDS)
 
@@ -126,23 +126,23 @@ class Nursery:
         """A process that runs the `manyhands` command with these words, printing to a descriptor."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         body = msgspec.msgpack.encode(Wanted(list(words), dict(environment), os.getcwd(), cores))
-        ending, told = os.pipe()
+        ending, notify = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._door, [_NUMBER.pack(len(body))], [output, told])
-                self._door.sendall(body)
-                answer = _read(self._door, _NUMBER.size)
+                socket.send_fds(self._socket, [_NUMBER.pack(len(body))], [output, notify])
+                self._socket.sendall(body)
+                answer = _read(self._socket, _NUMBER.size)
         except OSError as error:
             os.close(ending)
             self.close()
-            raise NoNursery(str(error)) from error
+            raise NoForkServer(str(error)) from error
         finally:
-            os.close(told)
+            os.close(notify)
         return Child(_NUMBER.unpack(answer)[0], ending)
 
     def close(self) -> None:
         """It ends, and whoever it has forked."""
-        self._door.close()
+        self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
             return
@@ -150,106 +150,106 @@ class Nursery:
         self.process.wait()
 
 
-_nurseries: dict[int, Nursery] = {}
+_fork_servers: dict[int, ForkServer] = {}
 _finding = threading.Lock()
 
 
-def nursery_for(threads: int, workers: int) -> Nursery:
-    """The one of this process; NoNursery where it would not pay, or this system does not fork safely."""
+def fork_server_for(threads: int, workers: int) -> ForkServer:
+    """The one of this process; NoForkServer where it would not pay, or this system does not fork safely."""
     if sys.platform != "linux":
-        raise NoNursery("not on this system")
+        raise NoForkServer("not on this system")
     with _finding:
-        found = _nurseries.get(threads)
+        found = _fork_servers.get(threads)
         if found is not None and found.is_alive:
             return found
         if workers < 2:
-            raise NoNursery("a single worker")
-        _nurseries[threads] = found = Nursery(threads)
+            raise NoForkServer("a single worker")
+        _fork_servers[threads] = found = ForkServer(threads)
         return found
 
 
-def close_nurseries() -> None:
+def close_fork_servers() -> None:
     """Those of this process end, and whoever they have forked: the next workers start from nothing."""
     with _finding:
-        for one in _nurseries.values():
+        for one in _fork_servers.values():
             one.close()
-        _nurseries.clear()
+        _fork_servers.clear()
 
 
 # The nursery's side
 
 
-class _Ward:
+class _Children:
     """The children that have not ended, and whom to tell when they have."""
 
     def __init__(self) -> None:
-        self.told: dict[int, int] = {}
+        self.notify: dict[int, int] = {}
         self.waking, self.woken = os.pipe()
         os.set_blocking(self.woken, False)
         signal.set_wakeup_fd(self.woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Those who have ended."""
         os.read(self.waking, 4096)
-        for child in list(self.told):
+        for child in list(self.notify):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                told = self.told.pop(child)
+                pipe = self.notify.pop(child)
                 with contextlib.suppress(OSError):  # nobody wants to know any more
-                    os.write(told, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
-                os.close(told)
+                    os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                os.close(pipe)
 
     def leave(self) -> None:
         """In a child: it has none of this."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in (self.waking, self.woken, *self.told.values()):
+        for descriptor in (self.waking, self.woken, *self.notify.values()):
             os.close(descriptor)
 
 
-def tend(door: socket.socket) -> list[str] | None:
+def tend(requests: socket.socket) -> list[str] | None:
     """Fork whoever is asked for. Returns in every child, with the words of the command it is to run; and in the nursery
     itself at the end, with None."""
-    ward = _Ward()
+    children = _Children()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    door.setblocking(True)
+    requests.setblocking(True)
     idle_since = time.monotonic()
     while True:
-        ready, _, _ = select.select([door.fileno(), ward.waking], [], [], IDLE_SECONDS)
-        if ward.waking in ready:
-            ward.bury()
-        if door.fileno() in ready:
+        ready, _, _ = select.select([requests.fileno(), children.waking], [], [], IDLE_SECONDS)
+        if children.waking in ready:
+            children.reap()
+        if requests.fileno() in ready:
             try:
-                wanted, output, told = _asked(door)
+                wanted, output, notify = _asked(requests)
             except (OSError, msgspec.MsgspecError):
                 return None  # whoever started this has ended
             child = os.fork()
             if child == 0:
-                door.close()
-                os.close(told)
-                ward.leave()
+                requests.close()
+                os.close(notify)
+                children.leave()
                 _become(wanted, output)
                 return wanted.words
             os.close(output)
-            ward.told[child] = told
+            children.notify[child] = notify
             with contextlib.suppress(OSError):
-                door.sendall(_NUMBER.pack(child))
-        if ready or ward.told:
+                requests.sendall(_NUMBER.pack(child))
+        if ready or children.notify:
             idle_since = time.monotonic()
         elif time.monotonic() - idle_since >= IDLE_SECONDS:
             return None
 
 
-def _asked(door: socket.socket) -> tuple[Wanted, int, int]:
-    start, descriptors, _, _ = socket.recv_fds(door, _NUMBER.size, 2)
+def _asked(requests: socket.socket) -> tuple[Wanted, int, int]:
+    start, descriptors, _, _ = socket.recv_fds(requests, _NUMBER.size, 2)
     if len(start) != _NUMBER.size or len(descriptors) != 2:
         raise OSError("closed")
     size = _NUMBER.unpack(start)[0]
     if not 0 < size <= _LARGEST_BYTES:
         raise OSError(f"a request of {size} bytes")
-    output, told = descriptors
-    return _decoder.decode(_read(door, size)), output, told
+    output, notify = descriptors
+    return _decoder.decode(_read(requests, size)), output, notify
 
 
 def _become(wanted: Wanted, output: int) -> None:
@@ -281,10 +281,10 @@ def _show(words: Sequence[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _read(door: socket.socket, size: int) -> bytes:
+def _read(requests: socket.socket, size: int) -> bytes:
     found = bytearray()
     while len(found) < size:
-        part = door.recv(size - len(found))
+        part = requests.recv(size - len(found))
         if not part:
             raise OSError("closed by the other side")
         found += part

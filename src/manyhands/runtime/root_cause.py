@@ -6,26 +6,27 @@ import time
 from collections.abc import Mapping
 
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.runtime.control import Failed, Leaving
-from manyhands.runtime.coordinator import Coordinator, silence
-from manyhands.runtime.members import Event, Joined, Lost, Member
+from manyhands.runtime.control_messages import Failed, Leaving
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.runtime.heartbeats import no_heartbeat
+from manyhands.runtime.member import Event, Joined, Lost, Member
 
 LIMITS = 1.5
 """How many times the limit for silence to wait for news of who was lost: by then everybody has answered or is."""
 _POLL_SECONDS = 0.02
 ENDING_SECONDS = 0.2
 """A process whose connections broke has ended in a moment, if it has."""
-_WITNESSES = (WorkerLost, TimedOut)
+_SYMPTOMS = (WorkerLost, TimedOut)
 
 
-def is_witness(error: BaseException | Failed) -> bool:
+def is_symptom(error: BaseException | Failed) -> bool:
     """Whether this only says that somebody else is missed."""
     if isinstance(error, Failed):
-        return error.kind in {kind.__name__ for kind in _WITNESSES}
-    return isinstance(error, _WITNESSES)
+        return error.kind in {kind.__name__ for kind in _SYMPTOMS}
+    return isinstance(error, _SYMPTOMS)
 
 
-def culprit(
+def find_root_cause(
     coordinator: Coordinator, members: Mapping[str, Member], generation: int
 ) -> tuple[str, str | Failed] | None:
     """The worker that was lost and how, or that failed in a way of its own.
@@ -34,10 +35,12 @@ def culprit(
     """
     found: tuple[str, str | Failed] | None = None
     others: list[Event] = []
-    asked = {name: coordinator.ask(name) for name, member in members.items() if not member.is_lost}
-    end = time.monotonic() + coordinator.silence_seconds * LIMITS
+    asked = {name: coordinator.clock_sync.ask(name) for name, member in members.items() if not member.is_lost}
+    end = time.monotonic() + coordinator.times.timeout_seconds * LIMITS
     while found is None and (left := end - time.monotonic()) > 0:
-        asked = {name: ticket for name, ticket in asked.items() if not coordinator.has_answered(name, ticket)}
+        asked = {
+            name: ticket for name, ticket in asked.items() if not coordinator.clock_sync.has_answered(name, ticket)
+        }
         event = coordinator.next_event(min(left, _POLL_SECONDS) if asked else 0.0)
         if event is None:
             if not asked:
@@ -46,7 +49,7 @@ def culprit(
         name, message = event
         if isinstance(message, Lost) and message.member is members.get(name):
             found = name, message.reason
-        elif isinstance(message, Failed) and message.generation == generation and not is_witness(message):
+        elif isinstance(message, Failed) and message.generation == generation and not is_symptom(message):
             found = name, message
         elif isinstance(message, (Joined, Leaving)):
             others.append(event)
@@ -57,9 +60,9 @@ def culprit(
     for name, member in members.items():
         if member.is_lost:
             return name, member.reason
-    name = max(members, key=coordinator.silent_seconds)
-    seconds = coordinator.silent_seconds(name)
-    return (name, silence(seconds)) if seconds > coordinator.silence_seconds / 2 else None
+    name = max(members, key=coordinator.membership.silent_seconds)
+    seconds = coordinator.membership.silent_seconds(name)
+    return (name, no_heartbeat(seconds)) if seconds > coordinator.times.timeout_seconds / 2 else None
 
 
 def lost(coordinator: Coordinator, name: str, when: str, reason: str) -> WorkerLost:

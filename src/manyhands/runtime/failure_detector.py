@@ -1,9 +1,9 @@
 """Who is silent, who is to be asked whether it is there, and who is given up. No threads, and no clock of its own.
 
-    watch = Watch(limit_seconds=2.0)
-    watch.begin("pi-1", now)
-    watch.heard("pi-1", now)          # it said something, whatever it was
-    watch.due(now)                    # asked every now and then: whom to probe, whom to give up
+    detector = FailureDetector(limit_seconds=2.0)
+    detector.begin("pi-1", now)
+    detector.received("pi-1", now)          # it said something, whatever it was
+    detector.due(now)                    # asked every now and then: whom to probe, whom to give up
 
 Silent for half the limit: a suspect, which is probed; anything it says clears it. Silent for the limit: lost.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from manyhands.facts.errors import BadValue
 
-SILENCE_SECONDS = 2.0
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """A worker that says nothing for so long, not even when asked, is lost."""
 SUSPICION_PART = 1 / 2
 """Of the limit: silent for so long, one is probed. Asked later than that, the watch has slept itself."""
@@ -33,13 +33,13 @@ class Due:
 
 @dataclass
 class _Watched:
-    heard: float
+    received: float
     probed: float | None = None
     """When it became a suspect."""
     is_pardoned: bool = False
 
 
-class Watch:
+class FailureDetector:
     """Those who are watched, by name."""
 
     def __init__(self, limit_seconds: float) -> None:
@@ -56,13 +56,13 @@ class Watch:
     def forget(self, name: str) -> None:
         self._watched.pop(name, None)
 
-    def heard(self, name: str, now: float) -> None:
+    def received(self, name: str, now: float) -> None:
         """It said something. Of somebody who is not watched this is no news."""
         if name in self._watched:
             self._watched[name] = _Watched(now)
 
     def silent_seconds(self, name: str, now: float) -> float:
-        return now - self._watched[name].heard if name in self._watched else 0.0
+        return now - self._watched[name].received if name in self._watched else 0.0
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Watch:
         self._asked = now
         probe, lost = [], []
         for name, one in self._watched.items():
-            silent_seconds = now - one.heard
+            silent_seconds = now - one.received
             if one.probed is None:
                 if silent_seconds >= self.limit_seconds * SUSPICION_PART:
                     one.probed = now

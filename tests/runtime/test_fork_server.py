@@ -17,32 +17,32 @@ import pytest
 
 from manyhands import __version__
 from manyhands.facts.cluster import Cluster
-from manyhands.runtime import nursery as nurseries
+from manyhands.runtime import fork_server as fork_servers
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.nursery import Child, NoNursery, Nursery, nursery_for
+from manyhands.runtime.fork_server import Child, ForkServer, NoForkServer, fork_server_for
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only"),
-    pytest.mark.xdist_group("nursery"),
+    pytest.mark.xdist_group("fork_server"),
 ]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery(1)
+def fork_server() -> Iterator[ForkServer]:
+    found = ForkServer(1)
     yield found
     found.close()
 
 
-def run(nursery: Nursery, path: Path, *words: str, **environment: str) -> Child:
+def run(fork_server: ForkServer, path: Path, *words: str, **environment: str) -> Child:
     with path.open("wb") as output:
-        return nursery.fork(words, {**os.environ, **environment}, output.fileno())
+        return fork_server.fork(words, {**os.environ, **environment}, output.fileno())
 
 
-def waiting(nursery: Nursery, path: Path) -> Child:
+def waiting(fork_server: ForkServer, path: Path) -> Child:
     """A worker that looks for a coordinator who is not there."""
     words = ("worker", "--join", "127.0.0.1:9", "--token", "nobody knows", "--name", "x", "--wait", "60")
-    return run(nursery, path, *words, "--parent", str(nursery.process.pid), MANYHANDS_DIE_WITH_PARENT="1")
+    return run(fork_server, path, *words, "--parent", str(fork_server.process.pid), MANYHANDS_DIE_WITH_PARENT="1")
 
 
 def soon(is_so: Callable[[], bool], limit_seconds: float = 10.0) -> bool:
@@ -56,8 +56,8 @@ def is_gone(process: int) -> bool:
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_child_runs_a_command_and_says_how_it_ended(nursery: Nursery, tmp_path: Path) -> None:
-    right, wrong = (run(nursery, tmp_path / words[0], *words) for words in (["--version"], ["wurker"]))
+def test_a_child_runs_a_command_and_says_how_it_ended(fork_server: ForkServer, tmp_path: Path) -> None:
+    right, wrong = (run(fork_server, tmp_path / words[0], *words) for words in (["--version"], ["wurker"]))
     assert (right.wait(30), wrong.wait(30)) == (0, 2)
     assert (right.poll(), right.returncode) == (0, 0)
     assert (tmp_path / "--version").read_text() == f"manyhands {__version__}\n"
@@ -65,24 +65,24 @@ def test_a_child_runs_a_command_and_says_how_it_ended(nursery: Nursery, tmp_path
     right.send_signal(signal.SIGTERM)  # nobody is there: nothing happens
 
 
-def test_a_child_is_found_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_child_is_found_by_its_name(fork_server: ForkServer, tmp_path: Path) -> None:
     """`ps` and `pgrep -f` show what it runs, not what its parent does; more than there is room for is cut."""
-    child = waiting(nursery, tmp_path / "x")
+    child = waiting(fork_server, tmp_path / "x")
     assert soon(lambda: "x" in psutil.Process(child.pid).cmdline())
     shown = [word for word in psutil.Process(child.pid).cmdline() if word]
     assert shown[1:6] == ["-P", "-m", "manyhands", "worker", "--join"]
-    assert shown[-2:] == ["--parent", str(nursery.process.pid)]
+    assert shown[-2:] == ["--parent", str(fork_server.process.pid)]
     child.kill()
-    long = run(nursery, tmp_path / "long", "worker", "--join", "127.0.0.1:9", "--wait", "60", "--token", 1000 * "y")
+    long = run(fork_server, tmp_path / "long", "worker", "--join", "127.0.0.1:9", "--wait", "60", "--token", 1000 * "y")
     assert soon(lambda: "worker" in psutil.Process(long.pid).cmdline())
     assert psutil.Process(long.pid).cmdline()[-1].startswith("yyy")
     long.kill()
     assert {child.wait(30), long.wait(30)} == {-signal.SIGKILL}
 
 
-def test_a_signal_in_the_middle_of_a_wait_may_ask_too(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_signal_in_the_middle_of_a_wait_may_ask_too(fork_server: ForkServer, tmp_path: Path) -> None:
     """The second Ctrl-C kills workers while the first one's end waits for them, in one thread."""
-    child = waiting(nursery, tmp_path / "x")
+    child = waiting(fork_server, tmp_path / "x")
 
     def handler(number: int, frame: object) -> None:
         assert child.poll() is None
@@ -118,13 +118,13 @@ def test_a_child_is_waited_for_where_many_files_are_open() -> None:
 
 
 def test_a_child_is_as_if_it_had_been_started_by_itself(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
-        child = waiting(nursery, tmp_path / "words")
+        child = waiting(fork_server, tmp_path / "words")
     finally:
         os.sched_setaffinity(0, cores)
     try:
@@ -142,21 +142,21 @@ def test_a_child_is_as_if_it_had_been_started_by_itself(
     assert child.wait(10) == -signal.SIGKILL
 
 
-def test_children_end_with_the_nursery_and_there_is_another_one(tmp_path: Path) -> None:
-    first = nursery_for(1, 2)
+def test_children_end_with_the_fork_server_and_there_is_another_one(tmp_path: Path) -> None:
+    first = fork_server_for(1, 2)
     child = waiting(first, tmp_path / "words")
-    assert nursery_for(1, 1) is first  # it is there already: one worker has it too
+    assert fork_server_for(1, 1) is first  # it is there already: one worker has it too
     assert soon(lambda: os.getsid(child.pid) == child.pid)
     first.process.kill()
     assert child.wait(10) == -signal.SIGKILL
     assert soon(lambda: is_gone(child.pid))
-    with pytest.raises(NoNursery):
+    with pytest.raises(NoForkServer):
         waiting(first, tmp_path / "words")
-    with pytest.raises(NoNursery, match="single"):
-        nursery_for(1, 1)
-    second = nursery_for(1, 2)
+    with pytest.raises(NoForkServer, match="single"):
+        fork_server_for(1, 1)
+    second = fork_server_for(1, 2)
     assert second is not first
-    nurseries.close_nurseries()
+    fork_servers.close_fork_servers()
     assert not second.is_alive
 
 
@@ -190,9 +190,9 @@ def test_workers_are_children_of_one_unless_they_are_to_be_apart() -> None:
 
 _IDLE = """
 import socket, sys
-from manyhands.runtime import nursery
-nursery.IDLE_SECONDS = 0.2
-print(nursery.tend(socket.socket(fileno=int(sys.argv[1]))))
+from manyhands.runtime import fork_server
+fork_server.IDLE_SECONDS = 0.2
+print(fork_server.tend(socket.socket(fileno=int(sys.argv[1]))))
 """
 
 
@@ -213,6 +213,6 @@ def test_it_ends_where_nobody_asks_and_where_what_is_asked_makes_no_sense(said: 
 
 
 def test_elsewhere_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nurseries.sys, "platform", "darwin")
-    with pytest.raises(NoNursery, match="system"):
-        nursery_for(1, 4)
+    monkeypatch.setattr(fork_servers.sys, "platform", "darwin")
+    with pytest.raises(NoForkServer, match="system"):
+        fork_server_for(1, 4)

@@ -11,7 +11,7 @@ import pytest
 from fault_cluster import STEPS, Fault, FaultCluster, Trip, reference
 
 from manyhands.facts.plan import Plan, Replay, Single, Stage
-from manyhands.runtime.control import Arrival
+from manyhands.runtime.control_parts import Arrival
 from real_runs import BATCH, LAYERS
 
 pytestmark = pytest.mark.xdist_group("faults")  # what it is compared with is computed once
@@ -57,29 +57,29 @@ class Steps:
         return split(self.cuts[self.asked % len(self.cuts)])
 
 
-def travelled(pilot: Steps, *faults: Fault, **options: object) -> Trip:
+def trained(controller: Steps, *faults: Fault, **options: object) -> Trip:
     with FaultCluster(ENDS, *faults) as cluster:
-        return cluster.travel(split(1), pilot=pilot, rewrite=pilot.plan, **options)  # type: ignore[arg-type]
+        return cluster.travel(split(1), controller=controller, rewrite=controller.plan, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backup_every", [0, 2])
 @pytest.mark.parametrize("changes", [(1,), (2, 3), (4,), (5, 6), (STEPS - 1,), (STEPS,)])
 def test_a_change_at_any_step(changes: tuple[int, ...], backup_every: int) -> None:
-    pilot = Steps(changes)
-    trip = travelled(pilot, backup_every=backup_every)
+    controller = Steps(changes)
+    trip = trained(controller, backup_every=backup_every)
     trip.check(reference(1))
     assert trip.outcome.staleness == [0] * STEPS
-    assert trip.outcome.generations == 1 + pilot.asked
+    assert trip.outcome.generations == 1 + controller.asked
     assert trip.saved[-1] == STEPS, "the last state was saved"
     if changes[0] < STEPS - 1:
-        assert pilot.asked >= 1
+        assert controller.asked >= 1
 
 
 def test_a_change_at_every_step() -> None:
-    pilot = Steps(range(1, STEPS + 1), cuts=(1, 2, LAYERS))
-    trip = travelled(pilot, backup_every=0, snapshots=(3, 5))
+    controller = Steps(range(1, STEPS + 1), cuts=(1, 2, LAYERS))
+    trip = trained(controller, backup_every=0, snapshots=(3, 5))
     trip.check(reference(1))
-    assert pilot.asked >= 2
+    assert controller.asked >= 2
     assert trip.saved[-1] == STEPS
     assert trip.saved == sorted(set(trip.saved))
     assert len(trip.saved) == 3, "no checkpoint was lost by a pause"
@@ -87,26 +87,26 @@ def test_a_change_at_every_step() -> None:
 
 @pytest.mark.parametrize("stops", [(1,), (3, 6), (4,), (STEPS,)])
 def test_a_plan_that_ends_at_a_step(stops: tuple[int, ...]) -> None:
-    pilot = Steps(stops=stops)
-    trip = travelled(pilot)
+    controller = Steps(stops=stops)
+    trip = trained(controller)
     trip.check(reference(1))
     firsts = [facts["step"] for facts in trip.outcome.recoveries]
     assert firsts == [stop for stop in stops if stop < STEPS]
 
 
 def test_copies_do_not_pile_up_without_backups() -> None:
-    pilot = Steps(range(1, STEPS), cuts=(LAYERS, LAYERS))
+    controller = Steps(range(1, STEPS), cuts=(LAYERS, LAYERS))
     with FaultCluster(ENDS) as cluster:
-        trip = cluster.travel(split(1), pilot=pilot, rewrite=pilot.plan, backup_every=0)
-        assert pilot.asked >= 2
+        trip = cluster.travel(split(1), controller=controller, rewrite=controller.plan, backup_every=0)
+        assert controller.asked >= 2
         assert len(cluster.workers["a"].keeping.listing()[0]) <= 3
     trip.check(reference(1))
 
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_one_is_lost_and_then_it_changes(step: int) -> None:
-    pilot = Steps((6,))
-    trip = travelled(pilot, Fault("b", "backward", step=step), backup_every=2)
+    controller = Steps((6,))
+    trip = trained(controller, Fault("b", "backward", step=step), backup_every=2)
     trip.check(reference(1))
     assert trip.outcome.plan is not None
     assert trip.outcome.plan.devices == ("a",)

@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.outcome == OPEN
 
 
-def knock_everywhere(reader: str, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, Answer]:
+def probe_all(reader: str, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, Answer]:
     """Peer -> what came of connecting, for each of those that `reader` is the one to connect to; all at once."""
     wanted = {
         name: address
@@ -53,12 +53,12 @@ def knock_everywhere(reader: str, peers: Mapping[str, Address], limit_seconds: f
     if not wanted:
         return {}
     limit = min(max(0.0, limit_seconds), LIMIT_SECONDS)
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted)), "knock") as pool:
-        attempts = {name: pool.submit(knock, at.host, at.port, limit) for name, at in wanted.items()}
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted)), "probe") as pool:
+        attempts = {name: pool.submit(probe, at.host, at.port, limit) for name, at in wanted.items()}
     return {name: attempt.result() for name, attempt in attempts.items()}
 
 
-def knock(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> Answer:
+def probe(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> Answer:
     """One attempt; never raises."""
     start = time.monotonic()
     outcome, text = OPEN, ""

@@ -12,25 +12,27 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
-from manyhands.facts.profile import Kernel
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
-from manyhands.runtime.control import Arrival, Failed, Holding, Retain, Survey
+from manyhands.runtime.control_messages import Failed, Holding, Progress, Retain, Survey
+from manyhands.runtime.control_parts import Arrival
+from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.crew import Crew, Tell
-from manyhands.runtime.crew import Endurance as Endurance
+from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
-from manyhands.runtime.members import Member
+from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.run import OnSnapshot, OnStep, Outcome, Run
+from manyhands.runtime.outcome import LogEvent, OnSnapshot, OnStep, Outcome, RunHooks
+from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.run import Run
 from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
 
@@ -40,42 +42,8 @@ _POLL_SECONDS = 0.05
 _RECENT_STEPS = 20
 
 
-@dataclass(frozen=True)
-class Change:
-    """How a job goes on with other workers."""
-
-    plan: Plan
-    kernels: Mapping[str, Mapping[str, Kernel]]
-    how: str
-    reason: str = ""
-    backup_every: int | None = None
-    """None: as before."""
-
-
-class Replan(Protocol):
-    """Asked for a plan for those who are there."""
-
-    def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change: ...
-
-
-class Pilot(Protocol):
-    """Steers a job while its workers stay: asked from the coordinator's loop, so it answers at once."""
-
-    def stop_at(self, step: int) -> int | None:
-        """The first step after this one at which another plan is wanted, whatever happens; None: none."""
-
-    def should_change(self, steps_done: int) -> bool:
-        """Whether the round under way is to be the last by this plan."""
-
-    def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
-        """What a device has got from others, and how long that took."""
-
-    def began(self, plan: Plan, steps_done: int) -> None:
-        """The first round by a plan is done."""
-
-
 @dataclass
-class Voyage:
+class Recovery:
     """One generation as it is to be told of."""
 
     since: float
@@ -84,11 +52,11 @@ class Voyage:
     from_step: int
     furthest: int
     bytes_moved: int
-    is_told: bool = False
+    is_logged: bool = False
 
 
 @dataclass
-class Travelled(Outcome):
+class JobOutcome(Outcome):
     """What came of all of it. Logs and plan are the last generation's."""
 
     plan: Plan | None = None
@@ -102,7 +70,7 @@ class Travelled(Outcome):
     """When the first round after each of them began, by the clock of this process."""
 
 
-class Journey:
+class ElasticJob:
     """Follows one order to its end, whoever comes and goes meanwhile."""
 
     def __init__(
@@ -111,54 +79,56 @@ class Journey:
         order: Order,
         batches: Rewindable,
         replan: Replan,
-        endurance: Endurance,
+        retry_policy: RetryPolicy,
         *,
         on_step: OnStep | None = None,
         on_snapshot: OnSnapshot | None = None,
-        tell: Tell | None = None,
-        pilot: Pilot | None = None,
+        log_event: LogEvent | None = None,
+        controller: Controller | None = None,
         living: Living | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.coordinator, self.order, self.batches = coordinator, order, batches
         self.should_stop = should_stop or (lambda: False)
-        self.replan, self.endurance, self.pilot, self.living = replan, endurance, pilot, living
+        self.replan, self.retry_policy, self.controller, self.living = replan, retry_policy, controller, living
         self.on_step = on_step or (lambda step, loss, seconds: None)
         self.on_snapshot = on_snapshot or (lambda found: None)
-        self.tell: Tell = tell or (lambda event, /, **facts: None)
+        self.log_event: LogEvent = log_event or (lambda event, /, **facts: None)
         self.saved = order.start
         """The last state that was saved, or where it all began."""
-        self.outcome = Travelled(plan=order.plan)
+        self.outcome = JobOutcome(plan=order.plan)
         self._furthest = order.start.steps_done
         """Steps that were done and reported; those that are run again are not reported twice."""
         self._safe = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
-        self._crew = Crew(coordinator, endurance, self.tell)
+        self._membership = JobMembership(coordinator, retry_policy, self.log_event)
         self._failures = 0
         self._suspicions = Suspicions()
         self._since = coordinator.new_generation()
         """Before all of this job's: what workers have of earlier jobs is none of its state."""
-        self._voyage: Voyage | None = None
+        self._recovery: Recovery | None = None
         self._run: Run | None = None
         self._begun: Run | None = None
         """The last generation whose first round was done."""
         self._prepared_seconds: float | None = None
         """The longest that everybody took to get ready."""
 
-    def run(self) -> Travelled:
+    def run(self) -> JobOutcome:
         order = self.order
-        self._crew.know_all()
+        self._membership.know_all()
         while True:
-            leg = self._leg(order)
-            run = self._run = Run(
-                self.coordinator, leg, on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, on_arrivals=self._arrived, since=self._since,
-                on_progress=self.living.told if self.living is not None else None, usual=self._usual(),
-                suspicions=self._suspicions, tell=self.tell,
+            bounded = self._bounded(order)
+            hooks = RunHooks(
+                on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
+                should_pause=self._should_pause, on_arrivals=self._arrived,
+                on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
+            run = self._run = Run(
+                self.coordinator, bounded, hooks, since=self._since, usual=self._usual(), suspicions=self._suspicions
+            )
             try:
-                if self._voyage is not None:
-                    self._voyage.bytes_moved = _moving_bytes(run)
+                if self._recovery is not None:
+                    self._recovery.bytes_moved = run.handout.moving_bytes()
                 self._dismiss()
                 run.prepare()
                 ended = run.run(self.batches.from_step(run.first))
@@ -167,8 +137,10 @@ class Journey:
                 continue
             finally:
                 self.outcome.bytes_between += run.outcome.bytes_between
-                self._prepared_seconds = max(filter(None, (self._prepared_seconds, run.prepare_seconds)), default=None)
-            if not run.is_paused and leg.last_step == order.last_step:
+                self._prepared_seconds = max(
+                    filter(None, (self._prepared_seconds, run.times.prepare_seconds)), default=None
+                )
+            if not run.is_paused and bounded.last_step == order.last_step:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
                 return self.outcome
@@ -185,10 +157,10 @@ class Journey:
         recent = self.outcome.step_seconds[-_RECENT_STEPS:]
         return Usual(statistics.median(recent) if recent else None, self._prepared_seconds)
 
-    def _leg(self, order: Order) -> Order:
+    def _bounded(self, order: Order) -> Order:
         """The order as far as its plan is wanted."""
         first = order.start.steps_done if order.located is None else order.located.steps_done
-        stop = self.pilot.stop_at(first) if self.pilot is not None else None
+        stop = self.controller.stop_at(first) if self.controller is not None else None
         if stop is None or not first < stop < order.last_step:
             return order
         return dataclasses.replace(order, last_step=stop, snapshots=tuple(s for s in order.snapshots if s <= stop))
@@ -196,8 +168,8 @@ class Journey:
     # While it runs
 
     def _arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
-        if self.pilot is not None and arrivals:
-            self.pilot.arrived(device, arrivals)
+        if self.controller is not None and arrivals:
+            self.controller.arrived(device, arrivals)
         if self.living is not None:
             self.living.arrived(device, arrivals)
 
@@ -213,20 +185,20 @@ class Journey:
             if self._run is not None and self._run.outcome.staleness:
                 self.outcome.staleness.append(self._run.outcome.staleness[-1])
             self.on_step(step, loss, seconds)
-        voyage, run = self._voyage, self._run
-        if voyage is not None and run is not None and not voyage.is_told:
-            voyage.is_told = True
+        recovery, run = self._recovery, self._run
+        if recovery is not None and run is not None and not recovery.is_logged:
+            recovery.is_logged = True
             facts = {
-                "how": voyage.how, "seconds": max(0.0, run.first_round_began - voyage.since), "step": voyage.from_step,
-                "replayed": voyage.furthest - voyage.from_step, "bytes_moved": voyage.bytes_moved,
-                "generation": run.generation, "devices": list(run.names),
+                "how": recovery.how, "seconds": max(0.0, run.times.first_round_began - recovery.since),
+                "step": recovery.from_step, "replayed": recovery.furthest - recovery.from_step,
+                "bytes_moved": recovery.bytes_moved, "generation": run.generation, "devices": list(run.names),
             }  # fmt: skip
             self.outcome.recoveries.append(facts)
-            self.outcome.began_at.append(run.first_round_began)
-            self.tell("recovered", **facts)
-        if run is not None and self.pilot is not None and run is not self._begun:
+            self.outcome.began_at.append(run.times.first_round_began)
+            self.log_event("recovered", **facts)
+        if run is not None and self.controller is not None and run is not self._begun:
             self._begun = run
-            self.pilot.began(run.order.plan, step + 1)
+            self.controller.began(run.order.plan, step + 1)
         self._dismiss(everybody=True)
 
     def _saved(self, found: RunState) -> None:
@@ -243,11 +215,11 @@ class Journey:
         assert run is not None
         if self.should_stop():
             return True
-        if self._crew.has_changed(run.names) or self._crew.is_leaving(run.names):
-            return self._crew.has_changed(run.names)
-        if self.pilot is None or run.steps_updated == run.first:  # each plan has one step at least
+        if self._membership.has_changed(run.names) or self._membership.is_leaving(run.names):
+            return self._membership.has_changed(run.names)
+        if self.controller is None or run.steps.steps_updated == run.first:  # each plan has one step at least
             return False
-        return self.pilot.should_change(max(self._furthest, run.steps_updated))
+        return self.controller.should_change(max(self._furthest, run.steps.steps_updated))
 
     def has_news(self) -> bool:
         """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
@@ -258,7 +230,7 @@ class Journey:
         """Those who were asked to go, and are no longer needed, go."""
         run = self._run
         names = () if run is None else run.names if everybody else run.everybody
-        self._crew.dismiss(names)
+        self._membership.dismiss(names)
 
     # When members change
 
@@ -270,20 +242,20 @@ class Journey:
         self._failures += 1
         if isinstance(error, NotFinite):
             self._acquit(run)
-        if not is_theirs or not order.plan.is_training or self._failures > self.endurance.attempts:
+        if not is_theirs or not order.plan.is_training or self._failures > self.retry_policy.attempts:
             raise error
-        self.tell("lost", devices=lost, step=self._furthest, reason=error.message)
+        self.log_event("lost", devices=lost, step=self._furthest, reason=error.message)
         return self._next(order, since, error, ", ".join(lost))
 
     def _acquit(self, run: Run) -> None:
         """The numbers stopped being finite without the device that was evicted for it too: it may join again."""
         for step, name in self._suspicions.not_finite.items():
-            if step + 1 >= run.agreed_steps:
-                self.coordinator.quarantine.end(self.coordinator.members[name].identity.process)
+            if step + 1 >= run.reports.agreed_steps:
+                self.coordinator.membership.quarantine.end(self.coordinator.members[name].identity.process)
 
     def _after_pause(self, run: Run, order: Order) -> Order:
         since = time.monotonic()
-        self._crew.tell_of_change(run.names)
+        self._membership.log_change(run.names)
         return self._next(order, since, WorkerLost("Nobody is left."))
 
     def _to_stop(self, run: Run, order: Order) -> Order:
@@ -305,27 +277,27 @@ class Journey:
         """The order of the next generation. Whoever is lost while it is made is not in it."""
         located = self._surveyed(error)
         while True:
-            available = self._crew.available()
-            if len(available) < self.endurance.min_devices:  # lost since they were counted
+            available = self._membership.available()
+            if len(available) < self.retry_policy.min_devices:  # lost since they were counted
                 located = self._surveyed(error)
                 continue
-            self._crew.know_all()
+            self._membership.know_all()
             try:
-                change = self.replan(order.plan, tuple(member.name for member in available), self.endurance.replan)
+                change = self.replan(order.plan, tuple(member.name for member in available), self.retry_policy.replan)
                 break
             except (WorkerLost, TimedOut) as found:
                 self._failures += 1
-                if self._failures > self.endurance.attempts:
+                if self._failures > self.retry_policy.attempts:
                     raise
                 located, error = self._surveyed(found), found
         is_saved_alone = any(having == (COORDINATOR,) for having in located.holders.values())
         if is_saved_alone and located.steps_done < self._furthest:
             reason = f"some weights were on {lost or 'somebody'} alone and are gone: going on from the last checkpoint"
-            self.tell("rewound", step=located.steps_done, reason=reason)
+            self.log_event("rewound", step=located.steps_done, reason=reason)
         first, last = located.steps_done, order.last_step
         self.outcome.generations += 1
-        self._voyage = Voyage(since, change.how, first, self._furthest, 0)
-        self.tell("replanned", how=change.how, reason=change.reason, plan=change.plan.to_dict())
+        self._recovery = Recovery(since, change.how, first, self._furthest, 0)
+        self.log_event("replanned", how=change.how, reason=change.reason, plan=change.plan.to_dict())
         return dataclasses.replace(
             order, plan=change.plan, kernels=change.kernels, located=located, start=self.saved,
             snapshots=tuple(sorted({max(step, first) for step in order.snapshots if step > self.saved.steps_done})),
@@ -335,17 +307,17 @@ class Journey:
 
     def _surveyed(self, error: ManyhandsError) -> Located:
         """Where the latest state lies of which everything exists."""
-        patience = self.coordinator.security.patience
-        limit = time.monotonic() + SURVEY_SECONDS * patience
+        timeout_factor = self.coordinator.security.patience
+        limit = time.monotonic() + SURVEY_SECONDS * timeout_factor
         while True:
-            self._crew.wait_for_enough(error, self._check_waiting)
+            self._membership.wait_for_enough(error, self._check_waiting)
             answers = self._ask(self.coordinator.alive(), limit)
             if answers is not None:
                 break
             if time.monotonic() > limit:
                 raise error
         weights = [spec.name for spec in self.order.graph.weights]
-        agreed = self._furthest if self._run is None else min(self._furthest, self._run.agreed_steps)
+        agreed = self._furthest if self._run is None else min(self._furthest, self._run.reports.agreed_steps)
         found = state.located(
             {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
             weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
@@ -354,7 +326,7 @@ class Journey:
         self._safe = min(self._safe, found.steps_done)
         keeps = self._run is not None and bool(self._run.backups.every)  # else nothing between is anywhere as a whole
         for name in answers:  # of the state that was found some is at one place only, until it has been given away
-            self.coordinator.say(name, Retain(self._safe, found.steps_done, keeps))
+            self.coordinator.send(name, Retain(self._safe, found.steps_done, keeps))
         return found
 
     def _check_waiting(self) -> None:
@@ -368,7 +340,7 @@ class Journey:
         began = time.monotonic()
         limit = min(limit, began + (self._run.stall_seconds if self._run is not None else SURVEY_SECONDS))
         for member in members:
-            self.coordinator.say(member.name, Survey(generation, self._since))
+            self.coordinator.send(member.name, Survey(generation, self._since))
         found: dict[str, Holding] = {}
         while len(found) < len(members):
             if any(member.is_lost for member in members):
@@ -390,10 +362,5 @@ class Journey:
         return found
 
 
-def _moving_bytes(run: Run) -> int:
-    """Bytes of state that travel before a run begins."""
-    return sum(
-        state.byte_count(run.located.entries[name] for name in names)
-        for gives in run.gives.values()
-        for names in gives.values()
-    )
+def _ignore(name: str, message: Progress) -> None:
+    """Nobody follows the run from outside."""

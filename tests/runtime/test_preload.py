@@ -1,4 +1,4 @@
-"""Samples laid out before the first step: the same weights to the bit, numbers in place of samples, and whoever has
+"""Samples preloaded before the first step: the same weights to the bit, numbers in place of samples, and whoever has
 them is not given them again."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def travelled(plan: str, *faults: Fault) -> tuple[Trip, Counter[str]]:
                 before(source, target, step, topic)
 
         cluster.transport.before_send = sending
-        trip = cluster.travel(PLANS[plan], is_laid=True)
+        trip = cluster.travel(PLANS[plan], is_preloaded=True)
     trip.check(reference(PLANS[plan].micro_batches), generations=1 + len(faults))
     return trip, given
 
@@ -56,7 +56,7 @@ def test_numbers_travel_and_the_weights_are_the_same(plan: str) -> None:
             assert came == STEPS * rows[name] * ROW_BYTES * parts
 
 
-def test_after_a_loss_only_what_is_new_is_laid_out() -> None:
+def test_after_a_loss_only_what_is_new_is_preloaded() -> None:
     """Shares of samples change, the samples do not; other tiles are other parts of them."""
     trip, given = travelled("samples", Fault("b", "backward", step=5))
     assert given == Counter(a=1, b=1, c=1)
@@ -76,7 +76,7 @@ def test_what_was_dropped_for_another_part_is_given_again() -> None:
     """Whole samples, then a tile of them that never arrives, then whole samples once more."""
     one = Fault("b", "backward", step=5)
     with FaultCluster(("a", "b", "c"), one, Fault("c", "prepare", after=one)) as cluster:
-        trip = cluster.travel(PLANS["samples"], is_laid=True, rewrite=by_tiles_or_alone)
+        trip = cluster.travel(PLANS["samples"], is_preloaded=True, rewrite=by_tiles_or_alone)
     trip.check(reference(1), generations=3)
     assert trip.plans[-1].devices == ("a",)
     assert [lost["devices"] for lost in trip.facts("lost")] == [["b"], ["c"]]
@@ -113,5 +113,5 @@ class _Little:
     available = 63
 
 
-def test_a_laying_has_a_name_of_its_own() -> None:
+def test_a_preload_has_a_name_of_its_own() -> None:
     assert Laying(None, None, 1).key != Laying(None, None, 1).key

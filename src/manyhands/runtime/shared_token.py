@@ -38,7 +38,7 @@ def made_config_folder() -> Path:
     return folder
 
 
-def household_token(say: Callable[[str], None] = lambda text: None) -> str:
+def shared_token(report: Callable[[str], None] = lambda text: None) -> str:
     """What workers of this household must know; made and kept at the first call. One that cannot be kept is for this
     run only, which is said."""
     path = config_folder() / COORDINATOR_FILE
@@ -50,8 +50,8 @@ def household_token(say: Callable[[str], None] = lambda text: None) -> str:
     except FileExistsError:  # by another that started at the same moment
         return _read(path) or made
     except OSError as error:
-        said = (error.strerror or str(error)).lower()
-        say(f"The token cannot be kept in {path} ({said}): the next run will ask for another.")
+        reason = (error.strerror or str(error)).lower()
+        report(f"The token cannot be kept in {path} ({reason}): the next run will ask for another.")
     return made
 
 

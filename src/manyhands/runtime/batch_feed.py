@@ -1,0 +1,66 @@
+"""What the coordinator feeds the devices of a run: batches in order, or all samples before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from manyhands.executor.feeder import Feeder
+from manyhands.facts.errors import BadData
+from manyhands.facts.plan import ByTiles, Plan
+from manyhands.graph.labels import check_labels
+from manyhands.graph.loss import has_ignored, ignored_class
+from manyhands.runtime.member import Member
+from manyhands.runtime.order import Order
+
+Batch = tuple[int, Any, Any]
+Batches = Iterator[Batch]
+
+
+class BatchFeed:
+    """Checks batches and sends each device its part of them."""
+
+    def __init__(self, order: Order, feeder: Feeder, first: int) -> None:
+        self.feeder, self._order = feeder, order
+        self.sent = first
+        """Steps whose batches were sent."""
+        self.inputs: dict[int, Any] = {}
+        """Inputs of the steps under way."""
+        self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
+
+    def send(self, batches: Batches, round_first: int) -> None:
+        """Send the next batch; `round_first`: the first step of its round."""
+        step, inputs, targets = next(batches)
+        assert step == self.sent, "batches come in order"
+        if self._order.preload is None:
+            self._check_targets(f"The targets of step {step}", targets)
+        self.inputs[step] = inputs
+        self.feeder.send(round_first, inputs, targets, step - round_first)
+        self.sent += 1
+
+    def needs_preload(self, name: str, member: Member) -> bool:
+        """Whether a device is still to be given its part of all samples."""
+        return self.feeder.resident_key(name) not in ("", member.resident_dataset)
+
+    def preload(self, members: dict[str, Member], step: int) -> None:
+        """Give the devices of a run their parts of all samples, where those are resident and not there yet."""
+        if self._order.preload is not None:
+            self._check_targets("The targets", self._order.preload.targets)
+        for name, member in members.items():
+            if self.needs_preload(name, member):
+                self.feeder.preload(name, step)
+
+    def _check_targets(self, which: str, targets: Any) -> None:
+        check_labels(self._order.graph, targets, which)
+        if self._looks_for_ignored and has_ignored(self._order.graph, targets):
+            raise BadData(
+                f"{which} hold the class {ignored_class(self._order.graph)}, which the loss leaves "
+                f"out: its mean is over the others, and the parts of a batch differ in how many they have.",
+                hint='Train with plan="single" and one micro-batch.',
+            )
+
+
+def _shares_batches(plan: Plan) -> bool:
+    last = plan.stages[-1]
+    shared = len(last.devices) > 1 and not isinstance(last.share, ByTiles)
+    return plan.is_training and (plan.micro_batches > plan.steps_per_round or shared)

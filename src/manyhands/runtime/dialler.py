@@ -1,0 +1,53 @@
+"""Dials workers that listen, and hands their connections to the rendezvous: see `inviting`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from manyhands.engine.keys import Credentials, Role
+from manyhands.engine.security import Security
+from manyhands.engine.transport import Transport, reach_either
+from manyhands.executor.messages import COORDINATOR
+from manyhands.facts.errors import TimedOut
+from manyhands.runtime.device_book import own_credentials
+from manyhands.runtime.inviting import Invitation
+from manyhands.runtime.member import Member
+from manyhands.runtime.rendezvous import HELLO_SECONDS, WELCOME_SECONDS, Rendezvous
+
+
+class Dialler:
+    """Reaches workers from the coordinator's side, each with the token of that worker."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        rendezvous: Rendezvous,
+        security: Security,
+        credentials: Credentials | None,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self._transport, self._rendezvous, self._security = transport, rendezvous, security
+        self._credentials, self._on_event = credentials, on_event
+
+    def dial(
+        self, host: str, port: int, token: str, *, limit_seconds: float, once: bool, is_cancelled: Callable[[], bool]
+    ) -> str:
+        """Have the worker at this address join, and return its name: see `Coordinator.invite`."""
+        reached = reach_either(
+            self._transport, COORDINATOR, (host, port), token, limit_seconds, patience=self._security.patience,
+            once=once, is_cancelled=is_cancelled, credentials=self._dialling_credentials,
+        )  # fmt: skip
+        joined: Future[Member] = Future()
+        secret, security = self._rendezvous.terms.secret, reached.security
+        data = Security(secret, encrypted=security.encrypted, patience=security.patience)
+        self._rendezvous.receive(reached.channel, Invitation(host, port, data, security.credentials), joined)
+        try:
+            return joined.result(HELLO_SECONDS + 2 * WELCOME_SECONDS).name
+        except TimeoutError as error:  # its thread waits for something else than the worker
+            reached.channel.close()
+            raise TimedOut(f"{host}:{port} was let in, and did not join.") from error
+
+    def _dialling_credentials(self) -> Credentials | None:
+        """A coordinator that only this machine can reach may dial a worker of another."""
+        return self._credentials or own_credentials(Role.COORDINATOR, self._on_event)

@@ -1,0 +1,125 @@
+"""Why a run ended: the error of the device that caused it, in place of those that only miss it.
+
+A worker whose peer is lost fails too, and may be the first to report. Such an error is a symptom; before it is raised
+the root cause is looked for. Where numbers stopped being finite, it is found out in which layer that began.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from manyhands.facts.errors import DataNotFinite, ManyhandsError, NotFinite, error_named
+from manyhands.facts.plan_check import layer_range
+from manyhands.graph.tape import bind_inputs
+from manyhands.runtime.control_messages import Diagnosis, Failed, Progress, Stop
+from manyhands.runtime.member import Lost
+from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
+
+if TYPE_CHECKING:
+    from manyhands.runtime.run import Run
+
+_DIAGNOSIS_SECONDS = 5.0
+
+
+class FailureDiagnosis:
+    """Finds the error that explains why one run ended."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._cause: BaseException | None = None
+        """The error that explains it, once it is known; others are looked into."""
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The root cause of an error that is only a symptom; any other error itself."""
+        if error is self._cause or not is_symptom(error):
+            return error
+        return self._root_cause() or error
+
+    def lost(self, name: str, reason: str) -> ManyhandsError:
+        """The error of a run that has lost a device."""
+        run = self._run
+        step = run.steps.done.get(name, run.first - 1) + 1
+        if not run.times.has_begun:
+            when = "while it got ready"
+        elif step < run.order.last_step:
+            when = f"at step {step}"
+        else:
+            when = f"after its last step, {step - 1}, before everything was gathered"
+        self._cause = error = lost(run.coordinator, name, when, reason)
+        return error
+
+    def failed(self, name: str, message: Failed) -> ManyhandsError:
+        """The error that a worker reports. One that misses a peer is a symptom: the lost one is the cause, if news of
+        it comes."""
+        if is_symptom(message) and (cause := self._root_cause()) is not None:
+            return cause
+        error = error_named(message.kind, message.message, message.hint)
+        if not isinstance(error, NotFinite):
+            error = error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
+            self._cause = error
+            return error
+        self._receive_rounds_before(message.step)
+        if (divergence := self._run.reports.agreement.divergence) is not None:
+            error = type(error)(f"{_head(error)}; it began {divergence}.", hint=error.hint)
+        elif len(self._run.order.plan.stages) > 1:
+            error = self._in_data(error, message.step) or self._traced_back(error, message.step)
+        self._cause = error
+        return error
+
+    def _root_cause(self) -> ManyhandsError | None:
+        run = self._run
+        cause = find_root_cause(run.coordinator, run.members, run.generation)
+        if cause is None:
+            return run.evict_suspect()
+        name, what = cause
+        return self.lost(name, what) if isinstance(what, str) else self.failed(name, what)
+
+    def _receive_rounds_before(self, step: int) -> None:
+        """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
+        weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
+        run, end = self._run, time.monotonic() + _DIAGNOSIS_SECONDS
+        while min(run.steps.done.values()) < step - 1 and (left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(left)
+            if event is None or isinstance(event[1], Lost):
+                return
+            name, message = event
+            if isinstance(message, Progress) and message.generation == run.generation and name in run.names:
+                run.reports.progressed(name, message)
+
+    def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
+        """Stages behind the first do not see the data: this side does."""
+        inputs = self._run.feed.inputs
+        for name, tensor in bind_inputs(self._run.order.graph, inputs[step]).items() if step in inputs else ():
+            if not bool(torch.isfinite(tensor).all()):
+                where = f"the input '{name}': the data holds a number that is none"
+                return DataNotFinite(f"{_head(error)}; it began in {where}.", hint="Fix the data of that step.")
+        return None
+
+    def _traced_back(self, error: NotFinite, step: int) -> NotFinite:
+        """In a pipeline the loss is computed at the end: ask every stage where the numbers went wrong first."""
+        run = self._run
+        for name in run.names:
+            run.coordinator.send(name, Stop(run.generation, diagnose_step=step))
+        began_in: dict[str, str] = {}
+        end = time.monotonic() + _DIAGNOSIS_SECONDS
+        while len(began_in) < len(run.names) and (left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(left)
+            if event is None or isinstance(event[1], Lost):
+                break
+            if isinstance(event[1], Diagnosis):
+                began_in[event[0]] = event[1].layer
+        layers = [layer.name for layer in run.order.graph.network.layers]
+        named = sorted((layer for layer in began_in.values() if layer in layers), key=layers.index)
+        if not named:
+            return error
+        first = layers.index(named[0])
+        stages = [stage for stage in run.order.plan.stages if first in range(*layer_range(stage))]
+        devices = " or ".join(name for stage in stages for name in stage.devices)
+        return NotFinite(f"{_head(error)}; it began in layer {named[0]}, on {devices}.", hint=error.hint)
+
+
+def _head(error: NotFinite) -> str:
+    return error.message.split("; it began in")[0]

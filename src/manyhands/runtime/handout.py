@@ -1,0 +1,112 @@
+"""What each device of a run is handed: its part of the job, and from which device each tensor of its state comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from manyhands.executor.messages import COORDINATOR
+from manyhands.runtime import state
+from manyhands.runtime.batch_feed import BatchFeed
+from manyhands.runtime.control_parts import Job, TensorEntry
+from manyhands.runtime.member import Member
+from manyhands.runtime.order import Order
+from manyhands.runtime.state import Located
+from manyhands.schedule.policy import Schedule
+
+
+class Handout:
+    """Which device computes, which only gives away what it has, and what each starts with."""
+
+    def __init__(self, order: Order, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.names = order.plan.devices
+        """The devices that compute."""
+        self.weights = {name: schedule.lowering.work[name].weights() for name in self.names}
+        located = order.located or Located.at_coordinator(order.start)
+        if order.graph.loss is not None:
+            located = located.with_here(state.named(state.LOSS, order.graph.loss.state))
+        self.located = located
+        self.sources = located.assigned({name: self._wanted(name) for name in self.names})
+        """Device -> source -> tensors that it starts with."""
+        self.gives = _turned(self.sources)
+        """Source -> device -> tensors that it is sent."""
+        givers = [name for name in self.gives if name not in self.names and name != COORDINATOR]
+        self.everybody = (*self.names, *givers)
+        """The devices that compute, and those that only give away what they have."""
+
+    def job(
+        self, name: str, member: Member, order: Order, feed: BatchFeed, document: dict[str, Any], digest: str,
+        wait_limit_seconds: float,
+    ) -> Job:  # fmt: skip
+        """A device's part. `document`: the graph, which is left out where the device was given it before."""
+        located = self.located
+        kernels = dict(order.kernels.get(name, {}))
+        together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
+        alike = all(dict(order.kernels.get(other, {})) == kernels for other in together)
+        is_known = member.graph_digest == digest
+        return Job(
+            graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
+            plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
+            seed=order.seed, kernels=kernels, stored=kernels if alike else {},
+            state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
+            sources=self.sources[name], checksums=self._checksums(name),
+            scalars=located.scalars, steps_done=located.steps_done, with_targets=order.plan.is_training,
+            trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
+            memory_step=order.memory_step, watch_every=order.watch_every,
+            wait_limit_seconds=wait_limit_seconds, held=tuple(sorted(feed.feeder.local_names(name))),
+            preload_samples=order.preload.count if order.preload is not None else 0,
+            resident_dataset=feed.feeder.resident_key(name),
+            is_preloaded=not feed.needs_preload(name, member),
+        )  # fmt: skip
+
+    def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Each device that the coordinator sends tensors, and those tensors."""
+        here = self.located.here
+        for name, tensors in self.gives.get(COORDINATOR, {}).items():
+            yield name, [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
+
+    def moving_bytes(self) -> int:
+        """Bytes of state that travel before the run begins."""
+        return sum(
+            state.byte_count(self.located.entries[name] for name in names)
+            for gives in self.gives.values()
+            for names in gives.values()
+        )
+
+    def _wanted(self, name: str) -> list[str]:
+        """What a device starts with: its stages' weights, their part of the optimiser's state, its loss' constants."""
+        constants = [name for name in self.located.here if name.startswith(state.LOSS)]
+        return self.located.wanted_by(self.weights[name]) + constants
+
+    def _part(self, device: str, entry: TensorEntry) -> TensorEntry:
+        """What a device gets of a tensor: by channels, its own part of a weight."""
+        box = self._schedule.lowering.work[device].weight_box(state.weight_of(entry.name))
+        return entry if box is None else msgspec.structs.replace(entry, shape=box.shape)
+
+    def _part_of(self, device: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        work = self._schedule.lowering.work
+        box = work[device].weight_box(state.weight_of(name)) if device in self.names else None
+        return tensor if box is None else tensor[box.slices()]
+
+    def _checksums(self, name: str) -> dict[str, dict[str, int]]:
+        """What a device starts with, as it was when it was kept."""
+        sums = {}
+        for source, tensors in self.sources[name].items():
+            known = self.located.checksums.get(source, {})
+            if own := {one: known[one] for one in tensors if one in known}:
+                sums[source] = own
+        return sums
+
+
+def _turned(sources: Mapping[str, Mapping[str, tuple[str, ...]]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Source -> device -> tensors, of device -> source -> tensors; without what devices have themselves."""
+    gives: dict[str, dict[str, tuple[str, ...]]] = {}
+    for device, own in sources.items():
+        for source, names in own.items():
+            if source != device:
+                gives.setdefault(source, {})[device] = names
+    return gives

@@ -1,0 +1,22 @@
+"""A worker's part in measuring links: of all devices at once (`probing`), or of one pair (`pair_probe`)."""
+
+from __future__ import annotations
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.runtime import pair_probe, probing
+from manyhands.runtime.control_messages import Probed, ProbeLinks
+
+
+def expected(command: ProbeLinks, name: str) -> dict[tuple[str, str], int]:
+    """(peer, topic) -> bytes of every message that comes to the device of this name."""
+    look = pair_probe.expected(command.devices, name, command.sizes) if command.sizes else None
+    return look if look is not None else probing.expected(command.devices, name)
+
+
+def run(command: ProbeLinks, endpoint: Endpoint) -> Probed:
+    """What the device has measured."""
+    if command.sizes:
+        links = pair_probe.run(endpoint, command.devices, command.sizes)
+        return Probed(command.generation, 0.0, 0.0, 0.0, links)
+    found = probing.run(endpoint, command.devices)
+    return Probed(command.generation, *found.of(len(command.devices)), found.links)

@@ -1,0 +1,27 @@
+"""Links that a worker imitates: what leaves to a peer does so at the rate and with the delay of such a link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
+from manyhands.engine.transport import ConnectedEndpoint
+from manyhands.facts.cluster import Link
+from manyhands.runtime.control_parts import Shape
+
+
+class LinkShaping:
+    """The links that one endpoint imitates, by peer."""
+
+    def __init__(self, endpoint: ConnectedEndpoint) -> None:
+        self._endpoint = endpoint
+        self.links: dict[str, Link] = {}
+        self.up_bytes_per_second = math.inf
+
+    def shape(self, links: Mapping[str, Shape]) -> None:
+        """From now on what leaves to these peers does so as over such links; to others as before."""
+        for peer, shape in links.items():
+            rate = math.inf if shape.bytes_per_second is None else shape.bytes_per_second
+            self.links[peer] = Link(max(rate, STOPPED_BYTES_PER_SECOND), shape.delay_seconds)
+        self._endpoint.shape(self.links, self.up_bytes_per_second)

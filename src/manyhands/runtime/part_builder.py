@@ -1,0 +1,124 @@
+"""Builds a device's part of a job: its graph, empty weights and optimiser, the executor, and what it will receive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from manyhands.data.silo import Silo
+from manyhands.engine.transport import ConnectedEndpoint
+from manyhands.executor.executor import Executor
+from manyhands.executor.messages import COORDINATOR, feed_parts
+from manyhands.executor.optimizers import build
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset
+from manyhands.facts.boxes import Box
+from manyhands.facts.errors import BadPlan, WorkerLost
+from manyhands.facts.network import WeightSpec
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan_check import resolve
+from manyhands.graph.check import check_weights
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import store_weights
+from manyhands.graph.weights import Weights
+from manyhands.runtime import state
+from manyhands.runtime.control_parts import Job, TensorEntry
+from manyhands.runtime.joining import Joining
+from manyhands.runtime.keeping import STATE
+from manyhands.runtime.timing_here import graph_of
+from manyhands.schedule.policy import Schedule
+
+
+class PartBuilder:
+    """Keeps the graph and the resident dataset of the last job: the next one may use them again."""
+
+    def __init__(self, endpoint: ConnectedEndpoint, joining: Joining, silo: Silo | None) -> None:
+        self.endpoint, self._joining, self._silo = endpoint, joining, silo
+        self._graphs: dict[str, Graph] = {}
+        """The last one, by its digest."""
+        self._resident_dataset: ResidentDataset | None = None
+        """The samples that were preloaded last."""
+
+    def build(self, generation: int, job: Job) -> Executor:
+        """The executor of this device's part, with the mailbox open for all that it will receive."""
+        graph = self._graph_of(job)
+        network = graph.network
+        plan = resolve(job.plan, network)
+        if self.endpoint.name not in plan.devices:
+            raise BadPlan(f"The plan does not name {self.endpoint.name}.")
+        schedule = Schedule(plan, network)
+        weights = self._weights(graph, schedule, job)
+        stepper = None
+        if job.optimizer is not None and plan.is_training:
+            stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
+        options = ExecutorOptions(
+            seed=job.seed, kernels=job.kernels, torch_device=self._joining.compute,
+            trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
+            watch_every=job.watch_every,
+            with_targets=job.with_targets, slowdown=self._joining.slowdown, silo=self._silo,
+            local_names=frozenset(job.held),
+            resident=self._resident_dataset_for(graph, schedule, job),
+        )  # fmt: skip
+        self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
+        self.endpoint.sent_bytes.clear()
+        self.endpoint.mailbox.received_bytes.clear()
+        executor = Executor(graph, schedule, self.endpoint, weights, stepper, options)
+        expected = executor.expected()
+        self.endpoint.mailbox.open(generation, expected, job.steps_done, plan.steps_per_round)
+        for source, names in job.sources.items():
+            if source != self.endpoint.name:
+                self.endpoint.mailbox.expect(source, STATE, state.byte_count(listed(job, names)))
+        if options.resident is not None and not job.is_preloaded:
+            self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, options.resident.bytes)
+        return executor
+
+    def _graph_of(self, job: Job) -> Graph:
+        """The job's graph; it may be the one this worker was given before."""
+        if job.graph is not None:
+            self._graphs = {job.digest: graph_of(job.graph, job.network)}
+        if job.digest not in self._graphs:
+            raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
+        return self._graphs[job.digest]
+
+    def _weights(self, graph: Graph, schedule: Schedule, job: Job) -> Weights:
+        """Memory for the weights and buffers of this device's part; their values come with the start."""
+        specs = {spec.name: spec for spec in graph.weights}
+        tensors = state.empty(job.state)
+        own = state.of(state.WEIGHT, tensors)
+        work = schedule.lowering.work[self.endpoint.name]
+        check_weights({name: _part(specs[name], work.weight_box(name)) for name in own if name in specs}, own)
+        if graph.loss is not None:
+            of_loss = state.of(state.LOSS, tensors)
+            check_weights({spec.name: spec for spec in graph.loss.weights}, of_loss)
+            graph.loss.state.update(of_loss)
+        device = torch.device(self._joining.compute)
+        weights = Weights({n: t.to(device).requires_grad_(specs[n].trainable) for n, t in own.items()}, device)
+        store_weights(graph, weights, job.stored)
+        return weights
+
+    def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: Job) -> ResidentDataset | None:
+        """Where the samples are that are preloaded here: one that was filled before, or one to be filled."""
+        kept, self._resident_dataset = self._resident_dataset, None
+        if not job.resident_dataset:
+            return None
+        if job.is_preloaded:
+            if kept is None or kept.key != job.resident_dataset or not kept.is_full:
+                raise WorkerLost(f"{self.endpoint.name} was to have the samples; it has not.")
+            self._resident_dataset = kept
+        else:
+            own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
+            self._resident_dataset = ResidentDataset(self.endpoint.name, own, job.preload_samples, job.resident_dataset)
+        return self._resident_dataset
+
+
+def listed(job: Job, names: Iterable[str]) -> list[TensorEntry]:
+    """What a job says of these tensors of its state."""
+    entries = {entry.name: entry for entry in job.state}
+    return [entries[name] for name in names]
+
+
+def _part(spec: WeightSpec, box: Box | None) -> WeightSpec:
+    """What a device has of a weight: by channels, its own part."""
+    return spec if box is None else msgspec.structs.replace(spec, shape=box.shape)

@@ -1,0 +1,53 @@
+"""Connects a worker to the other devices of a run, and says which of them it could not reach."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from manyhands.engine.endpoint import Address
+from manyhands.engine.transport import ConnectedEndpoint
+from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands.runtime.attempt import Attempt
+
+CONNECT_SECONDS = 30.0
+
+
+def connect(
+    endpoint: ConnectedEndpoint, peers: Mapping[str, Address], timeout_factor: float, check: Callable[[], None]
+) -> None:
+    """Connect to everybody else of the run. `check`: called meanwhile; it raises once the run was stopped, so that a
+    peer that never comes is not waited for."""
+    limit_seconds = CONNECT_SECONDS * timeout_factor
+    deadline = time.monotonic() + limit_seconds
+    attempt = Attempt(lambda: endpoint.connect(peers, limit_seconds), "connect")
+    try:
+        while not attempt.is_over(0.1):
+            check()
+    except ManyhandsError as error:
+        if not error.is_before_proof:
+            raise
+        with contextlib.suppress(OSError):  # its log may be on a full disk
+            print(error, file=sys.stderr)
+        while time.monotonic() < deadline:
+            check()
+            time.sleep(0.1)
+        raise _unreached(endpoint, peers, limit_seconds) from error
+
+
+def _unreached(endpoint: ConnectedEndpoint, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:
+    """What is reported where a peer did not prove that it knows the token, whatever it did instead and however soon:
+    see `member_probes`. What the network answered is in this worker's own log."""
+    own = endpoint.name
+    missing = [
+        f"{name} at {address.host}:{address.port}"
+        for name, address in peers.items()
+        if address.is_dialled_by(own, name) and not endpoint.is_connected(name)
+    ]
+    return TimedOut(
+        f"{own} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",
+        hint="Does a firewall let it through? manyhands doctor says who cannot reach whom; the log of "
+        f"{own} says what the network answered.",
+    )

@@ -1,0 +1,65 @@
+"""Gets the devices of a run ready: each builds its part, and all connect to each other."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from manyhands.graph.document import to_document
+from manyhands.runtime.attempt import Attempt
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import Prepare, Ready
+
+if TYPE_CHECKING:
+    from manyhands.runtime.run import Run
+
+CONNECT_SECONDS = 30.0
+
+
+def prepare(run: Run) -> None:
+    """Hand out the parts of a run, and return when everybody is ready."""
+    run.coordinator.endpoint.mailbox.open(run.generation, run.expected(), run.first, run.stride)
+    document = to_document(run.order.graph)
+    digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
+    for name in run.everybody:
+        peers = run.coordinator.addresses(run.everybody, name)
+        job = None
+        if name in run.names:
+            job = run.handout.job(
+                name, run.members[name], run.order, run.feed, document, digest, run.worker_wait_seconds
+            )
+        if job is not None and not (job.resident_dataset and job.is_preloaded):
+            # it drops what it has; what it is given is there after its first round
+            run.members[name].resident_dataset = ""
+        gives = run.handout.gives.get(name, {})
+        run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since))
+    timeout_factor = run.coordinator.security.patience
+    is_connected = threading.Event()
+
+    def connect() -> None:
+        run.coordinator.connect(run.everybody, CONNECT_SECONDS * timeout_factor)
+        is_connected.set()
+        run.coordinator.wake()  # nobody may have anything left to say
+
+    connecting = Attempt(connect, "coordinator connect")
+    ready: set[str] = set()
+
+    def handle(name: str, message: Message) -> None:
+        if isinstance(message, Ready):
+            ready.add(name)
+            if name in run.names:
+                run.members[name].graph_digest = digest
+
+    def is_ready() -> bool:
+        return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(run.everybody)
+
+    began = time.monotonic()
+    limit_seconds = run.usual.prepare_limit_seconds * timeout_factor
+    run.follow(is_ready, handle, "to get ready", limit_seconds, lambda: set(run.everybody) - ready)
+    run.times.prepare_seconds = time.monotonic() - began
+    if run.order.trace_steps or run.order.watch_every:
+        run.coordinator.clock_sync.synchronize(run.names)

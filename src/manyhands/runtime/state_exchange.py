@@ -1,0 +1,149 @@
+"""Weights and optimiser state between workers: given away and loaded at the start, copied against losses meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from manyhands.engine.endpoint import Endpoint
+from manyhands.executor.executor import Executor
+from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.resident_dataset import SAMPLES
+from manyhands.facts.errors import WorkerLost
+from manyhands.runtime import state
+from manyhands.runtime.assignment import Assignment, Stopped
+from manyhands.runtime.checksums import checksum, checksums
+from manyhands.runtime.control import Message
+from manyhands.runtime.control_messages import Corrupt, Hold, Holds, Send, Start, State
+from manyhands.runtime.control_parts import Job
+from manyhands.runtime.keeping import STATE, Keeping, topic
+from manyhands.runtime.part_builder import listed
+
+
+class StateExchange:
+    """One worker's state, as others get it and as it gets others'. The control thread calls it too."""
+
+    def __init__(self, endpoint: Endpoint, keeping: Keeping, send: Callable[[Message], None]) -> None:
+        """`send`: sends the coordinator a message."""
+        self.endpoint, self._keeping, self._send = endpoint, keeping, send
+
+    # At the start of a generation
+
+    def give(self, assignment: Assignment, step: int) -> None:
+        """Send others what they start with and this worker has."""
+        kept = self._keeping.at(step)
+        for peer, names in assignment.command.gives.items():
+            self._check_kept(kept, names, step)
+            self._send_tensors(assignment, peer, step, STATE, [kept[name] for name in names])
+
+    def load(self, assignment: Assignment, executor: Executor, command: Start) -> None:
+        """Load weights and the optimiser's state, from here and from others. They are a copy to come back to, too."""
+        job, step = assignment.command.job, command.first_step
+        assert job is not None
+        tensors = self._received(job, step)
+        self._check_sums(assignment.generation, job, tensors)
+        with torch.no_grad():
+            for name, tensor in state.of(state.WEIGHT, tensors).items():
+                executor.weights.tensors[name].copy_(tensor)
+            if executor.loss is not None:
+                for name, tensor in state.of(state.LOSS, tensors).items():
+                    executor.loss.piece.weights.tensors[name].copy_(tensor)
+        resident = executor.options.resident
+        if resident is not None and not job.is_preloaded:
+            self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
+            resident.is_full = True
+        if executor.stepper is not None and job.steps_done:
+            executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
+        executor.settled_step = step
+        if command.backup_every or step in command.snapshots:
+            own = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
+            self.keep(assignment, step, own, job.scalars)
+
+    def _received(self, job: Job, step: int) -> dict[str, torch.Tensor]:
+        """All tensors that a job starts with, those that others send too."""
+        kept = self._keeping.at(step)
+        tensors: dict[str, torch.Tensor] = {}
+        for source, names in job.sources.items():
+            if source == self.endpoint.name:
+                self._check_kept(kept, names, step)
+                tensors |= {name: kept[name] for name in names}
+                continue
+            own = state.empty(listed(job, names))
+            self.endpoint.mailbox.receive(source, step, STATE, list(own.values()))
+            tensors |= own
+        return tensors
+
+    def _check_kept(self, kept: dict[str, torch.Tensor], names: Iterable[str], step: int) -> None:
+        """Raise WorkerLost where a tensor is missing: another worker of this one's name had it. That one is lost, and
+        everybody is asked again."""
+        for name in names:
+            if name not in kept:
+                raise WorkerLost(f"{self.endpoint.name} was to have {name:.80} after step {step}; it has not.")
+
+    def _check_sums(self, generation: int, job: Job, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse to start with state that is not what it was when it was kept, here or at another worker."""
+        for source, sums in job.checksums.items():
+            for name, wanted in sums.items():
+                if name in tensors and checksum(tensors[name]) != wanted:
+                    self._send(Corrupt(generation, source, name))
+                    raise Stopped("the coordinator looks for another copy")
+
+    # Copies
+
+    def keep(
+        self, assignment: Assignment, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]
+    ) -> None:
+        """Keep a copy and report that it is at hand; it travels when asked for, while training goes on."""
+        sums = checksums(tensors.values())
+        self._keeping.keep(step, tensors, scalars, sums)
+        entries = state.entries(tensors)
+        assignment.offered[step] = tuple(tensors)
+        is_same = entries == assignment.listed
+        self._send(State(assignment.generation, step, None if is_same else entries, scalars, sums))
+        assignment.listed = entries
+
+    def send_copy(self, assignment: Assignment | None, message: Send) -> None:
+        """Send a copy that was offered to the worker that is to hold it, or to the coordinator."""
+        if assignment is None or assignment.generation != message.generation:
+            return
+        kept, names = self._keeping.at(message.step), assignment.offered.get(message.step)
+        if names is None or not all(name in kept for name in names):  # of a device without weights: an empty message
+            return
+        if message.attempt:  # what came was not what was sent: is it still what was offered?
+            known, sums = self._keeping.checksums_at(message.step), checksums(kept[name] for name in names)
+            if sums != tuple(known.get(name, 0) for name in names):
+                self._send(State(assignment.generation, message.step, None, {}, sums, has_changed=True))
+                return
+        name = topic(message.step, message.attempt)
+        self._send_tensors(assignment, message.to, message.step, name, [kept[one] for one in names])
+
+    def make_room(self, assignment: Assignment | None, message: Hold) -> None:
+        """Make room for a copy of another worker's state."""
+        if assignment is not None and assignment.generation == message.generation:
+            self._keeping.make_room(message)
+            self._send(Holds(message.generation, message.source, message.step, message.attempt))
+
+    def report_copies(self) -> None:
+        """Report the copies of other workers' state that have come."""
+        for held in self._keeping.collect():
+            self._send(held)
+
+    def _send_tensors(
+        self, assignment: Assignment, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]
+    ) -> None:
+        parts = [_sendable(tensor) for tensor in tensors]
+        assignment.state_bytes[to] += sum(part.numel() * part.element_size() for part in parts)
+        self.endpoint.send(to, step, name, parts)
+
+
+def state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights, buffers and the optimiser's state of a device, by full name, and what is no tensor of it."""
+    tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
+    named = state.named(state.WEIGHT, executor.weights.tensors) | state.named(state.OPTIMIZER, tensors)
+    return (state.plain(named) if copy else {name: tensor.detach() for name, tensor in named.items()}), scalars
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
