@@ -24,7 +24,10 @@ from manyhands.runtime.processes import WorkerProcess
 from manyhands.schedule.actions import Message, Receive, Send, parse_action
 from real_runs import ADAM, CLASSES, Pictures, Ran, assert_close, names, train, workers
 
-pytestmark = pytest.mark.xdist_group("pipeline_processes")  # its workers are started once
+pytestmark = [
+    pytest.mark.xdist_group("pipeline_processes"),  # its workers are started once
+    pytest.mark.usefixtures("strangers"),
+]
 
 DEVICES = 4
 LAYERS = 11
