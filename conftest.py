@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     root: Path = tmp_path_factory.getbasetemp() / "home"
     os.environ["MANYHANDS_HOME"] = str(root)
     os.environ["MANYHANDS_DISCOVERY"] = "off"  # no test tells the network of its coordinators
+
+
+@pytest.fixture
+def strangers() -> Iterator[None]:
+    """Devices that do not know each other, before and after a test. A port that another test's device had may be
+    another's by now; its key is not to be missed there."""
+    from manyhands.engine.proofs import DIALLED
+
+    DIALLED.reset()
+    yield
+    DIALLED.reset()
+    for name in ("devices.json", "audit.jsonl"):
+        (Path(os.environ["MANYHANDS_HOME"]) / name).unlink(missing_ok=True)

@@ -202,7 +202,7 @@ def test_a_queue_counts_memory_and_not_letters(monkeypatch: pytest.MonkeyPatch) 
             for _ in range(20):  # 400 kB, and 14 MB of memory
                 channel.send(message, 5.0)
         end = time.monotonic() + 10
-        while not any("more than can be heard" in text for text in said):
+        while not any("more than can be received" in text for text in said):
             assert time.monotonic() < end, said
             time.sleep(0.01)
         channel.close()

@@ -202,7 +202,7 @@ def test_a_queue_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     events = EventQueue()
     for _ in range(10):
         events.put(("loud", Heartbeat()), 100)
-    with pytest.raises(Refused, match="more than can be heard: 10 messages of 1000 bytes"):
+    with pytest.raises(Refused, match="more than can be received: 10 messages of 1000 bytes"):
         events.put(("loud", Heartbeat()), 100)
     events.put(("quiet", Heartbeat()), 100)  # others are not touched by it
     events.put(("loud", Heartbeat()))  # what happened here is always told
@@ -224,5 +224,5 @@ def test_who_floods_the_coordinator_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
                 assert time.monotonic() < end
                 time.sleep(0.01)
         lost = next(member for member in coordinator.members.values() if member.is_lost)
-        assert "more than can be heard" in lost.reason
+        assert "more than can be received" in lost.reason
         assert attack.done > 500

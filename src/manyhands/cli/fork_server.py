@@ -1,4 +1,4 @@
-"""`manyhands nursery`: started by whoever starts several workers on this machine. Nobody types it."""
+"""`manyhands nursery`, the fork server: started by whoever starts several workers on this machine. Nobody types it."""
 
 from __future__ import annotations
 

@@ -132,6 +132,8 @@ Listen = Annotated[
 ]
 Token = Annotated[
     str,
-    typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What new workers must know. Default: this household's."),
+    typer.Option(
+        "--token", envvar="MANYHANDS_TOKEN", help="What new workers must know. Default: this machine's shared token."
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="How many of the local workers each use a GPU.")]

@@ -45,7 +45,9 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free. Default: 7078.")] = 7078,
     token: Annotated[
         str,
-        typer.Option("--token", envvar="MANYHANDS_TOKEN", help="What new edges must know. Default: this household's."),
+        typer.Option(
+            "--token", envvar="MANYHANDS_TOKEN", help="What new edges must know. Default: this machine's shared token."
+        ),
     ] = "",
     token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",

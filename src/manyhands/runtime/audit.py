@@ -1,4 +1,4 @@
-"""The audit log of a household: who joined, who was refused and why, failed proofs, evictions, revocations.
+"""The audit log of a user: which devices joined, which were refused and why, failed proofs, evictions, revocations.
 
     FOLDER/audit.jsonl     one JSON object a line: {"time": ..., "event": "joined", "name": "pi-1", ...}
     FOLDER/audit.1.jsonl   what came before, once the first is full (1 MiB)

@@ -33,7 +33,7 @@ class Backups:
         self._kept: dict[int, set[str]] = defaultdict(set)
         self._held: dict[int, set[str]] = defaultdict(set)
         self._offered: dict[tuple[str, int], Hold] = {}
-        """What each worker said of its copy, as its holder is told."""
+        """What each worker reported of its copy, as it is passed on to the holder."""
 
     def is_backup(self, step: int) -> bool:
         """Whether everybody keeps a copy after so many steps."""

@@ -79,7 +79,7 @@ FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done
     | Measured | Probed | Clock | PeersProbed | Diagnosis | Heartbeat | Corrupt
 )  # fmt: skip
-"""What a worker says. A refusal: of one that listens and is asked by a second coordinator."""
+"""What a worker sends. A refusal: of one that listens and is asked by a second coordinator."""
 FromCoordinator = (
     Welcome | Refusal | Prepare | Start | EndAt | Reshape | Send | Hold | Retain | Survey | AskIds | Measure
     | ProbeLinks | AskClock | ProbePeers | Stop | Leave | Evict | Heartbeat
@@ -87,7 +87,7 @@ FromCoordinator = (
 Message = FromWorker | FromCoordinator
 
 LARGEST_HELLO_BYTES = 16 * 1024
-"""Of a worker's first message: what it says of itself, with some sixty bytes for each array of a silo."""
+"""Of a worker's first message: what it reports of itself, with some sixty bytes for each array of a silo."""
 MOST_FROM_WORKER_BYTES = 128 * 2**20
 """Of memory that one message of a worker may take once decoded, as counted: a list of 130,000 tensors."""
 MOST_FROM_COORDINATOR_BYTES = 300 * 2**20
@@ -113,12 +113,12 @@ def encode(message: Message) -> bytes:
 
 
 def decode_from_worker(data: bytes) -> FromWorker:
-    """A worker's message; one that is none is the worker's fault, said so."""
+    """A worker's message; one that is none is reported as the worker's fault."""
     return _decoded(data, _from_worker, MOST_FROM_WORKER_BYTES)
 
 
 def decode_from_coordinator(data: bytes) -> FromCoordinator:
-    """The coordinator's message; one that is none is the coordinator's fault, said so."""
+    """The coordinator's message; one that is none is reported as the coordinator's fault."""
     return _decoded(data, _from_coordinator, MOST_FROM_COORDINATOR_BYTES)
 
 

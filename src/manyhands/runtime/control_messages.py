@@ -35,12 +35,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     name: str
     heartbeat_timeout_seconds: float = msgspec.field(name="silence_seconds")
-    """A side that has sent nothing for so long is gone."""
+    """A side that sends nothing for so long has failed."""
     links: dict[str, Shape] = {}
     """Peers -> what is to pass for the link to them, where no network plays it."""
     up_bytes_per_second: float | None = None
     heartbeat_seconds: float = msgspec.field(default=0.5, name="beat_seconds")
-    """How often a worker says that it is alive."""
+    """How often a worker sends a heartbeat."""
     secret: str = ""
     """By which workers and coordinator make data connections."""
     coordinator: str = ""
@@ -323,7 +323,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Alive. A worker says what has come meanwhile, and where it stands in a run."""
+    """The sender is alive. A worker adds what has come meanwhile, and where it stands in a run."""
 
     arrivals: tuple[Arrival, ...] = ()
     standing: Standing | None = None

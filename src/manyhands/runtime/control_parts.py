@@ -24,7 +24,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class SiloFacts(msgspec.Struct, frozen=True):
-    """What a worker says of its own data."""
+    """What a worker reports of its own data."""
 
     samples: int
     arrays: tuple[TensorEntry, ...]
@@ -32,7 +32,7 @@ class SiloFacts(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a worker says of its machine."""
+    """What a worker reports of its machine."""
 
     machine: str
     cores: int
@@ -45,7 +45,7 @@ class Facts(msgspec.Struct, frozen=True):
     """How many times slower than its machine it computes."""
     silo: SiloFacts | None = None
     confinement: Confinement | None = None
-    """How its process is confined; None: it does not say."""
+    """How its process is confined; None: it does not report it."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -77,9 +77,9 @@ class Job(msgspec.Struct, frozen=True):
     watch_every: int = 0
     """One round in so many is looked at while the run goes on; 0: none."""
     held: tuple[str, ...] = ()
-    """Inputs and targets that the device has, in its silo or laid out there: it is sent the numbers of its rows."""
+    """Inputs and targets that the device has, in its silo or preloaded there: it is sent the numbers of its rows."""
     preload_samples: int = msgspec.field(default=0, name="laid")
-    """Samples that are laid out at the device before the first step; 0: what it has is in its silo."""
+    """Samples that are preloaded at the device before the first step; 0: what it has is in its silo."""
     resident_dataset: str = msgspec.field(default="", name="shelf")
     """What that is, in a word; it comes with the weights, unless the device has it from before."""
     is_preloaded: bool = msgspec.field(default=False, name="is_laid")

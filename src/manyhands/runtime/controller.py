@@ -1,4 +1,4 @@
-"""Where the next plan of an elastic job comes from: re-planning after a change of members, or a controller."""
+"""Where the next plan of an elastic job comes from: re-planning when members change, or a controller."""
 
 from __future__ import annotations
 

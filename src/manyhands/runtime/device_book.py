@@ -4,7 +4,7 @@
     FOLDER/devices.json    who has joined, as what, and since when
     FOLDER/audit.jsonl     what happened: see `audit`
 
-FOLDER is that of `household`; all three are their owner's alone (mode 0600). One user account on one machine is one
+FOLDER is that of `shared_token`; all three are their owner's alone (mode 0600). One user account on one machine is one
 device, whatever it does: its coordinators and workers trust each other by their common key.
 
 The first time two devices meet, the token vouches for both keys, and each remembers the other's, with its role. From
@@ -285,7 +285,7 @@ def own_credentials(
     role: Role, report: Callable[[str], None] = lambda text: None, folder: Path | None = None
 ) -> Credentials | None:
     """As whom this device connects; None where no key can be kept, which is reason: then it is known by nobody, and has
-    to show the token every time. `folder`: in place of the household's."""
+    to show the token every time. `folder`: in place of this user's."""
     folder = folder or config_folder()
     try:
         key = own_key(folder)

@@ -44,7 +44,7 @@ _RECENT_STEPS = 20
 
 @dataclass
 class Recovery:
-    """One generation as it is to be told of."""
+    """One recovery, until it is logged."""
 
     since: float
     """When the one before ended, by the clock of this process."""
@@ -65,7 +65,7 @@ class JobOutcome(Outcome):
     generations: int = 1
     replayed_steps: int = 0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
-    """Each as it was told: how, seconds, from which step, bytes moved."""
+    """Each as it was logged: how, seconds, from which step, bytes moved."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each of them began, by the clock of this process."""
 

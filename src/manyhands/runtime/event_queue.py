@@ -1,4 +1,4 @@
-"""What workers say, in one queue: as much of each as is sensible, so that one who floods it harms only himself."""
+"""What workers send, in one queue: as much of each as is sensible, so that one that floods it harms only itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.facts.errors import Refused
 from manyhands.runtime.member import Event
 
 MOST_WAITING = 20_000
-"""Messages of one worker that nobody has taken yet: hours of its beats, or a thousand rounds."""
+"""Messages of one worker that nobody has taken yet: hours of its heartbeats, or a thousand rounds."""
 MOST_WAITING_BYTES = 256 * 2**20
 """Of memory, as they are once decoded."""
 
@@ -31,7 +31,7 @@ class EventQueue:
             with self._lock:
                 if self._counts[name] >= MOST_WAITING or self._bytes[name] + size > MOST_WAITING_BYTES:
                     waiting = f"{self._counts[name]} messages of {self._bytes[name]} bytes wait"
-                    raise Refused(f"It says more than can be heard: {waiting}.")
+                    raise Refused(f"It sends more than can be received: {waiting}.")
                 self._counts[name] += 1
                 self._bytes[name] += size
         self._queue.put((event, size))

@@ -1,4 +1,4 @@
-"""Tells of failed proofs without filling the terminal: the first of an address at once, then a count every minute."""
+"""Reports failed proofs without filling the terminal: the first of an address at once, then a count every minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.runtime.audit import AuditLog
 
 REPORT_SECONDS = 60.0
 _MOST_AT_ONCE = 8
-"""Addresses that are told of by name in a minute."""
+"""Addresses that are reported by name in a minute."""
 
 
 class FailedProofs:
@@ -23,9 +23,9 @@ class FailedProofs:
         self._report, self._audit, self._clock = report, audit, clock
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        """Since the last report, those that were not told of at once."""
+        """Since the last report, those that were not reported at once."""
         self._reported: dict[str, float] = {}
-        """Address -> when it was first told of, in this minute."""
+        """Address -> when it was first reported, in this minute."""
         self._since = clock()
 
     def note(self, origin: str) -> None:
@@ -45,7 +45,7 @@ class FailedProofs:
             self._audit.record("failed proof", origin=origin, count=1)
 
     def report(self, *, is_last: bool = False) -> None:
-        """Tell of those that came since; `is_last`: without waiting for the minute to be over."""
+        """Report those that came since; `is_last`: without waiting for the minute to be over."""
         with self._lock:
             passed = self._clock() - self._since
             counts = +self._counts

@@ -1,11 +1,11 @@
-"""Who is silent, who is to be asked whether it is there, and who is given up. No threads, and no clock of its own.
+"""A failure detector: which workers are silent, which to probe, which to give up. No threads, no clock of its own.
 
     detector = FailureDetector(limit_seconds=2.0)
     detector.begin("pi-1", now)
-    detector.received("pi-1", now)          # it said something, whatever it was
-    detector.due(now)                    # asked every now and then: whom to probe, whom to give up
+    detector.received("pi-1", now)          # it sent something, whatever it was
+    detector.due(now)                    # asked every now and then: which to probe, which to give up
 
-Silent for half the limit: a suspect, which is probed; anything it says clears it. Silent for the limit: lost.
+Silent for half the limit: a suspect, which is probed; anything it sends clears it. Silent for the limit: lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from manyhands.facts.errors import BadValue
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
-"""A worker that says nothing for so long, not even when asked, is lost."""
+"""A worker that sends nothing for so long, not even when probed, is lost."""
 SUSPICION_PART = 1 / 2
 """Of the limit: silent for so long, one is probed. Asked later than that, the watch has slept itself."""
 ANSWER_PART = 1 / 4
@@ -40,11 +40,11 @@ class _Watched:
 
 
 class FailureDetector:
-    """Those who are watched, by name."""
+    """The workers that are watched, by name."""
 
     def __init__(self, limit_seconds: float) -> None:
         if not 0 < limit_seconds < math.inf:
-            raise BadValue(f"The limit for silence is {limit_seconds:g} s; it must be > 0 and finite.")
+            raise BadValue(f"The heartbeat timeout is {limit_seconds:g} s; it must be > 0 and finite.")
         self.limit_seconds = limit_seconds
         self._watched: dict[str, _Watched] = {}
         self._asked: float | None = None
@@ -57,7 +57,7 @@ class FailureDetector:
         self._watched.pop(name, None)
 
     def received(self, name: str, now: float) -> None:
-        """It said something. Of somebody who is not watched this is no news."""
+        """A worker has sent something. Of one that is not watched this is no news."""
         if name in self._watched:
             self._watched[name] = _Watched(now)
 
@@ -69,10 +69,10 @@ class FailureDetector:
         return tuple(name for name, one in self._watched.items() if one.probed is not None)
 
     def due(self, now: float) -> Due:
-        """Whom to probe, each once, and whom to give up: those are no longer watched.
+        """The workers to probe, each once, and those to give up, which are no longer watched.
 
         Asked much later than it should be, the watch has slept itself (a suspended laptop, a loaded machine), and what
-        was said meanwhile is still to be read: everybody is pardoned, but nobody twice in one silence.
+        was sent meanwhile is still to be read: everybody is pardoned, but none twice in one timeout.
         """
         if self._asked is not None and now - self._asked > self.limit_seconds * SUSPICION_PART:
             self._pardon(now)

@@ -1,11 +1,11 @@
 """Workers of this machine that need not load PyTorch each: one process loads it and is the parent of all.
 
-    whoever starts workers ── what to run, its environment, where its words go ──▶ nursery ── fork ──▶ a worker
+    whoever starts workers ── what to run, its environment, where its words go ──▶ fork server ── fork ──▶ a worker
                            ◀── its process id; later, on a pipe, how it ended ────
 
-Loading takes seconds of a processor and two hundred megabytes; a fork takes neither. The nursery does nothing else: it
-computes nothing and has no thread, so what it forks is as good as new. It ends with whoever started it, and by itself
-where nobody has asked for a while and no child is left; its children end with it.
+Loading takes seconds of a processor and two hundred megabytes; a fork takes neither. The fork server does nothing
+else: it computes nothing and has no thread, so what it forks is as good as new. It ends with whoever started it, and
+by itself where nobody has asked for a while and no child is left; its children end with it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ IDLE_SECONDS = 60.0
 _LARGEST_BYTES = 16 * 2**20
 _NUMBER = struct.Struct("<q")
 _ROOM = "." * 256
-"""An argument of the nursery's: where the kernel keeps it, its children put their own."""
+"""An argument of the fork server: where the kernel keeps it, its children put their own."""
 _UNKNOWN_ENDING = -signal.SIGKILL
-"""Where the nursery ended first: the kernel has killed its children."""
+"""Where the fork server ended first: the kernel has killed its children."""
 
 
 class NoForkServer(Exception):
@@ -57,7 +57,7 @@ _decoder = msgspec.msgpack.Decoder(Wanted)
 
 
 class Child:
-    """A process that the nursery has forked, with as much of `subprocess.Popen` as is asked of workers."""
+    """A process that the fork server has forked, with as much of `subprocess.Popen` as is asked of workers."""
 
     def __init__(self, pid: int, ending: int) -> None:
         self.pid, self._ending = pid, ending
@@ -176,11 +176,11 @@ def close_fork_servers() -> None:
         _fork_servers.clear()
 
 
-# The nursery's side
+# The fork server's side
 
 
 class _Children:
-    """The children that have not ended, and whom to tell when they have."""
+    """The children that have not ended, and the pipe on which each one's end is reported."""
 
     def __init__(self) -> None:
         self.notify: dict[int, int] = {}
@@ -190,7 +190,7 @@ class _Children:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def reap(self) -> None:
-        """Those who have ended."""
+        """Collect the children that have ended, and report how."""
         os.read(self.waking, 4096)
         for child in list(self.notify):
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -209,8 +209,8 @@ class _Children:
 
 
 def tend(requests: socket.socket) -> list[str] | None:
-    """Fork whoever is asked for. Returns in every child, with the words of the command it is to run; and in the nursery
-    itself at the end, with None."""
+    """Fork whoever is asked for. Returns in every child, with the words of the command it is to run; and in the
+    fork server itself at the end, with None."""
     children = _Children()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     requests.setblocking(True)

@@ -27,7 +27,7 @@ PAUSES_SECONDS = (1.0, 2.0, 4.0, 5.0)
 """Between two attempts to have a lost one back; the last for as long as it takes."""
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 6.0
-"""One who answers at the door and then says nothing is given up by then."""
+"""A worker that accepts the connection and then sends nothing is given up by then."""
 
 
 @dataclass(frozen=True)

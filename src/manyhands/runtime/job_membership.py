@@ -1,4 +1,4 @@
-"""Those who take part in a job that outlives them: who is there, who has come since it was planned, who wants to go."""
+"""The members of a job that outlives them: which are there, which joined since it was planned, which want to go."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class JobMembership:
     def __init__(self, coordinator: Coordinator, retry_policy: RetryPolicy, log_event: LogEvent) -> None:
         self.coordinator, self.retry_policy, self.log_event = coordinator, retry_policy, log_event
         self._known: set[Member] = set()
-        """Who was there when the plan was made."""
+        """The members that were there when the plan was made."""
         self._kept: set[Member] = set()
-        """Who wants to go and cannot yet, and was told of."""
+        """The members that want to go and cannot yet, which was logged."""
 
     def available(self) -> list[Member]:
-        """Those who may compute, at most so many."""
+        """The members that may compute, at most so many."""
         members = [member for member in self.coordinator.alive() if not member.is_leaving]
         known = [member for member in members if member in self._known]
         return [*known, *(one for one in members if one not in self._known)][: self.retry_policy.max_devices]

@@ -58,7 +58,7 @@ _MOST_SPANS_IN_ALL = 4000
 _LEAST_SPANS = 20
 _END_SECONDS = 5.0
 _UNDER_WAY = 4
-"""Rounds of which not everybody has told yet."""
+"""Rounds that not all devices have reported yet."""
 
 
 def rounds_between_looks(round_seconds: float, rounds: int) -> int:

@@ -30,15 +30,15 @@ class Member:
     reason: str = ""
     """Why it is lost."""
     has_left: bool = False
-    """It is lost because it went, and had said so: no failure."""
+    """It is lost because it went, and had reported it: no failure."""
     is_leaving: bool = False
-    """It has said that it goes: as soon as others have what it has, where they need it."""
+    """It has reported that it goes: as soon as others have what it has, where they need it."""
     is_dismissed: bool = False
     """It was told that it may go: nothing that it has is needed."""
     is_evicted: bool = False
     """It is lost because the run put it out: see `Coordinator.evict`."""
     standing: Standing | None = None
-    """Where it last said that it stands in a run."""
+    """Where it last reported that it stands in a run."""
     is_at_work: bool = False
     """It stands there still."""
     moved_at: float = 0.0
@@ -46,7 +46,7 @@ class Member:
     graph_digest: str = ""
     """Of the graph that it was given last."""
     resident_dataset: str = ""
-    """What was laid out at it last: see `Feeder.shelf`."""
+    """The samples that were preloaded at it last: see `Feeder.shelf`."""
     invitation: Invitation | None = None
     """Of one that was dialled; None: it came by itself."""
 
@@ -55,7 +55,7 @@ class Member:
         return self.invitation is not None
 
     def stands(self, standing: Standing | None, now: float) -> None:
-        """It has said where it stands in a run; None: it takes part in none at the moment."""
+        """Take where it stands in a run; None: it takes part in none at the moment."""
         before, was_at_work = self.standing, self.is_at_work
         self.is_at_work = standing is not None
         if standing is None:
@@ -71,7 +71,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker is gone: its control connection broke, or it has been silent too long."""
+    """A worker is gone: its control connection broke, or its heartbeats stopped."""
 
     member: Member
     """Another of the same name may have joined since."""

@@ -56,7 +56,7 @@ class Order:
     located: Located | None = None
     """Where the state lies that it starts from; None: all of `start` is here."""
     preload: Laying | None = None
-    """All samples, to be laid out at the devices before the first step; then batches are of their numbers."""
+    """All samples, to be preloaded at the devices before the first step; then batches are of their numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: none are."""
 

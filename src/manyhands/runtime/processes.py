@@ -1,5 +1,5 @@
 """Workers on this machine: processes of their own with the command a person would type, forked from one that has
-loaded PyTorch (`nursery`) or started, and always ended.
+loaded PyTorch (`fork_server`) or started, and always ended.
 
 Nothing is left behind: the coordinator ends them when it closes; if it dies first, the kernel kills them with it (where
 it can), and they end by themselves once the control connection breaks.

@@ -1,4 +1,4 @@
-"""Who is to blame when devices miss each other: the lost one is the cause, those that miss it are witnesses."""
+"""The root cause where devices miss each other: the device that was lost; errors of those that miss it are symptoms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.runtime.heartbeats import no_heartbeat
 from manyhands.runtime.member import Event, Joined, Lost, Member
 
 LIMITS = 1.5
-"""How many times the limit for silence to wait for news of who was lost: by then everybody has answered or is."""
+"""How many heartbeat timeouts to wait for news of the lost device: by then every device has answered or is lost."""
 _POLL_SECONDS = 0.02
 ENDING_SECONDS = 0.2
 """A process whose connections broke has ended in a moment, if it has."""
@@ -31,7 +31,7 @@ def find_root_cause(
 ) -> tuple[str, str | Failed] | None:
     """The worker that was lost and how, or that failed in a way of its own.
 
-    Everybody is asked whether he is there: it is over when all have answered, and takes the limit for silence at most.
+    Every device is asked whether it is there: it is over when all have answered, and takes `LIMITS` timeouts at most.
     """
     found: tuple[str, str | Failed] | None = None
     others: list[Event] = []

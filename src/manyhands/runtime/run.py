@@ -1,7 +1,7 @@
 """One run over joined workers: hand out the parts, feed batches, follow the progress, gather state.
 
 The coordinator feeds a few steps ahead and no further: that is what keeps fast devices from running away. It never
-waits without watching: every event of every worker passes through `_follow`, and silence beyond the limit is an error.
+waits without watching: every event of every worker passes through `Run.follow`, where each wait has a limit.
 """
 
 from __future__ import annotations

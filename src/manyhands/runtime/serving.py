@@ -31,13 +31,13 @@ from manyhands.runtime.worker import Worker
 
 LISTEN_PORT = 7078
 TAKEOVER_SECONDS = 3.0
-"""A coordinator that has sent nothing for so long, though it beats every second, gives way to one that comes."""
+"""A coordinator that has sent nothing for so long, heartbeats included, gives way to one that comes."""
 _ANSWER_SECONDS = 10.0
 """Whoever comes takes the worker in by then, or is not waited for."""
 _REFUSE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 _MOST_TURNED_AWAY = 20
-"""Of whom is told in a minute."""
+"""Refusals that are reported in a minute."""
 _SAME_SECONDS = 0.25
 """A signal so soon after another is the same: the parent of several workers passes on what a terminal sends to all."""
 
@@ -164,7 +164,7 @@ class _Reception:
         encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
         self._change = threading.Condition()
         self._reported_at: dict[str, float] = {}
-        """What was said of those who were turned away -> when."""
+        """What was reported of peers that were turned away -> when."""
         token = joining.token or new_token()
         credentials = joining.credentials() if encrypted and not is_secret(token) else None
         self.security: Security = DeviceSecurity(
@@ -262,7 +262,7 @@ class _Reception:
             present.close()
 
     def _turned_away(self, origin: str, error: ManyhandsError) -> None:
-        """Somebody has failed at the door, in his thread. Wrong tokens are told of by number, others once a minute."""
+        """Report a peer that failed its proof, in its thread: wrong tokens as a count, other reasons once a minute."""
         if isinstance(error, WrongProof):
             self._failed_proofs.note(origin)
             return
@@ -291,7 +291,7 @@ class _Reception:
 
 
 class _PendingPeer:
-    """A coordinator's channel that knows since when nothing has come; one in the middle of a long word is not silent.
+    """A coordinator's channel that knows since when nothing has come; one amid a long message is not silent.
 
     See `transport.ControlChannel`.
     """

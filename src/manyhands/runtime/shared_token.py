@@ -1,4 +1,4 @@
-"""The token by which new devices join this household's coordinators.
+"""The shared token, by which new devices join the coordinators of one owner.
 
     FOLDER/token           what this machine's coordinators ask for; made by the first one that others can join
 
@@ -39,8 +39,8 @@ def made_config_folder() -> Path:
 
 
 def shared_token(report: Callable[[str], None] = lambda text: None) -> str:
-    """What workers of this household must know; made and kept at the first call. One that cannot be kept is for this
-    run only, which is said."""
+    """The shared token, made and kept at the first call. One that cannot be kept is for this run only, which is
+    reported."""
     path = config_folder() / COORDINATOR_FILE
     if known := _read(path):
         return known
@@ -56,8 +56,8 @@ def shared_token(report: Callable[[str], None] = lambda text: None) -> str:
 
 
 def known_token() -> str:
-    """What a worker of this machine tries where it was told none; empty: it knows none, and needs none once it has
-    joined (see `device_book`)."""
+    """The token that a worker of this machine tries where it was given none; empty: there is none. A worker that has
+    joined before needs none (see `device_book`)."""
     return _read(config_folder() / COORDINATOR_FILE)
 
 

@@ -6,7 +6,7 @@ done, and the devices it waits for. From all of them together, the root cause is
 
     1. hung          computes and has finished nothing for the limit
     2. off the plan  another waits for it, and has refused what it sent
-    3. unreachable   two devices do not hear each other, or cannot connect: the one that does less work goes
+    3. unreachable   two devices do not reach each other, or cannot connect: the one that does less work goes
     4. waited for    others wait for it and it waits for nobody: it lost or never sent what they need
     5. a circle      all wait for each other, and nothing above explains it: whom most of them wait for goes
 
@@ -37,7 +37,7 @@ PREDICTED_ROUNDS = 100.0
 """The same for a job's first round, of a time that was only predicted."""
 PREDICTED_LEAST_SECONDS = 30.0
 SILENT_SECONDS = 3.0
-"""Peers send each other a heartbeat every second: without a byte for so long, they do not hear each other."""
+"""Peers send each other a heartbeat every second: without a byte for so long, they do not reach each other."""
 CONNECT_SECONDS = 8.0
 """Two devices that wait for each other's connection for so long cannot reach each other."""
 _UNCLEAR = 2.0
@@ -193,7 +193,7 @@ def _unreachable(
 def _silent_pairs(
     stuck: Mapping[str, Observed], devices: Mapping[str, Observed], timeout_factor: float
 ) -> set[frozenset[str]]:
-    """Pairs of which one does not hear the other, as soon as somebody is stuck."""
+    """Pairs of which one does not reach the other, as soon as somebody is stuck."""
     if not stuck:
         return set()
     return {

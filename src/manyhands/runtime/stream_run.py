@@ -1,7 +1,7 @@
 """One generation of a stream: batches in as they come, answers out in order, for as long as anybody asks.
 
-Nobody knows how many batches there will be, and none may come for hours: while nothing is under way nobody's patience
-ends. Workers wait as long as the coordinator is there; that what is under way gets on is the coordinator's to watch.
+Nobody knows how many batches there will be, and none may come for hours: while nothing is under way no timeout
+runs. Workers wait as long as the coordinator is there; that what is under way gets on is the coordinator's to watch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StreamRun(Run):
     def stream(self, *, with_logs: bool = False) -> Outcome:
         """Returns when the flow is over, or when it is to pause and nothing is under way.
 
-        `with_logs`: everybody says what it did.
+        `with_logs`: every device reports what it did.
         """
         try:
             self._start()
@@ -174,7 +174,7 @@ class StreamRun(Run):
         )
 
     def _ask_for_logs(self) -> None:
-        """Who does not answer has none: everything that was asked has been answered."""
+        """A device that does not answer has none: everything that was asked has been answered."""
         for name in self.names:
             self.coordinator.send(name, Stop(self.generation, with_log=True))
 
@@ -182,7 +182,7 @@ class StreamRun(Run):
             return len(self.outcome.logs) == len(self.names)
 
         with contextlib.suppress(ManyhandsError):
-            self.follow(are_here, self.reports.handle, "to say what they did", _LOG_SECONDS)
+            self.follow(are_here, self.reports.handle, "to report what they did", _LOG_SECONDS)
 
 
 def fed_ahead(plan: Plan) -> int:

@@ -61,7 +61,7 @@ class _Sample:
 
 @dataclass
 class _Recovery:
-    """A change of members, until it is told of."""
+    """A change of members, until it is logged."""
 
     since: float
     again: int
@@ -99,7 +99,7 @@ class Streaming:
         """Of any one sample."""
         self.generations = 0
         self.recoveries: list[dict[str, Any]] = []
-        """Each as it was told."""
+        """Each as it was logged."""
         self.logs: dict[str, DeviceLog] = {}
         """What the devices of the last generation did, once it is over."""
         self.bytes_between: Counter[tuple[str, str]] = Counter()

@@ -194,17 +194,17 @@ class Site:
             if strike is not None and step == strike.after_step:
                 threading.Thread(target=self._strike, args=(strike, trip), name="strike", daemon=True).start()
             if on_step is not None:
-                on_step(step, journey)
+                on_step(step, job)
 
         def told(event: str, /, **facts: Any) -> None:
             trip.told.append((time.monotonic(), event, facts))
 
         with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
-            journey = ElasticJob(
+            job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, RetryPolicy(how, wait_seconds=JOIN_SECONDS),
                 on_step=stepped, log_event=told,
             )  # fmt: skip
-            trip.outcome = journey.run()
+            trip.outcome = job.run()
         return trip
 
     def predicted_seconds(self, plan: Plan) -> float:

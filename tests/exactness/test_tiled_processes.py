@@ -16,7 +16,10 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, LAYERS, Pictures, assert_close, names, network, train, workers
 
-pytestmark = pytest.mark.xdist_group("tiled_processes")  # its workers are started once
+pytestmark = [
+    pytest.mark.xdist_group("tiled_processes"),  # its workers are started once
+    pytest.mark.usefixtures("strangers"),
+]
 
 STEPS = 10
 

@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+
 from fault_cluster import (
     BACKUP_EVERY,
     PLANS,
@@ -22,7 +23,6 @@ from fault_cluster import (
     places_of,
     reference,
 )
-
 from groups import slow_if
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan

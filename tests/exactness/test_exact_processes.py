@@ -32,7 +32,10 @@ from real_runs import (
     workers,
 )
 
-pytestmark = pytest.mark.xdist_group("exact_processes")  # its workers are started once
+pytestmark = [
+    pytest.mark.xdist_group("exact_processes"),  # its workers are started once
+    pytest.mark.usefixtures("strangers"),
+]
 
 STEPS = 12  # the learning rate changes twice
 

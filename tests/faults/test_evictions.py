@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 
+from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 from manyhands.engine.inprocess import InProcessTransport
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost

@@ -20,7 +20,10 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.schedule.policy import Schedule
 from real_runs import BATCH, CLASSES, Pictures, Ran, assert_close, names, train, workers
 
-pytestmark = pytest.mark.xdist_group("mixed_processes")  # its workers are started once
+pytestmark = [
+    pytest.mark.xdist_group("mixed_processes"),  # its workers are started once
+    pytest.mark.usefixtures("strangers"),
+]
 
 STEPS = 4
 MICRO_BATCHES = 3

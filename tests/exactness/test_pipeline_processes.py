@@ -25,7 +25,10 @@ from manyhands.schedule.actions import Message, Receive, Send, parse_action
 from manyhands.session import measuring
 from real_runs import ADAM, CLASSES, Pictures, Ran, assert_close, names, train, workers
 
-pytestmark = pytest.mark.xdist_group("pipeline_processes")  # its workers are started once
+pytestmark = [
+    pytest.mark.xdist_group("pipeline_processes"),  # its workers are started once
+    pytest.mark.usefixtures("strangers"),
+]
 
 DEVICES = 4
 LAYERS = 11
