@@ -46,8 +46,8 @@ from manyhands.api.bench_parts import KEPT, failed
 from manyhands.api.planning_inference import plan_for, sample_seconds
 from manyhands.cli.bench import app
 from manyhands.executor.log import DeviceLog, MeasuredSpan
+from manyhands.facts.cluster import preset
 from manyhands.facts.errors import BadPlan, BadValue, Refused, UnknownName
-from manyhands.facts.presets import preset
 from manyhands.facts.reads import Dealt
 
 TINY = Subject("tiny", 1.5, (1, 16, 16), paper_seconds=0.3)

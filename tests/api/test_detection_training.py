@@ -15,7 +15,8 @@ import manyhands as mh
 from blood_cells import blood_cells
 from manyhands.api.jobs import Wish, build_model, loss_of, train_job
 from manyhands.api.tiling import tile_wish
-from manyhands.data.sets import DataSets, load
+from manyhands.data.data_sets import DataSets
+from manyhands.data.sets import load
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles

@@ -14,8 +14,8 @@ from manyhands.api.doctor import Asked, discovery_verdict, join_check
 from manyhands.api.doctor_check import BROKEN, OK, WARNING, Check, Diagnosis, requirement, unmet
 from manyhands.api.doctor_confinement import confinement_check, confinement_checks
 from manyhands.api.doctor_firewall import firewall_here, opening, remedy
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue
+from manyhands.facts.link import Link
 from manyhands.runtime.confinement import Confinement, available
 from manyhands.runtime.knocking import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, knock
 from manyhands.runtime.memory_kills import free_bytes

@@ -14,10 +14,11 @@ from manyhands.api.critical_path import critical_path
 from manyhands.api.explaining import LONG_SECONDS, Explanation, explain
 from manyhands.api.networks import load_network
 from manyhands.api.public import Planned
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.task import Candidate
 

@@ -8,9 +8,11 @@ import pytest
 
 from manyhands.api import job, labs, session
 from manyhands.api.labs import lab_cluster
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.lab import play
+from manyhands.facts.link import Link
 from real_runs import assert_close, shared, train
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from manyhands.api.split_typed import OPTIMIZER, SplitWish, optimizer_of, preset_of, split_wish
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.hyper import hyper
 from manyhands.facts.optimizer import parse

@@ -12,7 +12,7 @@ import manyhands as mh
 from hand_made import chain, cluster
 from manyhands.api import tuning
 from manyhands.api.tuning import fastest_in_trial, nearest
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import Plan
 
 NETWORK = chain(6)

@@ -14,7 +14,9 @@ from command_processes import PROGRAM
 from forking import run_command
 
 from manyhands.cli import lab as lab_command
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.lab.groups import GroupStatistics
 from manyhands.lab.lab import DeviceStatus
 

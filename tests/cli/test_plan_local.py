@@ -17,7 +17,8 @@ from manyhands.api.networks import capture_model, load_network
 from manyhands.api.public import plan, simulate
 from manyhands.api.session import profile_place
 from manyhands.api.what_if import with_speed
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.optimizer import parse
 from manyhands.facts.profile import DeviceProfile, Profile, estimate
 from manyhands.files.documents import write_document

@@ -13,8 +13,9 @@ import torch
 
 from manyhands.api.jobs import build_model, check_classes
 from manyhands.data import arrays
+from manyhands.data.data_sets import DataSets
 from manyhands.data.loader import example, length
-from manyhands.data.sets import DataSets, load
+from manyhands.data.sets import load
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
 
 LABELS = numpy.arange(20) % 4

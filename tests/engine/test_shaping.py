@@ -21,8 +21,8 @@ from manyhands.engine.security import Security
 from manyhands.engine.shaping import Port, Shaper, burst_bytes, segment_bytes
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import read_exactly
-from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
+from manyhands.facts.link import HERE, Link
 
 MBIT = 1e6 / 8
 START = 50_000.0

@@ -43,8 +43,8 @@ from manyhands.engine.sharing import (
 )
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import Wire, read_exactly
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
+from manyhands.facts.link import Link
 
 LARGE = 2 * SHARED_CHUNK_BYTES + 17
 SMALL = SMALLEST_SHARED_BYTES - 1

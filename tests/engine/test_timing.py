@@ -17,7 +17,7 @@ from manyhands.engine.tcp import TcpEndpoint, is_far
 from manyhands.engine.timing import SMALLEST_TIMED_BYTES, TOLD_EARLY_SECONDS, Timed
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Wire
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.trace import Trace
 
 MBIT = 1e6 / 8

@@ -10,7 +10,8 @@ import torch
 from tiled_networks import small_resnet
 
 from hand_made import cluster
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Order, Plan, Share, Single, Stage
 from manyhands.facts.plan_check import resolve

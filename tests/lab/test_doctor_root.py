@@ -11,7 +11,7 @@ from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 from manyhands.api.doctor_check import BROKEN, OK, PairRate
 from manyhands.api.doctor_network import pair_checks
 from manyhands.api.labs import lab_session, this_machine
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.cluster import LabCluster
 from manyhands.lab.lab import Lab
 
 pytestmark = ROOT_ONLY

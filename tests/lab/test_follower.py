@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hand_made import cluster
-from manyhands.facts.cluster import Link
 from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played
+from manyhands.facts.link import Link
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.lab.keeper import Follower
 

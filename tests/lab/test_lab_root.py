@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, leftovers, run_on, small_lab, tag
 
+from manyhands.facts.cluster import LabCluster
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.lab import play
 from manyhands.facts.trace import parse_trace
 from manyhands.lab import measure, record
 from manyhands.lab.check import check

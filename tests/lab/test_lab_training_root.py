@@ -14,9 +14,8 @@ from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 from torch import nn
 
 from manyhands.api import job, labs, session
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import WorkerLost
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.lab.lab import Lab
 from manyhands.lab.lab import labs as labs_that_are_up

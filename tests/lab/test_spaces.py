@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError, UnknownName
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.lab import spaces
 from manyhands.lab.spaces import Flow, Spaces
 

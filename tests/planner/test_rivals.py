@@ -10,11 +10,11 @@ from hand_made import chain, cluster, even_profile
 from manyhands.api.comparing import ALONE, HETPIPE, compare
 from manyhands.api.networks import load_network
 from manyhands.api.public import simulate
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner import rivals
 from manyhands.planner.task import Task

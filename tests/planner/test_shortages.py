@@ -8,8 +8,10 @@ import pytest
 from manyhands.api.comparing import compare
 from manyhands.api.networks import load_network
 from manyhands.api.public import plan as make_plan
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 
 STATIC = r"487 kB weights, gradients and optimiser"

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from manyhands.engine.transport import TcpTransport
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
+from manyhands.facts.link import Link
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.runtime.control import Beat, Reshape, Shape
 from manyhands.runtime.coordinator import Coordinator

@@ -15,9 +15,8 @@ from manyhands.api.joining import LISTEN_VARIABLE
 from manyhands.api.session import open_session
 from manyhands.engine.channel import Channel, connect
 from manyhands.engine.security import new_token
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
-from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
 from manyhands.runtime import worker
 from manyhands.runtime.control import (

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hand_made import cluster as cluster_of
 from manyhands.api import job, session
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_links

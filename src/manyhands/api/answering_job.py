@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
     from manyhands.api.inference import Inference
     from manyhands.api.session import Say
-    from manyhands.facts.cluster import Cluster
-    from manyhands.facts.lab import LabCluster
+    from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.runtime.coordinator import Coordinator
 
 

@@ -24,7 +24,7 @@ from manyhands.runtime.record import read_config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.data.sets import DataSets
+    from manyhands.data.data_sets import DataSets
     from manyhands.data.wanted import Sample, Wanted
 
 MODEL = "tiny"

@@ -19,9 +19,8 @@ from manyhands.api.bench_pipeline_measured import OPTIMIZER, WARM_UP_STEPS, Ours
 from manyhands.api.session import open_session
 from manyhands.api.torch_pipeline import Setting
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import LabError, ManyhandsError
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile
 from manyhands.lab.lab import missing

@@ -20,9 +20,10 @@ from manyhands.api.evaluation import captured
 from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError, OutOfMemory, WorkerLost
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve

@@ -31,10 +31,10 @@ from manyhands.api.bench_infer_site import Ran, Stand, interleaved
 from manyhands.api.labs import play_here
 from manyhands.api.planning_inference import plan_for, sample_seconds
 from manyhands.api.session import Session, measure, open_session
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError
-from manyhands.facts.lab import LabCluster
-from manyhands.facts.presets import preset
+from manyhands.facts.link import Link
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.lab.lab import missing

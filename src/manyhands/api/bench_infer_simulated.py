@@ -17,9 +17,8 @@ from manyhands.api.bench_parts import PROFILE_MACHINE, profiled_here
 from manyhands.api.papers import DECNN_SPEEDUPS
 from manyhands.api.planning_inference import plan_for
 from manyhands.api.public import simulate
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.plan import Plan
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile
 from manyhands.planner.pricing import subcluster
 from manyhands.planner.task import Candidate

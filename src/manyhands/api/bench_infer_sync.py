@@ -5,8 +5,8 @@ from __future__ import annotations
 from manyhands.api.bench_infer_networks import GROUPS, Library, Subject
 from manyhands.api.papers import DECNN_TABLES_1_AND_3
 from manyhands.api.planning_inference import plan_for
+from manyhands.facts.cluster import preset
 from manyhands.facts.network import Network
-from manyhands.facts.presets import preset
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.schedule.synchronisation import SyncCount, sync_points, window_exchanges
 

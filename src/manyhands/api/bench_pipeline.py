@@ -20,9 +20,10 @@ from manyhands.api.claims import ESTIMATED
 from manyhands.api.comparing import ALONE, HETPIPE, Comparison, compare
 from manyhands.api.networks import load_network
 from manyhands.api.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.exhaustive import Exhaustive
 from manyhands.planner.ground import Batch, Ground

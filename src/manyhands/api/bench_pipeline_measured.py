@@ -25,9 +25,10 @@ from manyhands.api.session import Session, measure, open_session
 from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, BareRound, Setting, TorchGroup, Way
 from manyhands.api.tuning import Trials, fastest_in_trial, same_batches
 from manyhands.data.laying import Laying
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BUCKET_BYTES, BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve

@@ -14,7 +14,8 @@ from manyhands.api.bench_tile_setup import WARM_UP_STEPS, Figures, Grid, Progres
 from manyhands.api.session import Session
 from manyhands.executor.log import MeasuredSpan
 from manyhands.executor.messages import COORDINATOR, feed_parts, plan_bytes
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import LayerName, Plan
 from manyhands.facts.plan_check import resolve

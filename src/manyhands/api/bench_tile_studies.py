@@ -20,12 +20,12 @@ from manyhands.api.bench_parts import PROFILE_MACHINE
 from manyhands.api.bench_tile_groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
 from manyhands.api.bench_tile_setup import Figures, Progress, Subject, Way, square_grid
 from manyhands.api.claims import ESTIMATED
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.lab import slot_names, with_slots
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.observe.tile_studies import (
     ExtremeCosts,

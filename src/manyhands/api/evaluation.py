@@ -20,8 +20,7 @@ from manyhands.api.session import Say, Session, expect_session, measure, open_se
 from manyhands.data.given import given
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
-from manyhands.facts.cluster import Cluster
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile

@@ -19,9 +19,8 @@ from manyhands.api.networks import parse_input
 from manyhands.api.public import plan_file
 from manyhands.api.tiling import tile_wish
 from manyhands.data.sets import NAMES, STAND_INS
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadFile, BadPlan, BadValue, UnknownName, unknown
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.facts.plan import ByChannels, Plan
 from manyhands.files.documents import load_cluster, read_document
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from manyhands.api.job import OnOpened, OnPlanned, OnStep, TrainResult
-    from manyhands.data.sets import DataSets
+    from manyhands.data.data_sets import DataSets
     from manyhands.runtime.coordinator import Coordinator
 
 MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0.1,momentum=0.9"

@@ -15,9 +15,9 @@ import msgspec
 
 from manyhands.api.session import Say, Session
 from manyhands.engine.security import new_secret
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
-from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
+from manyhands.facts.lab import Played, play, scale_text, scaled, with_slots
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import load_cluster
 from manyhands.files.traces import read_link_trace

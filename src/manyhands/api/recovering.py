@@ -10,7 +10,8 @@ import msgspec
 from manyhands.api.public import simulate
 from manyhands.api.session import MEASURE_SECONDS, Session, stored_kernels
 from manyhands.executor.messages import runs_here
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan

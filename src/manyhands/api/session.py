@@ -16,9 +16,9 @@ import msgspec
 from manyhands.api.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
 from manyhands.api.local_times import keep_links
 from manyhands.api.machines import threads_each
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, TimedOut, WorkerLost
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import load_cluster, read_document, write_document

@@ -22,8 +22,9 @@ from manyhands.api.split_job import LEAST_BITS, Asked, SplitResult
 from manyhands.api.split_plans import CONVENTIONAL, Ends, Phases, mode_of
 from manyhands.api.split_session import look_at_link, rates_of
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, WorkerLost, unknown
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve

@@ -13,8 +13,9 @@ import msgspec
 from manyhands.api.joining import parse_address
 from manyhands.api.session import Say, Session
 from manyhands.engine.keys import Role
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
 from manyhands.planner.split import LinkRates
 from manyhands.runtime.coordinator import JOIN_SECONDS, Coordinator, beat_for

@@ -27,7 +27,7 @@ from manyhands.planner.split_choice import RIVALS
 if TYPE_CHECKING:
     from manyhands.api.job import OnOpened, OnPlanned, OnStep
     from manyhands.api.split_job import SplitResult
-    from manyhands.data.sets import DataSets
+    from manyhands.data.data_sets import DataSets
 
 EPOCHS, BATCH_SIZE, OPTIMIZER = 4, 32, "SGD:lr=0.05,momentum=0.9"
 MAY_CHANGE = (

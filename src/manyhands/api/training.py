@@ -26,9 +26,8 @@ from manyhands.data.laying import Laying
 from manyhands.data.loader import Prefetcher
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadPlan, ManyhandsError
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve

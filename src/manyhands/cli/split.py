@@ -62,7 +62,7 @@ def serve(
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
     from manyhands.api.joining import DEVICE_NAME, parse_compute, reachable, token_text
-    from manyhands.facts.cluster import NAME_HINT
+    from manyhands.facts.device import NAME_HINT
     from manyhands.facts.errors import BadValue
 
     compute = parse_compute(compute)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.packed import check_room, reading, sizes_of
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from manyhands.data.arrays import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, ArrayData
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.packed import check_room, check_texts, reading, sizes_of
 from manyhands.data.plain_files import read_bytes, read_text
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.extras import load

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadData, BadValue
 
 LARGEST_CLASS = 100_000

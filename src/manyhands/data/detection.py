@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.pictures import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, PictureData, check_all
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes

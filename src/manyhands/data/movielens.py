@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.plain_files import read_text
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes

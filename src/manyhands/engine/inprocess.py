@@ -27,8 +27,8 @@ from manyhands.engine.mailbox import WAIT_LIMIT_SECONDS, Mailbox, Memory, as_byt
 from manyhands.engine.security import EVERY_ADDRESS, Purpose, Security, difference, preamble
 from manyhands.engine.tcp import SILENCE_SECONDS
 from manyhands.engine.transport import ControlListener
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.link import Link
 
 _FIRST_PORT = 40001
 _LOOK_SECONDS = 0.1

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 
 GRACE_SECONDS = 0.05
 """How much lateness is made up for. More was not ours: the receiver did not read, or the machine slept."""

@@ -44,8 +44,8 @@ from manyhands.engine.shaping import Port, Shaper
 from manyhands.engine.sharing import Sharing, SharingSetting
 from manyhands.engine.wheel import Wheel
 from manyhands.engine.wire import Broken, Wire, unacknowledged_bytes
-from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
+from manyhands.facts.link import HERE, Link
 
 SILENCE_SECONDS = 6.0
 """A connection without a byte for this long is lost. A peer that computes keeps beating, unless it holds the

@@ -21,8 +21,8 @@ from manyhands.engine.endpoint import Endpoint, Peers
 from manyhands.engine.keys import Credentials
 from manyhands.engine.security import OTHER_KIND, DeviceSecurity, Security, is_loopback, is_secret
 from manyhands.engine.tcp import TcpEndpoint
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import ManyhandsError, Refused
+from manyhands.facts.link import Link
 
 
 class ControlChannel(Protocol):

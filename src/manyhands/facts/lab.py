@@ -13,44 +13,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
-from manyhands.facts.errors import BadValue, LabError, unknown
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
+from manyhands.facts.errors import LabError, unknown
+from manyhands.facts.link import DirectedLink, Link
 
 BUSIEST = 0.8
 """How much of a core devices may take: the rest is for the links between them and whoever watches."""
 SLOWEST_SHARE = 0.001
 """Of a core: the kernel gives no less than a millisecond in a second."""
-MOST_SLOTS = 16
 SLOWEST_BYTES_PER_SECOND = 1000.0
 """A recorded rate of nothing is this much: a queue that never moves cannot be told from a broken one."""
 LAB_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,31}")
-
-
-class LabCluster(msgspec.Struct, frozen=True):
-    """A cluster that is to be played on this machine: `Cluster.lab(...)`."""
-
-    cluster: Cluster
-    """As in real life."""
-    scale: float | None = None
-    """How many times slower; None: as slow as this machine's cores make it, and at least as in real life."""
-    slots: int = 1
-    """Workers on each device."""
-    traces: tuple[tuple[str, str], ...] = ()
-    """(device, file): the device's port follows a recorded rate."""
-
-    def __post_init__(self) -> None:
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise BadValue(f"The lab's scale is {self.scale}; it must be > 0.", hint="20: everything 20 times slower.")
-        if not 1 <= self.slots <= MOST_SLOTS:
-            raise BadValue(f"slots is {self.slots}; it must be 1 to {MOST_SLOTS}.")
-        hosted = [device.name for device in self.cluster.devices if device.host]
-        if hosted:
-            raise BadValue(
-                f"{hosted[0]} shares a host: in a lab every device has its own.", hint="Leave out host; use slots."
-            )
-        for device, _ in self.traces:
-            if device not in self.cluster.names:
-                raise unknown("device", device, self.cluster.names)
 
 
 class Seat(msgspec.Struct, frozen=True):

@@ -16,7 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.network import Network, Op
 

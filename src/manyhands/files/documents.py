@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError, UnknownName, did_you_mean
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.presets import PRESETS
 from manyhands.facts.units import format_bytes
 from manyhands.files.plain import open_descriptor, open_plain
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import psutil
 
-from manyhands.facts.cluster import Cluster, Device, Link
-from manyhands.facts.lab import LabCluster, Played, Seat, play, scale_text
-from manyhands.facts.presets import preset
+from manyhands.facts.cluster import Cluster, LabCluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.lab import Played, Seat, play, scale_text
+from manyhands.facts.link import Link
 from manyhands.lab import groups, measure, record
 from manyhands.lab.lab import Lab, labs, take_down
 from manyhands.lab.spaces import Spaces, has_netem

@@ -13,7 +13,8 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch

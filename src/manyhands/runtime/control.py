@@ -32,8 +32,8 @@ import msgspec
 from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.projections import SumRecord
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import Refused
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Kernel

@@ -35,8 +35,8 @@ from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.shelf import SAMPLES, Shelf
 from manyhands.facts.boxes import Box
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.link import Link
 from manyhands.facts.network import WeightSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
