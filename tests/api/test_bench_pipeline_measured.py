@@ -17,7 +17,7 @@ from manyhands.api.bench_pipeline_measured import critical_path, plan_text, shar
 from manyhands.api.torch_pipeline import BareRound, Setting, TorchGroup, Way, units_of
 from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Stage
-from manyhands.lab.lab import labs
+from manyhands.lab.removal import labs
 from manyhands.models.registry import build, example_batch
 from manyhands.profiler.kernels import Choice
 

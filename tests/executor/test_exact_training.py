@@ -24,8 +24,8 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import Loss, bind_inputs
 from manyhands.graph.weights import Weights

@@ -22,8 +22,8 @@ from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadData
 from manyhands.facts.plan import Codec, Plan
-from manyhands.graph.graph import tree_leaves
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.trees import tree_leaves
 from manyhands.schedule.actions import Action
 
 

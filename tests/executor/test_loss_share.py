@@ -14,9 +14,10 @@ from small_networks import NETWORKS, Drawn, captured
 
 from manyhands.executor.loss import ShareLoss, target_names, trained_weights
 from manyhands.facts.plan import Plan
-from manyhands.graph.graph import Graph, tree_leaves
+from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
 from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
 

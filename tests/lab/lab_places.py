@@ -18,7 +18,8 @@ from manyhands.facts.device import Device
 from manyhands.facts.lab import play
 from manyhands.facts.link import Link
 from manyhands.lab import groups, record
-from manyhands.lab.lab import Lab, labs, take_down
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import labs, take_down
 from manyhands.lab.spaces import Spaces
 
 ROOT_ONLY = [

@@ -18,7 +18,7 @@ from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.lab.lab import Lab
-from manyhands.lab.lab import labs as labs_that_are_up
+from manyhands.lab.removal import labs as labs_that_are_up
 from real_runs import BATCH, LAYERS, Pictures, assert_close, shared, train
 
 pytestmark = ROOT_ONLY

@@ -18,8 +18,8 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.profiler.clock import Trial, stopwatch
 from manyhands.profiler.kernels import cheapest_path, choose_kernels
 from manyhands.profiler.measure import _Layers, measure_network

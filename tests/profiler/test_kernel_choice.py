@@ -13,8 +13,8 @@ from torch import nn
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.profiler import kernels
 from manyhands.profiler.clock import Trial, stopwatch
 from manyhands.profiler.kernels import DEFAULT, LEAST_GAIN, PER_OPERATOR, cheapest_path, choose_kernels

@@ -39,7 +39,8 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
-from manyhands.graph.document import read_document, to_document
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.graph.capture import capture
-from manyhands.graph.document import read_document, to_document
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.control import Said, State
 from manyhands.runtime.worker import Worker

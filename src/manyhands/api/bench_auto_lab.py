@@ -23,7 +23,7 @@ from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import LabError, ManyhandsError
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.planner.strategies import CORNERS
 from manyhands.profiler.bench_capture import Figures, Progress
 

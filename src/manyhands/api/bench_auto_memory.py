@@ -29,7 +29,8 @@ from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
-from manyhands.lab.lab import Lab, missing
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import this_machine

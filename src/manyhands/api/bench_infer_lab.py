@@ -37,7 +37,7 @@ from manyhands.facts.errors import LabError
 from manyhands.facts.link import Link
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.profiler.bench_capture import Figures, Progress
 from manyhands.profiler.this_machine import this_machine
 

@@ -34,7 +34,8 @@ from manyhands.facts.plan import BUCKET_BYTES, BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
-from manyhands.lab.lab import Lab, missing
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.profiler.this_machine import this_machine

@@ -26,7 +26,7 @@ from manyhands.api.torch_pipeline import Setting
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.observe.recovery_plots import Passage, draw_passages
 from manyhands.profiler.bench_capture import Figures, Progress

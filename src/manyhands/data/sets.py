@@ -9,13 +9,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from manyhands.facts.errors import BadFile, UnknownName, unknown
-
-if TYPE_CHECKING:
-    pass
 from manyhands.data.data_sets import DataSets
+from manyhands.facts.errors import BadFile, UnknownName, unknown
 
 NAMES: tuple[str, ...] = ("digits",)
 STAND_INS: tuple[str, ...] = ("synthetic-cifar10", "synthetic-imdb", "synthetic-movielens", "synthetic-3dchair")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyhands.executor.tile_base import Held, Notes, TileOperator, is_dense, placed
 from manyhands.facts.boxes import Box
-from manyhands.graph.graph import Node, Value, Weight
+from manyhands.graph.nodes import Node, Value, Weight
 from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten

@@ -23,7 +23,7 @@ from torch import Tensor
 from manyhands.executor.statistics import Moments, follow, merged, own_moments
 from manyhands.executor.tile_base import Held, Notes, TileOperator, add_gradient, are_alike, blank, is_dense, placed
 from manyhands.facts.boxes import Box
-from manyhands.graph.graph import Weight
+from manyhands.graph.nodes import Weight
 from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Enum, Node, Samples, Special, Value, Weight
 from manyhands.graph.limits import refuse
+from manyhands.graph.nodes import Argument, Enum, Node, SampleCount, Special, Value, Weight
 
 _NESTED = re.compile(r"(Optional|List)\[(.*)\]")
 
@@ -77,11 +77,11 @@ def _fits(given: Argument, wanted: str, length: int | None) -> bool:
 
 
 def _is_integer(given: Argument) -> bool:
-    return isinstance(given, (int, Samples))
+    return isinstance(given, (int, SampleCount))
 
 
 def _is_number(given: Argument) -> bool:
-    return isinstance(given, (int, float, Samples, Special))
+    return isinstance(given, (int, float, SampleCount, Special))
 
 
 def _is_tensor(given: Argument) -> bool:

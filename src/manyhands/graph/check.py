@@ -17,10 +17,12 @@ from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.argument_rules import check_arguments
-from manyhands.graph.document import weights_in
-from manyhands.graph.graph import Graph, Node, tree_leaves
+from manyhands.graph.document_reader import weights_in
+from manyhands.graph.graph import Graph
 from manyhands.graph.limits import LARGEST_LIST
+from manyhands.graph.nodes import Node
 from manyhands.graph.piece import Context, Piece, Step, run_steps
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
 LARGEST_RECURRENT_STEPS = 4096

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -17,12 +17,16 @@ from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
-from manyhands.graph.graph import Graph, Node, Value, Weight, tree_leaves, values_of, weights_of
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
 from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 
 def describe(graph: Graph, granularity: str = "") -> Network:

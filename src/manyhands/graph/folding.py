@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from manyhands.graph import ops
-from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
 
 def at_rest(graph: Graph) -> Graph:

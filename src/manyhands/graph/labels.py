@@ -10,8 +10,10 @@ import torch
 
 from manyhands.facts.errors import BadData
 from manyhands.graph import ops
-from manyhands.graph.graph import Graph, Value, tree_leaves, tree_map, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Value, values_of
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.trees import tree_leaves, tree_map
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _WHOLE_VIEWS = frozenset({

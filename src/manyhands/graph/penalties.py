@@ -20,7 +20,8 @@ from torch import nn
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.graph.graph import Argument, Graph, Node, Samples, Value, Weight, records_of, values_of, weights_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Argument, Node, SampleCount, Value, Weight, records_of, values_of, weights_of
 from manyhands.graph.sizes import at
 
 _PREFIX = "penalty."
@@ -112,7 +113,7 @@ class _Move:
             bool(reads or weights)
             and all(name in self._specs for name in reads)
             and all(name in self.own for name in weights)
-            and not any(isinstance(record, Samples) for record in records_of(node))
+            and not any(isinstance(record, SampleCount) for record in records_of(node))
         )
 
     def _take(self, node: Node) -> None:

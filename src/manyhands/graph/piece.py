@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,13 +18,13 @@ from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
 from manyhands.graph.argument_rules import EVERY_CALL, guarded
+from manyhands.graph.convolution_kernels import product
 from manyhands.graph.fusing import fused
-from manyhands.graph.graph import (
+from manyhands.graph.nodes import (
     Argument,
     Enum,
-    Graph,
     Node,
-    Samples,
+    SampleCount,
     Special,
     Value,
     Weight,
@@ -32,10 +32,13 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
-from manyhands.graph.kernels import Packed, product
+from manyhands.graph.packed_convolution import PackedConvolution
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 Call = Callable[..., Any]
 
@@ -152,7 +155,7 @@ class Piece:
         """The weights will not change any more: they are laid out as their kernels read them for so many samples."""
         for node in self.nodes:
             call = self.kernels.get(node.name)
-            if isinstance(call, Packed) and call.pack(self.weights, call.source.shape_for(samples)):
+            if isinstance(call, PackedConvolution) and call.pack(self.weights, call.source.shape_for(samples)):
                 self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
@@ -321,7 +324,7 @@ _CONSTANTS: dict[str, Any] = {
 
 def _is_plain(argument: Argument) -> bool:
     """Whether an argument is the same in every run."""
-    if isinstance(argument, (Value, Weight, Samples)):
+    if isinstance(argument, (Value, Weight, SampleCount)):
         return False
     return all(_is_plain(item) for item in argument) if isinstance(argument, (list, tuple)) else True
 
@@ -344,7 +347,7 @@ def _getter(argument: Argument, slots: _Slots) -> Callable[[list[Any], int], Any
     if isinstance(argument, Weight):
         place = slots.of(_weight_slot(argument.name))
         return lambda values, samples: values[place]
-    if isinstance(argument, Samples):
+    if isinstance(argument, SampleCount):
         factor = argument.factor
         return lambda values, samples: factor * samples
     getters = [_getter(item, slots) for item in argument]

@@ -17,7 +17,7 @@ import torch
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Node
+from manyhands.graph.nodes import Argument, Node
 from manyhands.graph.random import Draw, bits, keep_mask, normal, uniform
 
 RandomCall = Callable[..., torch.Tensor]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from manyhands.graph.graph import Graph, Node, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, values_of
 
 
 def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from manyhands.facts.errors import BadFile, BadGraph
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.files.documents import make_folder, write_text_atomic
-from manyhands.graph.document import from_document, read_document, state_of, to_document, weights_in
+from manyhands.graph.document import from_document, state_of, to_document
+from manyhands.graph.document_reader import read_document, weights_in
 from manyhands.graph.graph import Graph
 
 __all__ = ["from_document", "load", "save", "state_of", "to_document"]

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from manyhands.graph.graph import Graph, tree_map
+from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
 
 

@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.arguments import bound_arguments, in_training_mode
-from manyhands.graph.graph import Graph, Node, tree_map
-from manyhands.graph.loss import cast_to_double, in_double
+from manyhands.graph.double_precision import cast_to_double, in_double
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
 from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
 
 _ROUNDINGS = 64

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from manyhands.graph.graph import Graph
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 
 class Weights:

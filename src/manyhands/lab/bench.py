@@ -17,7 +17,8 @@ from manyhands.facts.device import Device
 from manyhands.facts.lab import Played, Seat, play, scale_text
 from manyhands.facts.link import Link
 from manyhands.lab import groups, measure, record
-from manyhands.lab.lab import Lab, labs, take_down
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import labs, take_down
 from manyhands.lab.spaces import Spaces, has_netem
 
 Figures = dict[str, float | int | str]
@@ -181,13 +182,13 @@ def _remains() -> list[str]:
     found += [f"group {device}" for device in groups.find().devices(_NAME)]
     found += [f"record {name}" for name in record.names() if name == _NAME]
     found += [f"lab {name}" for name in labs() if name == _NAME]
-    return found + [f"process {pid}" for pid in _keepers()]
+    return found + [f"process {pid}" for pid in _supervisors()]
 
 
-def _keepers() -> list[int]:
+def _supervisors() -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "manyhands.lab.keeper" in words and _NAME in words:
+        if "manyhands.lab.supervisor" in words and _NAME in words:
             found.append(process.pid)
     return found

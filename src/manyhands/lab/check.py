@@ -11,8 +11,9 @@ import psutil
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import LabError
 from manyhands.lab import measure
-from manyhands.lab.groups import quota_and_period
-from manyhands.lab.lab import DESK, Lab
+from manyhands.lab.control_groups import quota_and_period
+from manyhands.lab.lab import Lab
+from manyhands.lab.spaces import COORDINATOR_SPACE
 
 TOLERANCE = 0.10
 LEAST_SECONDS = 0.2e-3
@@ -78,8 +79,8 @@ def _rates(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
     for name in names:
         device = lab.played.network.device(name)
         for what, asked, ends in (
-            ("rate up", device.up_bytes_per_second, (name, DESK)),
-            ("rate down", device.down_bytes_per_second, (DESK, name)),
+            ("rate up", device.up_bytes_per_second, (name, COORDINATOR_SPACE)),
+            ("rate down", device.down_bytes_per_second, (COORDINATOR_SPACE, name)),
         ):
             if math.isfinite(asked) and name not in dict(lab.played.traces):
                 say(f"{what} of {name}")

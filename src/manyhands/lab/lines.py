@@ -61,7 +61,7 @@ def hardware_of(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class Flow:
+class PortFlow:
     """What a port receives from one sender, where that sender's link is slower than the port, or delayed."""
 
     number: int
@@ -102,7 +102,7 @@ def tbf(bytes_per_second: float, burst: int | None = None) -> str:
     return f"tbf rate {max(8, round(8 * rate))}bit burst {burst} limit {queue_bytes(rate)}"
 
 
-def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[Flow] = ()) -> list[str]:
+def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[PortFlow] = ()) -> list[str]:
     """For tc: a port that has nothing yet gets its rate, and a class for each of `flows`."""
     if not flows:
         return [] if math.isinf(bytes_per_second) else [f"qdisc add dev {port} root handle 1: {tbf(bytes_per_second)}"]
@@ -117,7 +117,7 @@ def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[Flow] = ()
 
 
 def reshaping_lines(
-    port: str, bytes_per_second: float, flows: Sequence[Flow], bursts: Mapping[str, int], *, is_shaped: bool
+    port: str, bytes_per_second: float, flows: Sequence[PortFlow], bursts: Mapping[str, int], *, is_shaped: bool
 ) -> list[str]:
     """For tc: the same port at another rate, its queues kept. `bursts`: of its tbf by handle ('1:'), as they are now.
 
@@ -148,7 +148,7 @@ def finite(bytes_per_second: float) -> float:
     return min(bytes_per_second, UNLIMITED_BYTES_PER_SECOND)
 
 
-def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[Flow]) -> list[str]:
+def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[PortFlow]) -> list[str]:
     """The port's class, and children that share it. Their own rates sum to it: htb grants those without asking it."""
     rate = finite(bytes_per_second)
     burst = 2 * burst_bytes(rate)
@@ -161,7 +161,7 @@ def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[
     return lines
 
 
-def _leaves(bytes_per_second: float, flows: Sequence[Flow]) -> Iterator[tuple[int, float, float]]:
+def _leaves(bytes_per_second: float, flows: Sequence[PortFlow]) -> Iterator[tuple[int, float, float]]:
     """Class, rate and delay of each leaf; tbf keeps the rate even where htb could, because it cuts long pieces."""
     yield _OTHERS, finite(bytes_per_second), 0.0
     for flow in flows:

@@ -42,7 +42,7 @@ def _began(pid: int) -> int:
     return 0 if words[0] in ("Z", "X") else int(words[19])
 
 
-class Record(msgspec.Struct, frozen=True):
+class LabRecord(msgspec.Struct, frozen=True):
     """What is known of a lab that is up."""
 
     name: str
@@ -53,6 +53,7 @@ class Record(msgspec.Struct, frozen=True):
     owner: Process | None = None
     """Who brought it up for himself: without him it goes down."""
     keeper: Process | None = None
+    """The lab supervisor."""
 
 
 def lab_name(text: str) -> str:
@@ -72,7 +73,7 @@ def _path(name: str) -> Path:
 
 
 def log_path(name: str) -> Path:
-    """What the keeper had to say."""
+    """The lab supervisor's messages."""
     return folder() / f"{name}.log"
 
 
@@ -83,7 +84,7 @@ def names() -> list[str]:
     return []
 
 
-def claim(record: Record) -> bool:
+def claim(record: LabRecord) -> bool:
     """Write it down, if nobody else has that name: of two at once, one gets it."""
     folder().mkdir(parents=True, exist_ok=True)
     mine = folder() / f".{secrets.token_hex(8)}.json"
@@ -97,11 +98,11 @@ def claim(record: Record) -> bool:
     return True
 
 
-def save(record: Record) -> None:
+def save(record: LabRecord) -> None:
     write_document(_path(record.name), _document(record))
 
 
-def _document(record: Record) -> dict[str, object]:
+def _document(record: LabRecord) -> dict[str, object]:
     played = record.played
     document: dict[str, object] = msgspec.to_builtins(msgspec.structs.asdict(record) | {"played": None})
     document["played"] = {
@@ -111,7 +112,7 @@ def _document(record: Record) -> dict[str, object]:
     return document
 
 
-def load(name: str) -> Record:
+def load(name: str) -> LabRecord:
     """The lab of that name. LabError where there is none, or its file tells nothing."""
     path = _path(name)
     if not path.exists():
@@ -127,7 +128,7 @@ def load(name: str) -> Record:
             msgspec.convert(played["seats"], tuple[Seat, ...]), tuple((a, b) for a, b in played["traces"]),
         )  # fmt: skip
         keeper, owner = (msgspec.convert(raw[key], Process | None) for key in ("keeper", "owner"))
-        return Record(raw["name"], raw["source"], read, raw["uses_switch"], owner, keeper)
+        return LabRecord(raw["name"], raw["source"], read, raw["uses_switch"], owner, keeper)
     except (BadFile, BadValue, AssertionError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise LabError(f"{path}: does not describe a lab: {error}", hint=f"manyhands lab down {name}") from error
 

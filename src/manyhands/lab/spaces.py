@@ -37,7 +37,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, unknown
 from manyhands.lab.lines import (
     UNLIMITED_BYTES_PER_SECOND,
-    Flow,
+    PortFlow,
     address_of,
     check_lab_name,
     finite,
@@ -53,7 +53,8 @@ from manyhands.lab.lines import (
     unit_bytes,
 )
 
-DESK = "desk"
+COORDINATOR_SPACE = "desk"
+"""The name of the namespace in which the coordinator of a lab runs."""
 """The coordinator's place: member number 0, without limits."""
 
 _FOLDER = Path("/var/run/netns")
@@ -67,12 +68,13 @@ class Spaces:
     def __init__(self, lab: str, cluster: Cluster, *, uses_switch: bool | None = None) -> None:
         self.lab = check_lab_name(lab)
         self.cluster = cluster
-        if DESK in cluster.names:
+        if COORDINATOR_SPACE in cluster.names:
             raise LabError(
-                f"No device of a lab can be called '{DESK}': it is the coordinator's place.", hint="Rename that device."
+                f"No device of a lab can be called '{COORDINATOR_SPACE}': it is the coordinator's place.",
+                hint="Rename that device.",
             )
         self.hub = hub_of(lab)
-        self.members = (DESK, *cluster.names)
+        self.members = (COORDINATOR_SPACE, *cluster.names)
         self._numbers = {member: number for number, member in enumerate(self.members)}
         self.has_delays = len(cluster.devices) > 1 and (
             cluster.link.delay_seconds > 0 or any(one.link.delay_seconds > 0 for one in cluster.links)
@@ -95,7 +97,7 @@ class Spaces:
     def port(self, member: str) -> str:
         return f"p{self.number(member)}"
 
-    def flows(self, receiver: str) -> list[Flow]:
+    def flows(self, receiver: str) -> list[PortFlow]:
         """What `receiver`'s port has a class for: senders whose own link is slower than both ends, or held by netem."""
         found = []
         down = self.cluster.device(receiver).down_bytes_per_second
@@ -103,7 +105,7 @@ class Spaces:
             link = self.cluster.link_between(sender.name, receiver)
             delay = 0.0 if self.uses_switch else link.delay_seconds
             if link.bytes_per_second < min(sender.up_bytes_per_second, down) or delay > 0:
-                found.append(Flow(self.number(sender.name), link.bytes_per_second, delay))
+                found.append(PortFlow(self.number(sender.name), link.bytes_per_second, delay))
         return found
 
     def up(self) -> None:
@@ -184,7 +186,7 @@ class Spaces:
         with entered(self.hub):
             return up, port_rate(_qdiscs(self.port(device)))
 
-    def _reshaping(self, port: str, bytes_per_second: float, flows: list[Flow]) -> list[str]:
+    def _reshaping(self, port: str, bytes_per_second: float, flows: list[PortFlow]) -> list[str]:
         found = _qdiscs(port)
         bursts = {one["handle"]: int(one["options"]["burst"]) for one in found if one["kind"] == "tbf"}
         is_shaped = any(one.get("root") and one["kind"] in ("tbf", "htb") for one in found)
@@ -343,7 +345,9 @@ def _refused() -> str:
     try:
         with _nowhere():
             run_batch("ip", ["link add v0 type veth peer name v1", "link add br0 type bridge"])
-            run_batch("tc", [f"qdisc add dev v0 root handle 1: {tbf(1e6)}", *shaping_lines("v1", 1e6, [Flow(1, 1e5)])])
+            run_batch(
+                "tc", [f"qdisc add dev v0 root handle 1: {tbf(1e6)}", *shaping_lines("v1", 1e6, [PortFlow(1, 1e5)])]
+            )
     except OSError as error:
         return f"The kernel refuses a network namespace: {error.strerror}."
     except LabError as error:

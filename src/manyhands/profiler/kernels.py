@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.facts.profile import Kernel
-from manyhands.graph.graph import Graph, Node, values_of
-from manyhands.graph.kernels import packable, takes_flags, takes_format, takes_product
+from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import packable, takes_flags, takes_product
+from manyhands.graph.nodes import Node, values_of
 from manyhands.profiler.clock import Timer, Timings, Trial, computing, interleave, passed, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep

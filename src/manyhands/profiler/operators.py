@@ -11,16 +11,11 @@ import torch
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Graph, Node, Value, Weight, values_of, weights_of
-from manyhands.graph.kernels import (
-    kernel_calls,
-    packable,
-    reformat,
-    store_weights,
-    takes_flags,
-    takes_format,
-    takes_product,
-)
+from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls, packable, store_weights, takes_flags, takes_product
+from manyhands.graph.memory_formats import reformat
+from manyhands.graph.nodes import Argument, Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch

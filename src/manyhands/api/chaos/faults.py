@@ -22,7 +22,7 @@ from manyhands.api.chaos.draw import COORDINATOR, SLOWED_TIMES, Fault
 from manyhands.api.chaos.fork_server import is_alive, wait_gone
 from manyhands.api.chaos.trial import GONE_SECONDS, Trial
 from manyhands.api.chaos.worker import STANDING_SECONDS
-from manyhands.lab.spaces import DESK, entered
+from manyhands.lab.spaces import COORDINATOR_SPACE, entered
 
 _SPARE_BYTES, _LEAK_BYTES = 24 * 2**20, 2**30
 _DUTY_SECONDS = 0.1
@@ -111,12 +111,16 @@ def _slow_link(fault: Fault, trial: Trial) -> Course:
 
 def _junk(fault: Fault, trial: Trial) -> Course:
     drawing = random.Random(f"{trial.scenario.name} {fault.delay_seconds}")
-    targets = [(trial.place.address(DESK), trial.port)]
+    targets = [(trial.place.address(COORDINATOR_SPACE), trial.port)]
     for name, process in trial.workers.items():
         targets += [(trial.place.address(name), port) for port in listening_ports(process)]
     struck = Struck(time.monotonic(), (), life=trial.life)
     made: list[socket.socket] = []
-    with entered(trial.place.namespace(DESK)) if trial.place.network is not None else contextlib.nullcontext():
+    with (
+        entered(trial.place.namespace(COORDINATOR_SPACE))
+        if trial.place.network is not None
+        else contextlib.nullcontext()
+    ):
         reached = sum(_throw_junk(target, drawing, made) for target in targets)
     struck.has_fired = reached == len(targets) and len(targets) > len(trial.workers)
     yield struck
