@@ -20,10 +20,10 @@ from PIL import Image
 from manyhands.api.answering import Answering
 from manyhands.api.answering_lines import Labels
 from manyhands.api.answering_requests import Limits
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.facts.errors import WorkerLost
 
-WANTED = Wanted((1, 2, 2))
+WANTED = SampleForm((1, 2, 2))
 NPY, PNG = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/png"}
 JSON = {"Content-Type": "application/json"}
 
@@ -54,7 +54,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(asks: StandIn, *, host: str = "127.0.0.1", wanted: Wanted = WANTED, **limits: Any) -> Iterator[Answering]:
+def serving(
+    asks: StandIn, *, host: str = "127.0.0.1", wanted: SampleForm = WANTED, **limits: Any
+) -> Iterator[Answering]:
     labels = Labels(("up", "flat", "down"))
     with Answering(asks, wanted, labels, host=host, limits=Limits(**limits), health=lambda: {"answered": 7}) as found:
         yield found

@@ -27,7 +27,7 @@ from manyhands.graph.capture import capture
 from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 
@@ -132,7 +132,7 @@ def local_norms(
     total = sum(samples)
     devices = [Weights.copied(graph) for _ in samples]
     steppers = [build(optimizer, weights.trainable()) for weights in devices]
-    pieces, loss = [Piece(graph, weights) for weights in devices], Loss(graph)
+    pieces, loss = [Piece(graph, weights) for weights in devices], CapturedLoss(graph)
     for step, (x, y) in enumerate(batches):
         sums: dict[str, torch.Tensor] = {}
         for place, (count, weights, piece) in enumerate(zip(samples, devices, pieces)):

@@ -16,7 +16,7 @@ from small_networks import batches_of, captured, module_of
 from torch import nn
 from torch.nn import functional
 
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.optimizer import Optimizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from small_networks import batches_of, captured, module_of
 
 from drawn_plans import plans
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR

@@ -18,7 +18,7 @@ from harness import JOIN_SECONDS, TOLERANCE, relative
 from torch import nn
 from torch.nn import functional
 
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor, RoundResult, Setting
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes

@@ -12,8 +12,8 @@ from harness import JOIN_SECONDS, SGD, alone, relative
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.data.silo import Kept, Silo
-from manyhands.engine.inprocess import Switchboard
+from manyhands.data.silo import Silo, SiloContent
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor, RoundResult, Setting
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES
@@ -81,7 +81,7 @@ def run(graph: Graph, plan: Plan, order: Tensor, *, spoil: bool = False) -> tupl
         own = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(number))
         silo = Silo(numpy.asarray(own), {name: values[name][own] for name in names})
         rows = torch.argsort(own)
-        held[device] = Kept(frozenset(names), rows + SAMPLES if spoil and device == "b" else rows)
+        held[device] = SiloContent(frozenset(names), rows + SAMPLES if spoil and device == "b" else rows)
         weights = Weights.copied(graph, schedule.lowering.work[device].weights())
         setting = Setting(seed=7, silo=silo, held=frozenset(names))
         stepper = build(SGD, weights.trainable())

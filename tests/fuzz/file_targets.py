@@ -35,7 +35,7 @@ from manyhands.graph.document_reader import read_document as read_graph
 from manyhands.lab import record
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveRound, LiveSpan, LiveStage, read_live
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 from manyhands.profiler.store import load_profile
 from manyhands.runtime.record import COLUMNS, read_config, read_decided
 
@@ -358,7 +358,7 @@ def watch_target(folder: Path) -> Target:
         if name != "live.json":
             (folder / "live.json").unlink()
         try:
-            watch = Watch(folder)
+            watch = RunWatch(folder)
             watch.look()
             return watch.look()
         finally:

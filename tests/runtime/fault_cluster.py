@@ -30,7 +30,8 @@ from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
 from manyhands.data.rewinding import Rewindable
-from manyhands.engine.inprocess import InProcessListener, InProcessTransport
+from manyhands.engine.inprocess import InProcessTransport
+from manyhands.engine.inprocess_channel import InProcessListener
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import slots

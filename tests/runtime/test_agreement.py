@@ -12,7 +12,7 @@ import pytest
 import torch
 from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 
-from manyhands.engine.mailbox import as_bytes
+from manyhands.engine.memory import as_bytes
 from manyhands.executor.optimizers import slots
 from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer

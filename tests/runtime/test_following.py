@@ -199,7 +199,7 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
             for sender, receiver in (UP, DOWN):
                 workers[receiver].endpoint.mailbox.receive(sender, 0, "x", [torch.zeros(size, dtype=torch.uint8)])
             seconds = time.monotonic() - begin
-        wait_until(lambda: all(worker.endpoint._links == {} for worker in workers.values()))  # type: ignore[attr-defined]
+        wait_until(lambda: all(worker.endpoint._loop._links == {} for worker in workers.values()))  # type: ignore[attr-defined]
         assert 0.09 < seconds < 2.0
         told: dict[str, list[Any]] = {name: [] for name in UP}
 
@@ -225,4 +225,4 @@ def test_other_links_stay_when_one_is_shaped_anew() -> None:
         wait_until(lambda: edge.links["server"].delay_seconds == 0.0)
         assert edge.links["other"] == Link(float("inf"), 0.25)
         assert 0 < edge.links["server"].bytes_per_second <= 1.0
-        assert edge.endpoint._links == edge.links  # type: ignore[attr-defined]
+        assert edge.endpoint._loop._links == edge.links  # type: ignore[attr-defined]

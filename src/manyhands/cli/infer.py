@@ -30,7 +30,7 @@ from manyhands.cli.tokens import TokenFile, token_given
 if TYPE_CHECKING:
     from manyhands.api.answering_model import Known
     from manyhands.api.inference import Inference
-    from manyhands.data.wanted import Samples
+    from manyhands.data.wanted import SampleSource
 
 TOP = 5
 
@@ -164,7 +164,7 @@ def infer(
         show.finished(told, output)
 
 
-def _samples(known: Known, source: str) -> Samples:
+def _samples(known: Known, source: str) -> SampleSource:
     """What is to be answered; the first of it is looked at, before anybody is started for it."""
     from manyhands.data.samples import read_samples
 
@@ -184,7 +184,7 @@ def _check_served(known: Known, port: int | None) -> None:
 
 
 def _answer_all(
-    running: Inference, known: Known, samples: Samples, predicted: float, output: str, top: int, raw: bool,
+    running: Inference, known: Known, samples: SampleSource, predicted: float, output: str, top: int, raw: bool,
     show: InferShow,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything in order; what --json prints."""
@@ -239,9 +239,9 @@ def _serve(
     from manyhands.api.answering_requests import Limits
     from manyhands.api.answering_stream import failed
     from manyhands.cli.show import print_json
-    from manyhands.data.wanted import Wanted
+    from manyhands.data.wanted import SampleForm
 
-    assert isinstance(known.wanted, Wanted)
+    assert isinstance(known.wanted, SampleForm)
     limits = Limits() if time_limit is None else replace(Limits(), request_seconds=time_limit)
     with Answering(
         running, known.wanted, known.labels, host=address[0], port=address[1], bearer=bearer, limits=limits,

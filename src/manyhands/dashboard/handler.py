@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from manyhands.dashboard.page import page_files
-from manyhands.engine.http_handler import PatientHandler, Refusal
+from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
 
 if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
@@ -30,21 +30,21 @@ HEADERS = {
 }
 
 
-class PageHandler(PatientHandler):
+class PageHandler(DeadlineHandler):
     def __init__(self, dashboard: Dashboard, *connected: Any) -> None:
         self.dashboard = dashboard
         self._cookie = ""
         super().__init__(*connected)
 
     def check(self) -> None:
-        if not self.dashboard.turnstiles.passes(self.client_address[0], TURN_SECONDS):
-            raise Refusal(429, "Too much is asked at once.", "Try again in a moment.")
+        if not self.dashboard.rate_limiter.passes(self.client_address[0], TURN_SECONDS):
+            raise HttpRefusal(429, "Too much is asked at once.", "Try again in a moment.")
         if len(self.path) > LONGEST_PATH:
-            raise Refusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")
+            raise HttpRefusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")
         if self.dashboard.token:
             self._check_token()
         elif not self.is_from_here():
-            raise Refusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
+            raise HttpRefusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
 
     def _check_token(self) -> None:
         """In the address at the first visit, then in a cookie."""
@@ -54,7 +54,9 @@ class PageHandler(PatientHandler):
         cookies = [one.strip().partition("=") for one in self.headers.get("Cookie", "").split(";")]
         given = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
         if not self._is_token(given):
-            raise Refusal(401, "The token is missing, or another.", "Open the address that was printed at the start.")
+            raise HttpRefusal(
+                401, "The token is missing, or another.", "Open the address that was printed at the start."
+            )
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.dashboard.token.encode())
@@ -76,7 +78,7 @@ class PageHandler(PatientHandler):
         elif path == "/api/stream":
             self._stream()
         else:
-            raise Refusal(404, f"There is nothing at {path:.100}.", "GET /, /api/view or /api/stream")
+            raise HttpRefusal(404, f"There is nothing at {path:.100}.", "GET /, /api/view or /api/stream")
 
     def end_headers(self) -> None:
         for name, value in HEADERS.items():

@@ -32,7 +32,7 @@ _HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SiloContent:
     """What a device has in its silo, as whoever feeds it knows it."""
 
     names: frozenset[str]

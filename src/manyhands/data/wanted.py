@@ -22,7 +22,7 @@ Sample = Tensor | dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleForm:
     """One sample as the network takes it, and how a pixel becomes a number."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Wanted:
         """float32, int64, ..."""
         return str(self.dtype).removeprefix("torch.")
 
-    def resizing(self) -> Wanted:
+    def resizing(self) -> SampleForm:
         """The same, with pictures of another height and width resized. Refused where samples have none."""
         if not self.can_resize:
             raise BadData(
@@ -69,7 +69,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-class Samples:
+class SampleSource:
     """Samples by number, each made when it is asked for."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Samples:
         return self._name(index)
 
 
-def misfit(name: str, shape: tuple[int, ...], wanted: Wanted) -> BadData:
+def misfit(name: str, shape: tuple[int, ...], wanted: SampleForm) -> BadData:
     """The error for an array or a picture of another shape than the network takes."""
     several = f"Nx{wanted.text}" if wanted.shape else "N numbers"
     return BadData(
@@ -109,7 +109,7 @@ def misfit(name: str, shape: tuple[int, ...], wanted: Wanted) -> BadData:
     )
 
 
-def misfit_hint(shape: tuple[int, ...], wanted: Wanted) -> str:
+def misfit_hint(shape: tuple[int, ...], wanted: SampleForm) -> str:
     """What to type for samples of another shape."""
     own = shape if len(shape) == len(wanted.shape) or len(shape) < 2 else shape[1:]
     other_shape = f"{wanted.shape_option} {shape_text(own)}" if wanted.shape_option else ""

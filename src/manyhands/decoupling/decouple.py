@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from manyhands.decoupling.grouping import ALL, candidates, choose, group_layers, keeps_width, stays_dense
 from manyhands.decoupling.reading import Reading
-from manyhands.decoupling.report import DecoupleReport, Shuffle, totals
+from manyhands.decoupling.report import DecoupleReport, ShuffleReport, totals
 from manyhands.decoupling.rewriting import Rewriting
 from manyhands.decoupling.tracing import example, propagate, shape_of, trace
 from manyhands.decoupling.widths import Widths
@@ -86,7 +86,7 @@ def decouple(
         convolutions=len(grouped),
         grouped=sum(not own.dense for own in grouped.values()),
         shuffles=tuple(
-            Shuffle(
+            ShuffleReport(
                 name, str(one.convolution.target), shapes[name], prod(shapes[name]) * batch.dtype.itemsize, one.depth
             )
             for name, one in zip(writing.shuffles, chosen, strict=True)

@@ -29,7 +29,7 @@ class Form:
 
 
 @dataclass
-class Layer:
+class WeightedLayer:
     """A layer with weights: the widths it reads and makes, over all the places where it is called."""
 
     module: nn.Module

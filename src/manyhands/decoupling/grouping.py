@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from manyhands.decoupling import operators
-from manyhands.decoupling.forms import Layer
+from manyhands.decoupling.forms import WeightedLayer
 from manyhands.decoupling.reading import Reading
 from manyhands.decoupling.report import Noted
 from manyhands.decoupling.tracing import CONVOLUTIONS, operator_name, shape_of
@@ -32,7 +32,7 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ShuffleCandidate:
     """A tensor that may be shuffled before a convolution reads it."""
 
     convolution: fx.Node
@@ -49,7 +49,7 @@ def group_layers(reading: Reading, widths: Widths) -> dict[str, Grouped]:
     return found
 
 
-def _grouped(name: str, layer: Layer, reading: Reading, widths: Widths) -> Grouped:
+def _grouped(name: str, layer: WeightedLayer, reading: Reading, widths: Widths) -> Grouped:
     module: nn.Conv2d = layer.module  # type: ignore[assignment]
     if module.groups > 1 and module.groups == module.in_channels:
         return Grouped(widths.width(layer.reads))  # depthwise, as before
@@ -90,10 +90,10 @@ def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -
             yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {why}")
 
 
-def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[Candidate]:
+def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[ShuffleCandidate]:
     """Inputs of grouped convolutions that groups have worked on alone since they were last mixed."""
     mixed: dict[fx.Node, bool] = {}
-    found: list[Candidate] = []
+    found: list[ShuffleCandidate] = []
     depth = 0
     for node in reading.graph.nodes:
         if node not in reading.forms:
@@ -110,18 +110,20 @@ def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) ->
             form = reading.forms[sources[0]]
             if not mixed[sources[0]] and len(reading.layers[name].calls) == 1 and widths.can_shuffle(form.width):
                 places = math.prod((shape_of(sources[0]) or ())[2:])
-                found.append(Candidate(node, depth, widths.width(form.width) * places))
+                found.append(ShuffleCandidate(node, depth, widths.width(form.width) * places))
             mixed[node] = False
         depth += 1
     return found
 
 
-def choose(reading: Reading, wanted: int | str, possible: list[Candidate], convolutions: int) -> list[Candidate]:
+def choose(
+    reading: Reading, wanted: int | str, possible: list[ShuffleCandidate], convolutions: int
+) -> list[ShuffleCandidate]:
     """The shuffles, in order of depth."""
     if wanted == ALL:
         return _one_in_every_block(reading, possible)
     assert isinstance(wanted, int)
-    chosen: list[Candidate] = []
+    chosen: list[ShuffleCandidate] = []
     left = list(possible)
     spacing = convolutions / (wanted + 1)
     for number in range(1, min(wanted, len(possible)) + 1):
@@ -135,9 +137,9 @@ def choose(reading: Reading, wanted: int | str, possible: list[Candidate], convo
     return sorted(chosen, key=lambda one: one.depth)
 
 
-def _one_in_every_block(reading: Reading, possible: list[Candidate]) -> list[Candidate]:
+def _one_in_every_block(reading: Reading, possible: list[ShuffleCandidate]) -> list[ShuffleCandidate]:
     """The smallest tensor of every residual branch; elsewhere, before every convolution."""
-    blocks: dict[fx.Node, list[Candidate]] = {}
+    blocks: dict[fx.Node, list[ShuffleCandidate]] = {}
     for one in possible:
         blocks.setdefault(_end_of_block(reading, one.convolution), []).append(one)
     best = [min(block, key=lambda one: (one.elements, one.depth)) for block in blocks.values()]

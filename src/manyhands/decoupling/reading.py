@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.decoupling import functions, operators
-from manyhands.decoupling.forms import CLASSIFIER, FLATTENED, OUTPUT, PICTURE, Form, Layer, given, refused
+from manyhands.decoupling.forms import CLASSIFIER, FLATTENED, OUTPUT, PICTURE, Form, WeightedLayer, given, refused
 from manyhands.decoupling.tracing import CONVOLUTIONS, makes_tensors, operator_name, shape_of
 from manyhands.decoupling.widths import Widths
 
@@ -27,9 +27,9 @@ class Reading:
         self.graph = graph
         self.widths = widths
         self.forms: dict[fx.Node, Form] = {}
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, WeightedLayer] = {}
         self.concats: list[fx.Node] = []
-        self.reshapes: dict[fx.Node, functions.Reshape] = {}
+        self.reshapes: dict[fx.Node, functions.RewrittenView] = {}
         self.weights: dict[str, tuple[int, int]] = {}
         """Weights that no layer has: width, and the axis of channels."""
         self.mixing: dict[str, str] = {}
@@ -129,7 +129,7 @@ class Reading:
         raise refused(node, f"is a {type(module).__name__}, which is not understood")
 
     def _layer(self, node: fx.Node, module: nn.Module, reads: int, makes: int, places: int = 1) -> None:
-        known = self.layers.setdefault(str(node.target), Layer(module, reads, makes, places))
+        known = self.layers.setdefault(str(node.target), WeightedLayer(module, reads, makes, places))
         known.calls.append(node)
         self.widths.same(known.reads, reads)
         self.widths.same(known.makes, makes)

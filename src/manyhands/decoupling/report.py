@@ -25,7 +25,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class ShuffleReport:
     """One channel shuffle."""
 
     name: str
@@ -60,7 +60,7 @@ class DecoupleReport:
     convolutions: int
     grouped: int
     """Convolutions that are divided among the groups, depthwise ones included."""
-    shuffles: tuple[Shuffle, ...]
+    shuffles: tuple[ShuffleReport, ...]
     dense: tuple[Noted, ...]
     """Layers that are not grouped, and operators that read all channels."""
     kept: tuple[Noted, ...]

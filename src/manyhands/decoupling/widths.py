@@ -18,7 +18,7 @@ from manyhands.facts.errors import CaptureFailed
 
 
 @dataclass(frozen=True)
-class Parts:
+class ConcatenatedParts:
     """What a concatenation is made of."""
 
     widths: tuple[int, ...]
@@ -32,7 +32,7 @@ class _Class:
     pinned: str = ""
     is_picture: bool = False
     multiple: int = 1
-    parts: list[Parts] = field(default_factory=list)
+    parts: list[ConcatenatedParts] = field(default_factory=list)
     times: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -91,7 +91,7 @@ class Widths:
     def joined(self, parts: tuple[int, ...], *, by_group: bool) -> int:
         """The width of some tensors one after the other: in every group, or as a whole."""
         made = self.new(sum(self.old(part) for part in parts))
-        self._classes[made].parts.append(Parts(parts, by_group))
+        self._classes[made].parts.append(ConcatenatedParts(parts, by_group))
         return made
 
     def scaled(self, width: int, factor: int) -> int:
@@ -171,7 +171,7 @@ class Widths:
             )
         return found[0]
 
-    def _joined(self, parts: Parts) -> list[int]:
+    def _joined(self, parts: ConcatenatedParts) -> list[int]:
         starts = [sum(self.old(part) for part in parts.widths[:number]) for number in range(len(parts.widths))]
         apart = parts.by_group and all(self.is_grouped(part) for part in parts.widths)
         groups = self.groups if apart else 1

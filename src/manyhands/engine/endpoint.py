@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from manyhands.engine.mailbox import Mailbox, Memory
+from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.memory import Memory
 from manyhands.engine.security import Security
 
 

@@ -125,10 +125,10 @@ def key_of(certificate: bytes) -> bytes:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        found = x509.load_der_x509_certificate(certificate).public_key()
+        key = x509.load_der_x509_certificate(certificate).public_key()
     except (ValueError, UnsupportedAlgorithm):
         return b""
-    return found.public_bytes_raw() if isinstance(found, Ed25519PublicKey) else b""
+    return key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else b""
 
 
 def certified_context(key: object) -> tuple[ssl.SSLContext, bytes]:

@@ -3,9 +3,10 @@
 Bulk (gradients of weights, weights) also stands back while urgent messages wait at the device's other connections: a
 port that both share is theirs first (`Precedence`).
 
-Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
-What the link does not take at once is left to the engine's thread; all of it where the link is shaped (see `shaping`).
-Payloads go through memory in common where there is some, with room for them, and the link is not shaped.
+The thread that adds a message writes it itself if no other is writing: a small message then leaves without waking a
+thread. What the link does not take at once is left to the event loop's thread; all of it where the link is shaped (see
+`shaping`).
+Payloads go through shared memory where there is some, with room for them, and the link is not shaped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.engine.frames import BEAT, Header, encode, is_control
-from manyhands.engine.mailbox import window
+from manyhands.engine.memory import window
 from manyhands.engine.shaping import Shaper
 from manyhands.engine.shared_memory import FillingRing
 from manyhands.engine.wire import MOST_BUFFERS, Wire
@@ -108,10 +109,10 @@ class Outbox:
         self.writing = threading.Lock()
         """Held while the wire is written to; hold it to close the wire."""
         self.is_blocked = False
-        """The link is full: the engine's thread goes on when it is not."""
+        """The link is full: the event loop's thread goes on when it is not."""
         self.frames = 0
         self.is_shaped = False
-        """Only whoever holds the wheel writes, with `pump_shaped`."""
+        """Only the thread that runs the event loop writes, with `pump_shaped`."""
         self.shaper: Shaper | None = None
         self._awaits_shape = False
         self._must_queue = wire.encrypted
@@ -120,7 +121,7 @@ class Outbox:
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
         message.handed_at = time.monotonic()
-        if urgent:  # said before it can leave: whoever takes it out says so too
+        if urgent:  # noted before it can leave: the thread that takes it out notes that too
             self._precedence.begin(self)
         (self._urgent if urgent else self._bulk).append(message)
 
@@ -261,7 +262,7 @@ class Outbox:
             self._turns.append(message)
         return message
 
-    # Where the link is shaped: called by whoever holds the wheel
+    # Where the link is shaped: called by the thread that runs the event loop
 
     def expect_shaping(self) -> None:
         """From any thread: what is put from now on does not leave before `shape` was called."""

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from manyhands.engine.keys import Credentials, certified_context, key_of
 from manyhands.engine.limiter import ProofLimiter
-from manyhands.engine.proofs import Knowledge, Meeting, demand, prove
+from manyhands.engine.proofs import Handshake, Knowledge, demand, prove
 from manyhands.engine.wire import Broken, EncryptedWire, Wire, read_exactly, write_all
 from manyhands.facts.errors import BadValue, Refused
 
@@ -237,7 +237,7 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
         message = f"is {kind[bool(encrypted)]}, this side {kind[security.encrypted]}"
         return message, OTHER_KIND
     if other_purpose != purpose:
-        names = {int(known): known.name.lower() for known in Purpose}
+        names = {int(member): member.name.lower() for member in Purpose}
         message = f"is for {names.get(other_purpose, other_purpose)}, not for {purpose.name.lower()}"
         return message, "Check the port: a worker joins at the coordinator's address."
     return "", ""
@@ -247,8 +247,8 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
     """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again, and
     TakesNoProofs later."""
     wire: Wire = Wire(connected, security.patience)
-    own = preamble(security, purpose)
-    write_all(wire, own, deadline)
+    ours = preamble(security, purpose)
+    write_all(wire, ours, deadline)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
     problem, hint = difference(theirs, security, purpose)
     if problem:
@@ -259,8 +259,8 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
             wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False, patience=security.patience)
             encrypted.shake_hands(deadline)
             certificate = encrypted.peer_certificate
-        meeting = Meeting(wire, own + theirs, certificate, deadline)
-        wire.peer_key = prove(meeting, security.knowledge, where, key_of(certificate) if certificate else b"")
+        handshake = Handshake(wire, ours + theirs, certificate, deadline)
+        wire.peer_key = prove(handshake, security.knowledge, where, key_of(certificate) if certificate else b"")
     except Broken as error:
         raise Refused(f"{where} ended the handshake: {error}.", hint="Its log says why.") from error
     return wire
@@ -272,28 +272,31 @@ def admit(
     deadline: float,
     limiter: ProofLimiter,
 ) -> tuple[Wire, Purpose]:
-    """The server's side, and which of these purposes the guest has; Refused, Broken or TimeoutError are his matter."""
+    """Run the server's side; returns the wire and which of these purposes the client has.
+
+    Refused, Broken or TimeoutError end this client's connection only.
+    """
     purpose, security = next(iter(securities.items()))
     wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
-    asked = PREAMBLE.unpack(theirs)[-1]
-    if asked in securities:
-        purpose = Purpose(asked)
+    wanted = PREAMBLE.unpack(theirs)[-1]
+    if wanted in securities:
+        purpose = Purpose(wanted)
         security = securities[purpose]
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):
-        raise Refused(f"A guest {problem}.", hint=hint)
-    own = preamble(security, purpose)
-    write_all(wire, own, deadline)
+        raise Refused(f"A peer {problem}.", hint=hint)
+    ours = preamble(security, purpose)
+    write_all(wire, ours, deadline)
     if problem:
-        raise Refused(f"A guest {problem}.", hint=hint)
+        raise Refused(f"A peer {problem}.", hint=hint)
     certificate = b""
     if security.encrypted:
         context, certificate = _own_side(security)
         wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
         encrypted.shake_hands(deadline)
-    meeting = Meeting(wire, theirs + own, certificate, deadline)
-    wire.peer_key = demand(meeting, security.knowledge, origin_of(connected), limiter)
+    handshake = Handshake(wire, theirs + ours, certificate, deadline)
+    wire.peer_key = demand(handshake, security.knowledge, origin_of(connected), limiter)
     return wire, purpose
 
 

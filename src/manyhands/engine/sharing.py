@@ -74,7 +74,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Offer)
 
 
-class Sharing:
+class MemorySharing:
     """One connection's memory in common, both ways."""
 
     def __init__(self, wire: Wire, setting: SharingSetting) -> None:

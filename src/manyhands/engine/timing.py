@@ -20,7 +20,7 @@ Seen = tuple[float, int]
 """A moment, and what had come over a connection by then."""
 
 
-class Timed(NamedTuple):
+class TimedTransfer(NamedTuple):
     """So many bytes came from a peer in so many seconds, in which the link was never idle."""
 
     source: str
@@ -30,11 +30,11 @@ class Timed(NamedTuple):
     """By time.monotonic()."""
 
 
-class Timing:
+class TransferTiming:
     """Of all peers; kept under the mailbox's lock."""
 
     def __init__(self) -> None:
-        self._timed: deque[Timed] = deque(maxlen=_MOST_TIMED)
+        self._timed: deque[TimedTransfer] = deque(maxlen=_MOST_TIMED)
         self._told: dict[str, Seen] = {}
         """By source, where the last of what was timed ended."""
 
@@ -51,10 +51,10 @@ class Timing:
         now = time.monotonic()
         began, before = max(seen, self._told.get(source, seen))
         if now > began and came >= before:
-            self._timed.append(Timed(source, came - before, now - began, now))
+            self._timed.append(TimedTransfer(source, came - before, now - began, now))
             self._told[source] = (now, came)
 
-    def take(self) -> list[Timed]:
-        found = list(self._timed)
+    def take(self) -> list[TimedTransfer]:
+        transfers = list(self._timed)
         self._timed.clear()
-        return found
+        return transfers

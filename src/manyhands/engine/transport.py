@@ -55,7 +55,7 @@ class ControlListener(Protocol):
 
     address: tuple[str, int]
 
-    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
+    def tell_of_failures(self, on_failure: Callable[[str, ManyhandsError], None]) -> None:
         """From now on `told` hears of every handshake that failed: the address, and why."""
 
     @property
@@ -144,11 +144,13 @@ class TcpTransport:
     def endpoint(
         self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
     ) -> TcpEndpoint:
-        return TcpEndpoint(name, security, host=host, door=listener.door if isinstance(listener, Listener) else None)
+        return TcpEndpoint(
+            name, security, host=host, peer_listener=listener.peer_listener if isinstance(listener, Listener) else None
+        )
 
 
 @dataclass(frozen=True)
-class Reached:
+class ControlConnection:
     """A connection between coordinator and worker, whoever made it."""
 
     channel: ControlChannel
@@ -169,7 +171,7 @@ def reach_either(
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
     credentials: Callable[[], Credentials | None] = lambda: None,
-) -> Reached:
+) -> ControlConnection:
     """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has.
 
     `credentials`: asked for where a connection is encrypted, and the token no secret of one run.
@@ -177,11 +179,11 @@ def reach_either(
     host, port = address
     kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) and token else [True]
     for kind in kinds:
-        own = credentials() if kind and not is_secret(token) else None
-        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=own)
+        key_ring = credentials() if kind and not is_secret(token) else None
+        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=key_ring)
         try:
             channel = transport.reach(name, host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
-            return Reached(channel, security)
+            return ControlConnection(channel, security)
         except Refused as error:
             if error.hint != OTHER_KIND or kind is kinds[-1]:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from manyhands.data.laying import Laying
-from manyhands.data.silo import Kept
+from manyhands.data.silo import SiloContent
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.loss import target_names
@@ -40,14 +40,14 @@ class Feeder:
         endpoint: Endpoint,
         *,
         with_targets: bool = True,
-        held: Mapping[str, Kept] | None = None,
+        held: Mapping[str, SiloContent] | None = None,
         laying: Laying | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
         self.plan, self.held, self.laying = schedule.plan, dict(held or {}), laying
         if laying is not None:
             names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
-            self.held = {device: Kept(names, rows) for device in self.plan.devices}
+            self.held = {device: SiloContent(names, rows) for device in self.plan.devices}
         self._away = frozenset(name for one in self.held.values() for name in one.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts

@@ -21,7 +21,7 @@ from manyhands.graph.document_reader import weights_in
 from manyhands.graph.graph import Graph
 from manyhands.graph.limits import LARGEST_LIST
 from manyhands.graph.nodes import Node
-from manyhands.graph.piece import Context, Piece, Step, run_steps
+from manyhands.graph.piece import CompiledNode, Context, Piece, run_steps
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
@@ -150,7 +150,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _run(step: Step, slots: list[Any], samples: int) -> None:
+def _run(step: CompiledNode, slots: list[Any], samples: int) -> None:
     """Run a node; one whose cost grows with a size rather than with its text is looked at first."""
     node = step.node
     arguments = step.build(slots, samples)
@@ -189,7 +189,7 @@ def _check_parts(node: Node, arguments: list[Any]) -> None:
         raise BadGraph(f"{_called(node)} makes {count} tensors; at most {LARGEST_LIST} are taken.")
 
 
-def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
+def _run_recurrent(step: CompiledNode, slots: list[Any], samples: int) -> None:
     """One time step stands for all: shapes do not depend on how many there are, time does."""
     node = step.node
     arguments = step.build(slots, samples)

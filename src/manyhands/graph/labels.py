@@ -24,7 +24,7 @@ _WHOLE_VIEWS = frozenset({
 
 
 @dataclass(frozen=True)
-class Labels:
+class ClassLabels:
     """A part of the target that holds class numbers."""
 
     leaf: str
@@ -47,13 +47,13 @@ class Labels:
         return int(place) // (numbers.numel() // rows), int(numbers.flatten()[place])
 
 
-def labels_of(loss: Graph) -> tuple[Labels, ...]:
+def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
     """The parts of the target that a captured loss takes as class numbers, as they are."""
     specs = {spec.name: spec for spec in loss.inputs}
     specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
     makers = {spec.name: node for node in loss.nodes for spec in node.outputs}
     targets = set(tree_leaves(loss.input_tree[0][1]))
-    found: dict[Labels, None] = {}
+    found: dict[ClassLabels, None] = {}
     for node in loss.nodes:
         if node.target.split(".")[1] not in CLASS_LOSSES:
             continue
@@ -69,7 +69,7 @@ def labels_of(loss: Graph) -> tuple[Labels, ...]:
         while name in makers and makers[name].target.split(".")[1] in _WHOLE_VIEWS:
             name = values_of(makers[name])[0]
         if name in targets:
-            found[Labels(name, shape[1], ignored)] = None
+            found[ClassLabels(name, shape[1], ignored)] = None
     return tuple(found)
 
 
@@ -81,7 +81,7 @@ def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
     check_leaves(labels, bind_inputs(graph.loss, (blank, target)), which)
 
 
-def check_leaves(labels: tuple[Labels, ...], given: Mapping[str, Any], which: str) -> None:
+def check_leaves(labels: tuple[ClassLabels, ...], given: Mapping[str, Any], which: str) -> None:
     """The same for targets by the names of the loss's inputs."""
     for one in labels:
         wrong = one.wrong(given[one.leaf])

@@ -63,7 +63,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Step:
+class CompiledNode:
     """One compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
 
     node: Node
@@ -119,10 +119,10 @@ class Piece:
         for name in (*self.inputs, *map(_weight_slot, self.weight_names)):
             self._slots.of(name)
         self._template: list[Any] | None = None
-        self._steps: dict[tuple[bool, bool], tuple[Step, ...]] = {}
-        self._counted: dict[tuple[bool, bool], tuple[tuple[Step, ...], tuple[int, ...]]] = {}
+        self._steps: dict[tuple[bool, bool], tuple[CompiledNode, ...]] = {}
+        self._counted: dict[tuple[bool, bool], tuple[tuple[CompiledNode, ...], tuple[int, ...]]] = {}
 
-    def steps(self, training: bool, moves_buffers: bool = True) -> tuple[Step, ...]:
+    def steps(self, training: bool, moves_buffers: bool = True) -> tuple[CompiledNode, ...]:
         """The compiled calls for training or evaluation."""
         found = self._steps.get((training, moves_buffers))
         if found is None:
@@ -130,7 +130,9 @@ class Piece:
             self._template = None
         return found
 
-    def _without_counting(self, training: bool, moves_buffers: bool) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    def _without_counting(
+        self, training: bool, moves_buffers: bool
+    ) -> tuple[tuple[CompiledNode, ...], tuple[int, ...]]:
         """The steps but for those that count batches in a buffer which nothing else reads, and where these buffers are:
         all are counted up at once."""
         found = self._counted.get((training, moves_buffers))
@@ -184,7 +186,7 @@ class Piece:
         return {name: slots[place_of[name]] for name in self.outputs}
 
 
-def run_steps(steps: Iterable[Step], slots: list[Any], samples: int, context: Context) -> None:
+def run_steps(steps: Iterable[CompiledNode], slots: list[Any], samples: int, context: Context) -> None:
     """Run compiled nodes on the list of values. One loop: between two operators as little Python as can be."""
     for step in steps:
         arguments = step.build(slots, samples)
@@ -219,7 +221,7 @@ def _weight_slot(name: str) -> str:
     return "weight " + name
 
 
-def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step]:
+def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[CompiledNode]:
     kept = set(piece.outputs)
     nodes, calls = (piece.nodes, {}) if training else fused(piece.nodes, piece.kernels, kept, piece.specs)
     last_reader = {name: index for index, node in enumerate(nodes) for name in values_of(node)}
@@ -255,7 +257,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
         freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
         unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
-        yield Step(
+        yield CompiledNode(
             node=node,
             call=call,
             build=_builder(arguments, slots),

@@ -107,7 +107,7 @@ def outputs_of(graph: Graph, values: Mapping[str, torch.Tensor]) -> Any:
     return tree_map(values.__getitem__, graph.output_tree)
 
 
-class Loss:
+class CapturedLoss:
     """The captured loss: outputs and target to a number and to gradients of the outputs."""
 
     def __init__(self, graph: Graph) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import layer_range
-from manyhands.observe.plan_rows import By, Row, layer_edges, plan_rows
+from manyhands.observe.plan_rows import By, PlanRow, layer_edges, plan_rows
 
 FILLS: dict[By, str] = {"all": "█", "samples": "▒", "tiles": "▚", "channels": "░"}
 PLAIN_FILLS: dict[By, str] = {"all": "#", "samples": "=", "tiles": "+", "channels": "~"}
@@ -76,7 +76,7 @@ def _ruler(marks: Sequence[tuple[int, str]], room: int, wanted: set[int] | None 
     return "".join(line)
 
 
-def _drawn(row: Row, edges: Sequence[int], fills: dict[By, str], nothing: str) -> str:
+def _drawn(row: PlanRow, edges: Sequence[int], fills: dict[By, str], nothing: str) -> str:
     line = [nothing] * edges[-1]
     for block in row.blocks:
         start, end = edges[block.first], edges[block.last]

@@ -14,7 +14,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import layer_range
 from manyhands.facts.units import format_bytes
 from manyhands.observe.figures import MOST_DEVICES, new_figure, write_figure
-from manyhands.observe.plan_rows import Block, Row, layer_edges, plan_rows
+from manyhands.observe.plan_rows import Block, PlanRow, layer_edges, plan_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +115,7 @@ def _draw_strip(axes: Axes, network: Network, plan: Plan, edges: Sequence[float]
               transform=axes.transAxes)  # fmt: skip
 
 
-def _draw_rows(axes: Axes, rows: Sequence[Row], plan: Plan, edges: Sequence[float], wide: float) -> None:
+def _draw_rows(axes: Axes, rows: Sequence[PlanRow], plan: Plan, edges: Sequence[float], wide: float) -> None:
     from matplotlib.patches import Rectangle
 
     count = len(rows)
@@ -199,7 +199,7 @@ def _draw_sign(axes: Axes, block: Block, left: float, low: float, wide: float, h
             axes.plot([at, at], [low, low + high], color=colour, linewidth=0.5, zorder=5)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], loads: Mapping[str, DeviceLoad], what: str) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[PlanRow], loads: Mapping[str, DeviceLoad], what: str) -> None:
     """Parts of the step that devices compute, or of their memory that they need."""
     from matplotlib.patches import Rectangle
 
@@ -227,7 +227,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], loads: Mapping[str, DeviceLoad],
     axes.axis("off")
 
 
-def _draw_legend(figure: Figure, rows: Sequence[Row], foot: float, height: float) -> None:
+def _draw_legend(figure: Figure, rows: Sequence[PlanRow], foot: float, height: float) -> None:
     from matplotlib.patches import Patch
 
     kinds = {block.by for row in rows for block in row.blocks}

@@ -42,7 +42,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One device, or several that do the same."""
 
     devices: tuple[str, ...]
@@ -57,32 +57,32 @@ class Row:
         return f"{short_name(self.devices[0])} and {len(self.devices) - 1} more"
 
 
-def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[Row]:
+def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[PlanRow]:
     """The plan's devices in its order, then those that it leaves out."""
     blocks: dict[str, list[Block]] = {name: [] for name in plan.devices}
     for number, stage in enumerate(plan.stages):
         for place, device in enumerate(stage.devices):
             blocks[device].append(_block(number, stage, place))
-    rows = [Row((name,), tuple(own)) for name, own in blocks.items()]
+    rows = [PlanRow((name,), tuple(own)) for name, own in blocks.items()]
     unused = tuple(name for name in names if name not in blocks)
-    together = [Row((name,), ()) for name in unused] if len(unused) <= 3 else [Row(unused, ())]
+    together = [PlanRow((name,), ()) for name in unused] if len(unused) <= 3 else [PlanRow(unused, ())]
     if len(rows) + len(together) > most:
         rows = [_merged(list(some)) for _, some in groupby(rows, key=_alike)]
     return [*rows, *together]
 
 
-def _alike(row: Row) -> object:
+def _alike(row: PlanRow) -> object:
     """What devices of one row have in common: the stages, and how much of them."""
     return [(block.stage, block.by, round(block.part, 2)) for block in row.blocks]
 
 
-def _merged(rows: Sequence[Row]) -> Row:
+def _merged(rows: Sequence[PlanRow]) -> PlanRow:
     if len(rows) == 1:
         return rows[0]
     blocks = tuple(
         replace(block, label=_each(block), short=f"{block.part:.0%}", is_each=True) for block in rows[0].blocks
     )
-    return Row(tuple(name for row in rows for name in row.devices), blocks)
+    return PlanRow(tuple(name for row in rows for name in row.devices), blocks)
 
 
 def _each(block: Block) -> str:

@@ -46,7 +46,7 @@ class View:
     """The process that runs it is there and writes."""
 
 
-class Watch:
+class RunWatch:
     """Follows one folder. Each look reads only what was appended since the last."""
 
     def __init__(self, folder: str | Path, *, with_metrics: bool = True) -> None:

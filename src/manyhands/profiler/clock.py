@@ -15,7 +15,7 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedTrial:
     """Something to time, by name. `prepare` runs before it and is not timed."""
 
     name: str
@@ -23,11 +23,11 @@ class Trial:
     prepare: Callable[[], object] | None = None
 
 
-Timer = Callable[[Trial], float]
+Timer = Callable[[TimedTrial], float]
 """Runs a trial once and says how many seconds it took. Tests put a rigged one here."""
 
 
-def stopwatch(trial: Trial) -> float:
+def stopwatch(trial: TimedTrial) -> float:
     """The real timer."""
     if trial.prepare is not None:
         trial.prepare()
@@ -48,7 +48,7 @@ class Computed(float):
         return found
 
 
-def computing(trial: Trial) -> float:
+def computing(trial: TimedTrial) -> float:
     """The timer to compare trials by where one thread does all the work: the seconds for which it computed.
 
     On a machine that does other work too, or gives this process a share of a core, a trial takes several times as long
@@ -91,7 +91,7 @@ class Timings:
 
 
 def interleave(
-    trials: Sequence[Trial],
+    trials: Sequence[TimedTrial],
     *,
     repeats: int = 5,
     least_repeats: int = 1,
@@ -124,6 +124,6 @@ def interleave(
     return found
 
 
-def _promising(alive: list[Trial], seconds: dict[str, float], hopeless: float) -> list[Trial]:
+def _promising(alive: list[TimedTrial], seconds: dict[str, float], hopeless: float) -> list[TimedTrial]:
     limit = hopeless * min(seconds.values())
     return [trial for index, trial in enumerate(alive) if index == 0 or seconds[trial.name] <= limit]

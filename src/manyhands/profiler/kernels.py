@@ -22,7 +22,7 @@ from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import packable, takes_flags, takes_product
 from manyhands.graph.nodes import Node, values_of
-from manyhands.profiler.clock import Timer, Timings, Trial, computing, interleave, passed, stopwatch
+from manyhands.profiler.clock import TimedTrial, Timer, Timings, computing, interleave, passed, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
 from manyhands.profiler.threads import with_threads
@@ -129,14 +129,14 @@ def _decide(
     return Choice(step_seconds=medians)
 
 
-def _rounds(trials: list[Trial], seconds: float, timer: Timer) -> Timings:
+def _rounds(trials: list[TimedTrial], seconds: float, timer: Timer) -> Timings:
     return interleave(
         trials, repeats=_MOST_ROUNDS, least_repeats=_LEAST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=2.5,
         timer=timer,
     )  # fmt: skip
 
 
-def _first_run(trial: Trial, timer: Timer) -> float:
+def _first_run(trial: TimedTrial, timer: Timer) -> float:
     """Seconds of a first run; infinite where an operator of the network refuses the format."""
     try:
         return timer(trial)

@@ -18,7 +18,7 @@ from manyhands.graph.memory_formats import reformat
 from manyhands.graph.nodes import Argument, Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.clock import TimedTrial, Timer, interleave, stopwatch
 from manyhands.profiler.steps import random_tensor
 
 HOPELESS = 1.6
@@ -144,7 +144,7 @@ def _time(
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
 
 
-def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[Trial]:
+def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[TimedTrial]:
     """One operator as a piece of its own, for each kernel."""
     node = graph.nodes[index]
     for kernel in kernels:
@@ -160,7 +160,7 @@ def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], train
             tensor = random_tensor(spec, samples)
             tensor = reformat(tensor, kernel.channels_last) if tensor.dim() in (4, 5) else tensor
             inputs[name] = tensor.requires_grad_(spec.differentiable and training)
-        yield Trial(f"{node.name}: {kernel}", _Run(piece, inputs, samples, training))
+        yield TimedTrial(f"{node.name}: {kernel}", _Run(piece, inputs, samples, training))
 
 
 def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, Any]:
@@ -197,5 +197,5 @@ def _convert_seconds_per_byte(graph: Graph, samples: int, timer: Timer) -> float
         return 0.0
     spec = specs[len(specs) // 2]
     data = random_tensor(spec, samples)
-    timings = interleave([Trial("convert", lambda: reformat(reformat(data, True), False))], repeats=5, timer=timer)
+    timings = interleave([TimedTrial("convert", lambda: reformat(reformat(data, True), False))], repeats=5, timer=timer)
     return timings.least("convert") / spec.bytes_for(samples)

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
-from manyhands.data.silo import Kept
+from manyhands.data.silo import SiloContent
 from manyhands.engine.channel import LARGEST_CONTROL_BYTES, SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
 from manyhands.engine.keys import Credentials, Role, fingerprint
@@ -160,7 +160,7 @@ class Coordinator:
         """How many may be here at a time; None: any number."""
         self.shaping: Cluster | None = None
         """Links that workers are to imitate among each other."""
-        self.silos: dict[str, Kept] = {}
+        self.silos: dict[str, SiloContent] = {}
         """Worker -> what it takes from its own data in the job under way; set by api/silos.py."""
         self.join_limit_seconds = JOIN_SECONDS
         """How long workers may take to join: as long as they were waited for last."""

@@ -28,7 +28,7 @@ from manyhands.engine.endpoint import Address
 from manyhands.engine.keys import Role
 from manyhands.engine.security import LaterSecurity
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
-from manyhands.engine.transport import Reached, TcpTransport, Transport
+from manyhands.engine.transport import ControlConnection, TcpTransport, Transport
 from manyhands.executor.executor import Executor, Setting
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, feed_parts
@@ -166,7 +166,9 @@ def _short(hello: Hello) -> Hello:
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
-    def __init__(self, joining: Joining, transport: Transport | None = None, reached: Reached | None = None) -> None:
+    def __init__(
+        self, joining: Joining, transport: Transport | None = None, reached: ControlConnection | None = None
+    ) -> None:
         """`reached`: a coordinator that has come here (see `inviting`), in place of one to go to."""
         self.joining = joining
         self.owns_process = transport is None
