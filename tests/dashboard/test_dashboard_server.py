@@ -26,7 +26,7 @@ from manyhands.dashboard.sections import (
     event_bytes,
     rows_between,
     sections,
-    told_events,
+    shown_events,
 )
 from manyhands.dashboard.server import Dashboard
 from manyhands.engine.http_server import ConnectionLimits
@@ -128,7 +128,7 @@ def test_the_plan_is_the_one_that_is_run_now(served: Dashboard, folder: Path) ->
 def test_looks_at_a_link_do_not_push_out_what_happened() -> None:
     looks = [{"event": "looked", "number": number} for number in range(1, 2 * MOST_EVENTS)]
     joined = [{"event": "joined", "number": 2 * MOST_EVENTS + number} for number in range(MOST_EVENTS - 1)]
-    told = [json.loads(one) for one in told_events([{"event": "started", "number": 0}, *looks, *joined])]
+    told = [json.loads(one) for one in shown_events([{"event": "started", "number": 0}, *looks, *joined])]
     assert told == [{"event": "started", "number": 0}, *joined]
 
 

@@ -26,9 +26,9 @@ from torch.utils.data import Dataset
 from hand_made import cluster as made_cluster
 from hand_made import even_profile
 from manyhands.api.public import simulate
-from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
+from manyhands.data.preload import Numbered, Preload
 from manyhands.data.rewinding import Rewindable
 from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.inprocess_channel import InProcessListener
@@ -367,7 +367,7 @@ class FaultCluster:
             graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
-            laying=Laying.of(Pictures()) if is_laid else None,
+            laying=Preload.of(Pictures()) if is_laid else None,
         )  # fmt: skip
         data: Dataset[Any] = Numbered(Pictures()) if is_laid else Pictures()
         with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:

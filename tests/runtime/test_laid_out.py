@@ -9,7 +9,7 @@ import pytest
 import torch
 from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, all_alike, reference
 
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.executor import shelf as shelves
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES, FeedPart
 from manyhands.executor.shelf import SAMPLES, Shelf, shelf_bytes, shelf_key
@@ -114,4 +114,4 @@ class _Little:
 
 
 def test_a_laying_has_a_name_of_its_own() -> None:
-    assert Laying(None, None, 1).key != Laying(None, None, 1).key
+    assert Preload(None, None, 1).key != Preload(None, None, 1).key

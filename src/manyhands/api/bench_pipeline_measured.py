@@ -24,7 +24,7 @@ from manyhands.api.labs import play_here
 from manyhands.api.session import Session, measure, open_session
 from manyhands.api.torch_pipeline import LEARNING_RATE, MOMENTUM, BareRound, Setting, TorchGroup, Way
 from manyhands.api.tuning import Trials, fastest_in_trial, same_batches
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError
@@ -97,13 +97,13 @@ class Ours:
     graph: Graph = field(init=False)
     choice: Choice = field(default_factory=Choice)
 
-    laying: Laying = field(init=False)
+    laying: Preload = field(init=False)
     """PyTorch's processes have the batch at hand, so do our workers."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.data = SameBatch(self.setting.model, self.setting.shape, self.setting.samples)
-        self.laying = Laying.of(self.data)
+        self.laying = Preload.of(self.data)
         module, loss = build(self.setting.model), loss_function(ZOO[self.setting.model].loss)
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 

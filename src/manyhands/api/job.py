@@ -26,8 +26,8 @@ from manyhands.api.session import Say, Session
 from manyhands.api.stopping import stopping
 from manyhands.api.tile_report import Traffic, planned_traffic
 from manyhands.api.verifying import verified
-from manyhands.data.laying import HINT, Laying, Numbered
 from manyhands.data.loader import Prefetcher, length
+from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.log import DeviceLog
@@ -360,10 +360,10 @@ class Job:
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
 
-    def _laying(self, planned: Planned) -> Laying:
+    def _laying(self, planned: Planned) -> Preload:
         """All samples, if there is room for them at every device beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        found = Laying.of(self.options.data)
+        found = Preload.of(self.options.data)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:

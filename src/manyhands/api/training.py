@@ -22,8 +22,8 @@ from manyhands.api.session import Say, expect_session, measure_who_stays, open_s
 from manyhands.api.tiling import check_tiles
 from manyhands.api.tuning import fastest_in_trial
 from manyhands.data.given import batch_size_of, given
-from manyhands.data.laying import Laying
 from manyhands.data.loader import Prefetcher
+from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
 from manyhands.facts.cluster import Cluster, LabCluster
@@ -253,7 +253,7 @@ class TrainJob(Job):
             alike[:most],
             self.options.optimizer,
             kernels,
-            Laying(inputs, targets, self.options.batch_size),
+            Preload(inputs, targets, self.options.batch_size),
             is_laid=self.options.feed == "start",
         )
         for plan, seconds in trials:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
 
 BEAT_SECONDS = 3.0
-"""The page takes the connection for lost when it hears nothing for a few of these."""
+"""The page takes the connection for lost when nothing comes for a few of these."""
 STREAM_BUFFER_BYTES = 1 << 16
 TURN_SECONDS = 1.0
 LONGEST_PATH = 2000
@@ -51,7 +51,7 @@ class PageHandler(DeadlineHandler):
         if self._is_token(self._query().get("token", "")):
             self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
             return
-        cookies = [one.strip().partition("=") for one in self.headers.get("Cookie", "").split(";")]
+        cookies = [cookie.strip().partition("=") for cookie in self.headers.get("Cookie", "").split(";")]
         given = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
         if not self._is_token(given):
             raise HttpRefusal(
@@ -63,8 +63,8 @@ class PageHandler(DeadlineHandler):
 
     def _query(self) -> dict[str, str]:
         try:
-            found = parse_qs(self.path.partition("?")[2], max_num_fields=8)
-            return {key: values[-1] for key, values in found.items()}
+            fields = parse_qs(self.path.partition("?")[2], max_num_fields=8)
+            return {key: values[-1] for key, values in fields.items()}
         except ValueError:
             return {}
 

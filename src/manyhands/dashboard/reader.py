@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.dashboard.sections import COLUMNS, NAMES, rows_between, sections, told_events
+from manyhands.dashboard.sections import COLUMNS, NAMES, rows_between, sections, shown_events
 from manyhands.observe.live import Live
 from manyhands.observe.watching import RunWatch, View
 
@@ -30,7 +30,7 @@ class RunSnapshot:
     """One look. Lists may be longer by now; what was there at the look does not change."""
 
     story: str
-    """Another where what was told before is void: another folder, or a file that was begun anew."""
+    """Changes where what was sent before is void: another folder, or a file that was begun anew."""
     number: int
     changed: Mapping[str, int] = field(default_factory=dict)
     """Section -> the look at which it became what it is."""
@@ -90,16 +90,16 @@ class Reader:
             self._changed.wait_for(lambda: self._looks or self._watch is None or self.is_over, FIRST_LOOK_SECONDS)
             seen = self._seen
         place = _place(seen, cursor)
-        return seen.cursor, self._all_of(seen) if place is None else _told(seen, place)
+        return seen.cursor, self._all_of(seen) if place is None else _answer(seen, place)
 
     def _all_of(self, seen: RunSnapshot) -> bytes:
         """Everything, put together once for all who ask."""
-        known, content = self._whole
-        if known is not seen:
+        key, content = self._whole
+        if key is not seen:
             with self._telling:
-                known, content = self._whole
-                if known is not seen:
-                    content = _told(seen, None)
+                key, content = self._whole
+                if key is not seen:
+                    content = _answer(seen, None)
                     self._whole = (seen, content)
         return content
 
@@ -135,16 +135,16 @@ class Reader:
         try:
             view = watch.look()
             contents = sections(view)
-        except Exception as error:  # whatever lies in the folder, those who watch are told, and it is looked at again
+        except Exception as error:  # whatever lies in the folder: viewers see the error, and it is read again
             view = View(watch.folder, Live(state="failed", text=f"The folder cannot be read: {error}"[:300]))
             contents = sections(view)
         with self._changed:
             if self._watch is not watch:
                 return
             self._looks += 1
-            found = _next(self._seen, view, contents)
-            if found is not self._seen:
-                self._seen = found
+            snapshot = _next(self._seen, view, contents)
+            if snapshot is not self._seen:
+                self._seen = snapshot
             self._changed.notify_all()
             pause = IDLE_LOOK_SECONDS if view.live.is_over else LOOK_SECONDS
             self._changed.wait_for(lambda: self._is_closing or self._watch is not watch, pause)
@@ -179,12 +179,12 @@ def _place(seen: RunSnapshot, cursor: str) -> tuple[int, int, int] | None:
     return (number, rows, events) if is_ours else None
 
 
-def _told(seen: RunSnapshot, place: tuple[int, int, int] | None) -> bytes:
+def _answer(seen: RunSnapshot, place: tuple[int, int, int] | None) -> bytes:
     number, rows, events = place or (-1, 0, 0)
-    told: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
+    answer: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
     for name, content in seen.contents.items():
         if seen.changed[name] > number:
-            told[name] = msgspec.Raw(content)
-    told["metrics"] = rows_between(seen.metrics, rows, seen.rows)
-    told["events"] = [msgspec.Raw(event) for event in told_events(seen.events[events : seen.event_count])]
-    return msgspec.json.encode(told)
+            answer[name] = msgspec.Raw(content)
+    answer["metrics"] = rows_between(seen.metrics, rows, seen.rows)
+    answer["events"] = [msgspec.Raw(event) for event in shown_events(seen.events[events : seen.event_count])]
+    return msgspec.json.encode(answer)

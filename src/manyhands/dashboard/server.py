@@ -71,7 +71,7 @@ class Dashboard:
         self.reader.show(folder)
 
     def close(self) -> None:
-        """Those who watch are told how it ended."""
+        """Send viewers how the run ended."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True

@@ -259,9 +259,9 @@ def _each(values: numpy.ndarray) -> numpy.ndarray:
 def _shape(what: str, input_shape: tuple[int, ...] | None, channels: tuple[int, ...] = (3,)) -> tuple[int, ...]:
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in channels or not 1 <= min(shape[1:]) <= max(shape[1:]) <= LARGEST_SIDE:
-        told = " or ".join(map(str, channels))
+        counts = " or ".join(map(str, channels))
         raise BadData(
-            f"{what}: pictures have {told} channels, a height and a width; the model takes {shape}.",
+            f"{what}: pictures have {counts} channels, a height and a width; the model takes {shape}.",
             hint="Use a model for colour pictures.",
         )
     return shape

@@ -34,7 +34,7 @@ class Given:
 
     def shuffles(self, asked: bool | None) -> bool:
         """What the caller says, else as the DataLoader does, else yes."""
-        return next((one for one in (asked, self.shuffle) if one is not None), True)
+        return next((choice for choice in (asked, self.shuffle) if choice is not None), True)
 
 
 def given(data: Any) -> Given:

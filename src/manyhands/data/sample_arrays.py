@@ -88,7 +88,7 @@ def read_npz(path: Path, wanted: SampleForm) -> SampleSource:
 
 def read_several(path: Path, wanted: Mapping[str, SampleForm]) -> SampleSource:
     """An array for each of the network's arguments."""
-    arrays = {key: of_array(f"{path}: {key}", _unpacked(path, key, own), own) for key, own in wanted.items()}
+    arrays = {key: of_array(f"{path}: {key}", _unpacked(path, key, form), form) for key, form in wanted.items()}
     counts = {key: len(samples) for key, samples in arrays.items()}
     if len(set(counts.values())) > 1:
         raise BadData(f"{path}: the arrays have different numbers of samples: {counts}.")
@@ -124,7 +124,7 @@ def _unpacked(path: Path, key: str, wanted: SampleForm) -> numpy.ndarray:
 
 def _chosen_key(path: Path, packed: zipfile.ZipFile, key: str = "") -> str:
     names = [name.removesuffix(".npy") for name in packed.namelist() if name.endswith(".npy")]
-    chosen = [key] if key else [known for known in _KEYS if known in names] or (names if len(names) == 1 else [])
+    chosen = [key] if key else [usual for usual in _KEYS if usual in names] or (names if len(names) == 1 else [])
     if not chosen or chosen[0] not in names:
         wanted = key or " or ".join(_KEYS)
         raise BadData(f"{path}: has no {wanted}; it holds {', '.join(names[:20]) or 'no arrays'}.", hint=HOW)
@@ -143,10 +143,10 @@ def _header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], numpy.dtype[An
     if major in (2, 3):
         length += int.from_bytes(file.read(2), "little") << 16
     text = file.read(length) if length <= _LONGEST_HEADER else b""
-    found = [pattern.search(text) for pattern in _FIELDS]
-    if major not in (1, 2, 3) or not all(found):
+    matches = [pattern.search(text) for pattern in _FIELDS]
+    if major not in (1, 2, 3) or not all(matches):
         raise BadFile(f"{name}: is no array of numbers.", hint=HOW)
-    kind, order, extents = (match.group(1).decode() for match in found if match is not None)
+    kind, order, extents = (match.group(1).decode() for match in matches if match is not None)
     if kind.endswith("O"):
         raise BadData(
             f"{name}: holds Python objects, which are not read: they could be programs.",

@@ -79,7 +79,7 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
 
 def _not_data(path: Path) -> BadFile:
     """What to say of a file that is no .npz file."""
-    suffix = next((one for one in _UNPACKING if path.name.lower().endswith(one)), "")
+    suffix = next((ending for ending in _UNPACKING if path.name.lower().endswith(ending)), "")
     if not suffix:
         return BadFile(
             f"{path}: '{path.suffix}' is not the suffix of a data file.", hint="Give a .npz file or a folder of data."

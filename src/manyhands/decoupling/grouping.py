@@ -42,11 +42,11 @@ class ShuffleCandidate:
 
 def group_layers(reading: Reading, widths: Widths) -> dict[str, Grouped]:
     """What becomes of every convolution."""
-    found = {}
+    grouped = {}
     for name, layer in reading.layers.items():
         if isinstance(layer.module, CONVOLUTIONS):
-            found[name] = _grouped(name, layer, reading, widths)
-    return found
+            grouped[name] = _grouped(name, layer, reading, widths)
+    return grouped
 
 
 def _grouped(name: str, layer: WeightedLayer, reading: Reading, widths: Widths) -> Grouped:
@@ -93,7 +93,7 @@ def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -
 def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[ShuffleCandidate]:
     """Inputs of grouped convolutions that groups have worked on alone since they were last mixed."""
     mixed: dict[fx.Node, bool] = {}
-    found: list[ShuffleCandidate] = []
+    candidates: list[ShuffleCandidate] = []
     depth = 0
     for node in reading.graph.nodes:
         if node not in reading.forms:
@@ -103,17 +103,17 @@ def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) ->
         name = str(node.target)
         if node.op != "call_module" or name not in grouped:
             continue
-        own, module = grouped[name], reading.layers[name].module
-        if own.dense:
+        layer, module = grouped[name], reading.layers[name].module
+        if layer.dense:
             mixed[node] = not reading.gates.intersection([node])
-        elif own.groups != module.in_channels or module.groups != own.groups:
+        elif layer.groups != module.in_channels or module.groups != layer.groups:
             form = reading.forms[sources[0]]
             if not mixed[sources[0]] and len(reading.layers[name].calls) == 1 and widths.can_shuffle(form.width):
                 places = math.prod((shape_of(sources[0]) or ())[2:])
-                found.append(ShuffleCandidate(node, depth, widths.width(form.width) * places))
+                candidates.append(ShuffleCandidate(node, depth, widths.width(form.width) * places))
             mixed[node] = False
         depth += 1
-    return found
+    return candidates
 
 
 def choose(
@@ -128,22 +128,22 @@ def choose(
     spacing = convolutions / (wanted + 1)
     for number in range(1, min(wanted, len(possible)) + 1):
         target = number * spacing
-        near = [one for one in left if abs(one.depth - target) <= spacing / 2] or [
-            min(left, key=lambda one: (abs(one.depth - target), one.depth))
+        near = [candidate for candidate in left if abs(candidate.depth - target) <= spacing / 2] or [
+            min(left, key=lambda candidate: (abs(candidate.depth - target), candidate.depth))
         ]
-        best = min(near, key=lambda one: (one.elements, abs(one.depth - target), one.depth))
+        best = min(near, key=lambda candidate: (candidate.elements, abs(candidate.depth - target), candidate.depth))
         chosen.append(best)
         left.remove(best)
-    return sorted(chosen, key=lambda one: one.depth)
+    return sorted(chosen, key=lambda candidate: candidate.depth)
 
 
 def _one_in_every_block(reading: Reading, possible: list[ShuffleCandidate]) -> list[ShuffleCandidate]:
     """The smallest tensor of every residual branch; elsewhere, before every convolution."""
     blocks: dict[fx.Node, list[ShuffleCandidate]] = {}
-    for one in possible:
-        blocks.setdefault(_end_of_block(reading, one.convolution), []).append(one)
-    best = [min(block, key=lambda one: (one.elements, one.depth)) for block in blocks.values()]
-    return sorted(best, key=lambda one: one.depth)
+    for candidate in possible:
+        blocks.setdefault(_end_of_block(reading, candidate.convolution), []).append(candidate)
+    best = [min(block, key=lambda candidate: (candidate.elements, candidate.depth)) for block in blocks.values()]
+    return sorted(best, key=lambda candidate: candidate.depth)
 
 
 def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:

@@ -36,7 +36,7 @@ class Rewriting:
         self._shuffled: set[str] = set()
 
     def rewrite(self, chosen: Iterable[ShuffleCandidate]) -> None:
-        shuffles = [self._shuffle(one.convolution) for one in chosen]
+        shuffles = [self._shuffle(candidate.convolution) for candidate in chosen]
         for node in self._reading.concats:
             self._concat(node)
         for node in self._reading.reshapes:
@@ -92,7 +92,7 @@ class Rewriting:
         node = shuffle.next
         while node.op not in ("output", "root"):
             following = node.next
-            needs = [one in after for one in node.all_input_nodes if one.op != "get_attr"]
+            needs = [source in after for source in node.all_input_nodes if source.op != "get_attr"]
             if needs and all(needs):
                 after.add(node)
             elif any(needs) or shuffle.all_input_nodes[0] in node.all_input_nodes:

@@ -46,22 +46,22 @@ class Admission:
 
     def enter(self, connected: socket.socket, host: str) -> Pending | None:
         """Register a new connection, for which another may be shut down; None where all who are here are authorized."""
-        found = Pending(connected, host, client_network(host))
+        pending = Pending(connected, host, client_network(host))
         with self._lock:
-            crowds = Counter(one.network for one in self._pending if not one.is_authorized)
-            if crowds[found.network] >= self._most_per_address:
-                self._evict(found.network)
+            crowds = Counter(other.network for other in self._pending if not other.is_authorized)
+            if crowds[pending.network] >= self._most_per_address:
+                self._evict(pending.network)
             elif len(self._pending) >= self._most:
                 if not crowds:
                     return None
                 largest = max(crowds.values())
                 self._evict(*(network for network, count in crowds.items() if count == largest))
-            self._pending[found] = None
-        return found
+            self._pending[pending] = None
+        return pending
 
     def _evict(self, *networks: str) -> None:
         """Shut down the oldest pending connection of these. With the lock held."""
-        oldest = next(one for one in self._pending if not one.is_authorized and one.network in networks)
+        oldest = next(pending for pending in self._pending if not pending.is_authorized and pending.network in networks)
         oldest.evicted.set()
         shut_down(oldest.connected)  # the thread that serves it wakes up and ends
         del self._pending[oldest]
@@ -86,9 +86,9 @@ class Admission:
     def shut_down_pending(self) -> None:
         """End all connections that have not been authorized."""
         with self._lock:
-            for one in self._pending:
-                if not one.is_authorized:
-                    shut_down(one.connected)
+            for pending in self._pending:
+                if not pending.is_authorized:
+                    shut_down(pending.connected)
 
 
 def client_network(host: str) -> str:

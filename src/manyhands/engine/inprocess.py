@@ -116,12 +116,12 @@ class InProcessTransport:
         with self.change:
             self._frozen.discard(name)
             self._held = {pair: held for pair, held in self._held.items() if name not in pair}
-            for channel in [one for one in self.channels if one.name == name]:
+            for channel in [owned for owned in self.channels if owned.name == name]:
                 channel.break_off(reason)
                 self.pass_on(name, channel.other.name, partial(channel.other.end, reason))
-            for endpoint in [one for one in self.endpoints.values() if one.name == name]:
+            for endpoint in [owned for owned in self.endpoints.values() if owned.name == name]:
                 endpoint.die(reason)
-            for listener in [one for one in self.listeners.values() if one.name == name]:
+            for listener in [owned for owned in self.listeners.values() if owned.name == name]:
                 listener.close()
             self.change.notify_all()
 
@@ -139,14 +139,14 @@ class InProcessTransport:
                     what()
             self.change.notify_all()
 
-    def part(self, one: str, other: str) -> None:
+    def part(self, name: str, other: str) -> None:
         """From now on these two cannot reach each other, and nobody is told: a partial partition."""
         with self.change:
-            self._parted[frozenset((one, other))] = time.monotonic()
+            self._parted[frozenset((name, other))] = time.monotonic()
 
-    def parted_seconds(self, one: str, other: str) -> float:
+    def parted_seconds(self, name: str, other: str) -> float:
         """For how long two have not reached each other; 0: they do."""
-        since = self._parted.get(frozenset((one, other)))
+        since = self._parted.get(frozenset((name, other)))
         return 0.0 if since is None else time.monotonic() - since
 
     def is_frozen(self, *names: str) -> bool:

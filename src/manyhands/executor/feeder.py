@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.data.silo import SiloContent
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
@@ -41,7 +41,7 @@ class Feeder:
         *,
         with_targets: bool = True,
         held: Mapping[str, SiloContent] | None = None,
-        laying: Laying | None = None,
+        laying: Preload | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
         self.plan, self.held, self.laying = schedule.plan, dict(held or {}), laying

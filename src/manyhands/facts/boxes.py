@@ -269,8 +269,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def hull(self, device: str) -> Box:
         """The smallest box around what one device holds: the shape of its buffer. Empty if it holds nothing."""
-        if own := self.boxes(device):
-            return reduce(Box.hull, own)
+        if boxes := self.boxes(device):
+            return reduce(Box.hull, boxes)
         if not self.rank:  # no box to take the rank from, or a scalar, of which no box is empty
             raise BadValue(f"Device '{device}' holds no box to put a hull around.")
         return Box.whole((0,) * self.rank)

@@ -60,14 +60,14 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 raise BadValue(f"devices: two devices have the name '{device.name}'.", hint=hint)
             seen.add(device.name)
         pairs: set[tuple[str, str]] = set()
-        for one in self.links:
-            for end in (one.sender, one.receiver):
+        for directed in self.links:
+            for end in (directed.sender, directed.receiver):
                 if end not in seen:
                     raise unknown("device", end, seen)
-            pair = (one.sender, one.receiver)
-            if pair in pairs or one.sender == one.receiver:
+            pair = (directed.sender, directed.receiver)
+            if pair in pairs or directed.sender == directed.receiver:
                 what = "is written twice" if pair in pairs else "leads back to itself"
-                raise BadValue(f"links: the link from '{one.sender}' to '{one.receiver}' {what}.")
+                raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {what}.")
             pairs.add(pair)
         if any(device.host for device in self.devices):
             self._check_hosts()
@@ -85,10 +85,10 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                     )
         sizes = Counter(device.host_name for device in self.devices)
         written: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        for one in self.links:
-            hosts = self.device(one.sender).host_name, self.device(one.receiver).host_name
+        for directed in self.links:
+            hosts = self.device(directed.sender).host_name, self.device(directed.receiver).host_name
             if hosts[0] != hosts[1]:
-                written[hosts].append(one.link.bytes_per_second)
+                written[hosts].append(directed.link.bytes_per_second)
         for (a, b), rates in written.items():
             left_out = [self.link.bytes_per_second] if len(rates) < sizes[a] * sizes[b] else []
             if len({*rates, *left_out}) > 1:
@@ -107,13 +107,13 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_pair(self) -> dict[tuple[str, str], Link]:
-        return {(one.sender, one.receiver): one.link for one in self.links}
+        return {(directed.sender, directed.receiver): directed.link for directed in self.links}
 
     def device(self, name: str) -> Device:
-        found = self._by_name.get(name)
-        if found is None:
+        device = self._by_name.get(name)
+        if device is None:
             raise unknown("device", name, self.names)
-        return found
+        return device
 
     def link_between(self, sender: str, receiver: str) -> Link:
         """The link from `sender` to `receiver`. To itself a device moves nothing: no limit, no delay."""
@@ -135,7 +135,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         """The same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
             return Cluster(self.name, self.devices, link, self.links)
-        kept = tuple(one for one in self.links if (one.sender, one.receiver) != pair)
+        kept = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
         return Cluster(self.name, self.devices, self.link, (*kept, DirectedLink(*pair, link)))
 
     def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
@@ -146,7 +146,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         """The cluster after `name` has left."""
         gone = self.device(name)
         devices = tuple(device for device in self.devices if device is not gone)
-        links = tuple(one for one in self.links if name not in (one.sender, one.receiver))
+        links = tuple(directed for directed in self.links if name not in (directed.sender, directed.receiver))
         return Cluster(self.name, devices, self.link, links)
 
     @classmethod
@@ -188,8 +188,8 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     ) -> LabCluster:
         """A cluster, or the preset of that name, to be played on this machine: mh.train(..., cluster=Cluster.lab(...)).
 
-        `scale`: everything so many times slower than in life. `slots`: workers on each device. `traces`: device ->
-        file of recorded rates, which its port follows.
+        `scale`: how many times slower than real time everything goes. `slots`: workers on each device.
+        `traces`: device -> file of recorded rates, which its port follows.
         """
         real = preset(cluster) if isinstance(cluster, str) else cluster
         return LabCluster(real, scale, slots, tuple((traces or {}).items()))
@@ -213,7 +213,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
     def to_dict(self) -> dict[str, object]:
         """A plain document that `from_dict` reads back to an equal cluster."""
-        links = [{"from": one.sender, "to": one.receiver, **write_link(one.link)} for one in self.links]
+        links = [
+            {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)} for directed in self.links
+        ]
         devices = [write_device(device) for device in self.devices]
         document: dict[str, object] = {"name": self.name, "devices": devices, "link": write_link(self.link)}
         return {**document, "links": links} if links else document
@@ -222,19 +224,19 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 @lru_cache
 def preset(name: str) -> Cluster:
     """The preset cluster called `name`."""
-    found = PRESETS.get(name)
-    if found is None:
+    entry = PRESETS.get(name)
+    if entry is None:
         raise unknown("preset cluster", name, PRESETS)
-    return Cluster.from_dict({"name": name, **found.document})
+    return Cluster.from_dict({"name": name, **entry.document})
 
 
 class LabCluster(msgspec.Struct, frozen=True):
     """A cluster that is to be played on this machine: `Cluster.lab(...)`."""
 
     cluster: Cluster
-    """As in real life."""
+    """The devices and links in real time."""
     scale: float | None = None
-    """How many times slower; None: as slow as this machine's cores make it, and at least as in real life."""
+    """How many times slower; None: as slow as this machine's cores make it, and never faster than real time."""
     slots: int = 1
     """Workers on each device."""
     traces: tuple[tuple[str, str], ...] = ()

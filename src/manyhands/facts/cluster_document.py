@@ -35,15 +35,15 @@ def _show(value: object) -> str:
     return "a number of thousands of digits"
 
 
-def read_mapping(value: object, path: str, known: Iterable[str]) -> Mapping[str, object]:
+def read_mapping(value: object, path: str, fields: Iterable[str]) -> Mapping[str, object]:
     if not isinstance(value, dict):
         what = "is missing or empty" if value is None else f"{_show(value)} is not a set of 'field: value'"
-        raise BadFile(f"{path or 'cluster'}: {what}.", hint=f"Fields: {', '.join(known)}")
+        raise BadFile(f"{path or 'cluster'}: {what}.", hint=f"Fields: {', '.join(fields)}")
     for key in value:
-        if key not in known:
+        if key not in fields:
             shown = _show(key).strip("'")
             where = f"{path}.{shown}" if path else shown
-            raise UnknownName(f"{where}: there is no such field.", hint=did_you_mean(shown, known))
+            raise UnknownName(f"{where}: there is no such field.", hint=did_you_mean(shown, fields))
     return value
 
 

@@ -157,7 +157,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
 
 def error_named(kind: str, message: str, hint: str) -> ManyhandsError:
     """An error that came over the wire as words; a kind nobody knows becomes a plain one."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, ManyhandsError):
-        return found(message, hint=hint)
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, ManyhandsError):
+        return error_class(message, hint=hint)
     return ManyhandsError(message, hint=hint)

@@ -67,19 +67,19 @@ class Played(msgspec.Struct, frozen=True):
         return slot_names(device, self.slots)
 
 
-def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
+def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
     """How this machine, whose cores have these numbers and each this speed, plays a cluster."""
-    least = fitting_scale(asked.cluster, asked.slots, core_gflops, len(cores))
-    scale = asked.scale if asked.scale is not None else max(1.0, rounded_up(least))
+    least = fitting_scale(wanted.cluster, wanted.slots, core_gflops, len(cores))
+    scale = wanted.scale if wanted.scale is not None else max(1.0, rounded_up(least))
     if scale < least * (1 - 1e-9):
         raise LabError(
-            f"At scale {scale:g} the devices of {asked.cluster.name} need more than {BUSIEST:.0%} of this machine's "
+            f"At scale {scale:g} the devices of {wanted.cluster.name} need more than {BUSIEST:.0%} of this machine's "
             f"{len(cores)} core(s).",
             hint=f"Give scale={rounded_up(least):g} (--scale {rounded_up(least):g}) or more.",
         )
-    placed, _ = _packed(asked.cluster.devices, asked.slots, len(cores))
+    placed, _ = _packed(wanted.cluster.devices, wanted.slots, len(cores))
     seats = []
-    for device, places in zip(asked.cluster.devices, placed):
+    for device, places in zip(wanted.cluster.devices, placed):
         share = device.gflops / (core_gflops * scale)
         if share < SLOWEST_SHARE:
             raise LabError(
@@ -87,9 +87,9 @@ def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Play
                 f"{SLOWEST_SHARE:g}.",
                 hint="The devices are too unequal for so few cores: leave out the fastest, or use more cores.",
             )
-        own = tuple(sorted({cores[place] for place in places}))
-        seats.append(Seat(device.name, share, own, device.memory_bytes))
-    return Played(scale, asked.slots, scaled(asked.cluster, scale), tuple(seats), asked.traces)
+        seat_cores = tuple(sorted({cores[place] for place in places}))
+        seats.append(Seat(device.name, share, seat_cores, device.memory_bytes))
+    return Played(scale, wanted.slots, scaled(wanted.cluster, scale), tuple(seats), wanted.traces)
 
 
 def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) -> float:
@@ -121,9 +121,9 @@ def rounded_up(number: float) -> float:
 def scale_text(scale: float) -> str:
     """For every result: what an hour here is outside."""
     if scale == 1:
-        return "time scale 1: as fast as in life"
+        return "time scale 1: real time"
     way = "slower" if scale > 1 else "faster"
-    return f"time scale {scale:g}: computing and links are {max(scale, 1 / scale):g} times {way} than in life"
+    return f"time scale {scale:g}: computing and links are {max(scale, 1 / scale):g} times {way} than real time"
 
 
 def scaled(cluster: Cluster, scale: float) -> Cluster:
@@ -138,7 +138,9 @@ def scaled(cluster: Cluster, scale: float) -> Cluster:
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(DirectedLink(one.sender, one.receiver, _scaled(one.link, scale)) for one in cluster.links)
+    links = tuple(
+        DirectedLink(directed.sender, directed.receiver, _scaled(directed.link, scale)) for directed in cluster.links
+    )
     return Cluster(cluster.name, devices, _scaled(cluster.link, scale), links)
 
 
@@ -171,9 +173,9 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         here = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
         inside += [DirectedLink(a, b, here) for a in names for b in names if a != b]
     between = [
-        DirectedLink(a, b, one.link)
-        for one in cluster.links
-        for a in slot_names(one.sender, slots)
-        for b in slot_names(one.receiver, slots)
+        DirectedLink(a, b, directed.link)
+        for directed in cluster.links
+        for a in slot_names(directed.sender, slots)
+        for b in slot_names(directed.receiver, slots)
     ]
     return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside))

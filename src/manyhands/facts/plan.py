@@ -180,9 +180,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
         for stage in kept["stages"]:
             if "share" in stage:
-                said = stage["share"].items()
+                share = stage["share"].items()
                 stage["share"] = {
-                    k: v for k, v in said if v not in (None, [], ()) or (k == "input_based" and v is not None)
+                    k: v for k, v in share if v not in (None, [], ()) or (k == "input_based" and v is not None)
                 }
         return kept
 

@@ -165,9 +165,9 @@ def _row(words: Sequence[str]) -> list[float] | None:
 
 def _direction(moments: tuple[float, ...], megabits: Sequence[float], where: str) -> Trace:
     try:
-        found = Trace(moments, tuple(rate * _BYTES_PER_MEGABIT for rate in megabits))
+        trace = Trace(moments, tuple(rate * _BYTES_PER_MEGABIT for rate in megabits))
     except BadValue as error:
         raise BadFile(f"{where}: {error.message}") from error
-    if not 0 < found.mean < math.inf:
+    if not 0 < trace.mean < math.inf:
         raise BadFile(f"{where}: nothing ever passes: every rate is 0.", hint=_HINT)
-    return found
+    return trace

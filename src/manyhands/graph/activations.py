@@ -25,7 +25,7 @@ _LEAST_ELEMENTS = 2**18
 
 
 class _Bounded(torch.autograd.Function):
-    """aten.hardtanh over its input; its slopes over its result's, where nobody else has those."""
+    """aten.hardtanh over its input; its gradient over its result's, where nothing else holds that one."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, low: float, high: float, is_alone: bool) -> torch.Tensor:

@@ -103,8 +103,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for child, own in before:
-            child._buffers.update(own)
+        for child, buffers in before:
+            child._buffers.update(buffers)
 
 
 def _check_arguments(module: object, granularity: str) -> None:
@@ -114,5 +114,5 @@ def _check_arguments(module: object, granularity: str) -> None:
             f"Only an nn.Module can be captured; this is {what}.", hint="Pass an instance of your module class."
         )
     if granularity not in GRANULARITIES:
-        known = " or ".join(f'"{one}"' for one in GRANULARITIES)
-        raise BadValue(f"Granularity {granularity!r} is unknown.", hint=f"Use {known}.")
+        choices = " or ".join(f'"{choice}"' for choice in GRANULARITIES)
+        raise BadValue(f"Granularity {granularity!r} is unknown.", hint=f"Use {choices}.")

@@ -30,7 +30,9 @@ def refuse_nonlinear_backward(nodes: list[Node]) -> None:
 def autocast_refusal(node: Any) -> CaptureFailed:
     """A region under torch.autocast: which types it computes in would have to be repeated on every device."""
     inner = getattr(node.graph.owning_module, node.args[4].target).graph
-    place = next((found for one in inner.nodes if one.op == "call_function" and (found := place_of(one))), "")
+    place = next(
+        (line for inner_node in inner.nodes if inner_node.op == "call_function" and (line := place_of(inner_node))), ""
+    )
     return CaptureFailed(
         f"The module computes under torch.autocast (to {str(node.args[1]).removeprefix('torch.')}), which is not "
         f"captured.{at(place)}",

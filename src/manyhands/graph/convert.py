@@ -137,11 +137,11 @@ def _inputs(program: Any, names: list[str], state: Conversion) -> tuple[TensorSp
 def _outputs(program: Any, state: Conversion, assigned: tuple[str, ...]) -> list[str]:
     output = next(node for node in program.graph.nodes if node.op == "output")
     count = len(program.graph_signature.user_outputs)
-    found = list(output.args[0][-count:])
-    for node, name in zip(found[len(found) - len(assigned) :], assigned, strict=True):
+    nodes = list(output.args[0][-count:])
+    for node, name in zip(nodes[len(nodes) - len(assigned) :], assigned, strict=True):
         assign_buffer(node, own_name(f"inner.{name}", state.wrappers), state)
     leaves = []
-    for node in found[: len(found) - len(assigned)]:
+    for node in nodes[: len(nodes) - len(assigned)]:
         record = state.arguments[node.name]
         if not isinstance(record, Value):
             raise CaptureFailed("The module returns one of its own weights or an integer; return a computed tensor.")
@@ -197,21 +197,21 @@ def _convert_node(node: Any, state: Conversion) -> None:
         raise off_list(target, node)
     refuse_hidden_randomness(target, arguments, where)
     outputs = output_specs(name, value, where)
-    several = isinstance(value, (tuple, list))
+    is_list = isinstance(value, (tuple, list))
     state.add(
-        Node(name, target, arguments, options, outputs, several, in_place, "", module_of(node, state), where,
+        Node(name, target, arguments, options, outputs, is_list, in_place, "", module_of(node, state), where,
              state.without_gradient)
     )  # fmt: skip
     refuse_unfit_randomness(state.nodes[-1], state)
-    own = [Value(spec.name) for spec in outputs]
-    state.arguments[name] = own if several else own[0]
-    shared = may_share_memory(target, arguments, len(own))
-    for record, source in zip(own, shared, strict=True):
+    made = [Value(spec.name) for spec in outputs]
+    state.arguments[name] = made if is_list else made[0]
+    shared = may_share_memory(target, arguments, len(made))
+    for record, source in zip(made, shared, strict=True):
         state.root[record.name] = record.name if source is None else memory_root(source, state)
     if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
         for key, record in state.arguments.items():
             if record == mutated:
-                state.arguments[key] = own[0]
+                state.arguments[key] = made[0]
 
 
 _VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default"})
@@ -234,14 +234,14 @@ def _inline(node: Any, state: Conversion) -> None:
     was, state.without_gradient = state.without_gradient, not enabled
     state.prefix = prefix
     graph = getattr(node.graph.owning_module, inner.target).graph
-    placeholders = [one for one in graph.nodes if one.op == "placeholder"]
+    placeholders = [inner_node for inner_node in graph.nodes if inner_node.op == "placeholder"]
     for placeholder, argument in zip(placeholders, arguments, strict=True):
         state.arguments[prefix + placeholder.name] = argument
-    for one in graph.nodes:
-        if one.op == "call_function":
-            _convert_node(one, state)
-    output = next(one for one in graph.nodes if one.op == "output")
-    results = [state.arguments[prefix + one.name] for one in output.args[0]]
+    for inner_node in graph.nodes:
+        if inner_node.op == "call_function":
+            _convert_node(inner_node, state)
+    output = next(inner_node for inner_node in graph.nodes if inner_node.op == "output")
+    results = [state.arguments[prefix + inner_node.name] for inner_node in output.args[0]]
     state.prefix, state.without_gradient = outer, was
     state.around.pop()
     state.arguments[outer + node.name] = results

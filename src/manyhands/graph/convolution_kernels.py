@@ -61,11 +61,11 @@ class _Convolution(torch.autograd.Function):
         mask = [*ctx.needs_input_grad[:2], ctx.bias_shape is not None and ctx.needs_input_grad[2]]
         gradient = gradient.contiguous(memory_format=memory_format_of(gradient.dim(), kernel.channels_last))
         with Flags(kernel):
-            found = _aten.convolution_backward.default(
+            gradients = _aten.convolution_backward.default(
                 gradient, data, weight, ctx.bias_shape, g.stride, g.padding, g.dilation, g.transposed,
                 g.output_padding, g.groups, mask,
             )  # fmt: skip
-        return (*(one if wanted else None for one, wanted in zip(found, mask)), None, None)
+        return (*(part if wanted else None for part, wanted in zip(gradients, mask)), None, None)
 
 
 def convolution_call(graph: Graph, node: Node, kernel: Kernel) -> Call:
@@ -113,8 +113,10 @@ def by_groups(
     """A convolution in groups as that many dense ones in channels_last, one after another."""
     biases = [None] * groups if bias is None else bias.chunk(groups)
     made = [
-        torch.conv2d(part.contiguous(memory_format=torch.channels_last), own, one, stride, padding, dilation)
-        for part, own, one in zip(data.chunk(groups, 1), weight.chunk(groups), biases, strict=True)
+        torch.conv2d(
+            part.contiguous(memory_format=torch.channels_last), group_weight, group_bias, stride, padding, dilation
+        )
+        for part, group_weight, group_bias in zip(data.chunk(groups, 1), weight.chunk(groups), biases, strict=True)
     ]
     return torch.cat(made, 1)
 

@@ -91,13 +91,13 @@ def _attached(graph: Graph) -> frozenset[int]:
     if not graph.penalties:
         return frozenset()
     needed = set(tree_leaves(graph.output_tree))
-    found = []
+    places = []
     for index, node in reversed(list(enumerate(graph.nodes))):
         if node.updates or any(spec.name in needed for spec in node.outputs):
             needed.update(values_of(node))
         else:
-            found.append(index)
-    return frozenset(found)
+            places.append(index)
+    return frozenset(places)
 
 
 def fingerprint(graph: Graph) -> str:
@@ -113,13 +113,13 @@ def fingerprint(graph: Graph) -> str:
 def _differentiable(graph: Graph) -> set[str]:
     """Tensors that depend on a trainable weight through differentiable operators."""
     trainable = {spec.name for spec in graph.weights if spec.trainable}
-    found: set[str] = set()
+    names: set[str] = set()
     for node in graph.nodes:
         if node.target.startswith("aten.detach") or node.updates or node.without_gradient:
             continue
-        if any(name in trainable for name in weights_of(node)) or any(name in found for name in values_of(node)):
-            found.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
-    return found
+        if any(name in trainable for name in weights_of(node)) or any(name in names for name in values_of(node)):
+            names.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
+    return names
 
 
 def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:

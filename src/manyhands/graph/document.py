@@ -55,8 +55,8 @@ def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
     check_state(graph, state)
     loss = graph.loss
     if loss is not None:
-        own = {name.removeprefix(LOSS_PREFIX): t for name, t in state.items() if name.startswith(LOSS_PREFIX)}
-        loss = msgspec.structs.replace(loss, state=own)
+        loss_state = {name.removeprefix(LOSS_PREFIX): t for name, t in state.items() if name.startswith(LOSS_PREFIX)}
+        loss = msgspec.structs.replace(loss, state=loss_state)
     main = {spec.name: state[spec.name] for spec in graph.weights}
     graph = msgspec.structs.replace(graph, state=main, loss=loss)
     check_graph(graph)

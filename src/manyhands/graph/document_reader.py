@@ -77,14 +77,14 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 def weights_in(graph: Graph) -> dict[str, WeightSpec]:
     """Every weight of the graph and its loss under the name it is stored by."""
-    found = {spec.name: spec for spec in graph.weights}
+    specs = {spec.name: spec for spec in graph.weights}
     if graph.loss is not None:
         for spec in graph.loss.weights:
             key = LOSS_PREFIX + spec.name
-            if key in found:
+            if key in specs:
                 raise BadGraph(f"Weight {key!r:.120} is named like a weight of the loss.")
-            found[key] = spec
-    return found
+            specs[key] = spec
+    return specs
 
 
 def read_document(document: object) -> Graph:
@@ -117,11 +117,11 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         check_name(alias, f"alias {alias!r:.80}")
         if alias in weights or name not in weights:
             refuse(f"alias {alias!r:.80}", f"stands for {name!r:.80}; it must be a new name for a known weight")
-    known = _inputs(raw, weights)
-    nodes = _nodes(raw.nodes, known, weights)
+    tensors = _inputs(raw, weights)
+    nodes = _nodes(raw.nodes, tensors, weights)
     for place, leaves in (("output_tree", _leaves(raw.output_tree, "output_tree")), ("penalties", raw.penalties)):
         for leaf in leaves:
-            if leaf not in known:
+            if leaf not in tensors:
                 refuse(place, f"{leaf!r:.80} is no tensor of the graph")
     if raw.loss is not None and is_loss:
         refuse("loss", "a loss has no loss of its own")
@@ -147,36 +147,36 @@ def _loss_combination(raw: _Document) -> LossCombination | Literal[""]:
         if raw.loss_combination:
             refuse("loss_combination", f"{raw.loss_combination!r:.80} of a graph without a loss")
         return ""
-    known: tuple[LossCombination, ...] = get_args(LossCombination)
-    for one in known:
-        if raw.loss_combination == one:
-            return one
+    choices: tuple[LossCombination, ...] = get_args(LossCombination)
+    for choice in choices:
+        if raw.loss_combination == choice:
+            return choice
     if raw.loss_combination:
-        refuse("loss_combination", f"{raw.loss_combination!r:.80} is none of {', '.join(known)}")
+        refuse("loss_combination", f"{raw.loss_combination!r:.80} is none of {', '.join(choices)}")
     return "whole"
 
 
 def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:
-    found: dict[str, WeightSpec] = {}
+    by_name: dict[str, WeightSpec] = {}
     for spec in specs:
         place = f"weight {spec.name!r:.80}"
         check_name(spec.name, place)
-        if spec.name in found:
+        if spec.name in by_name:
             refuse(place, "is named twice")
         check_tensor(spec, place)
         if spec.trainable and (spec.buffer or not spec.dtype.startswith(("float", "bfloat", "complex"))):
             refuse(place, f"cannot be trained (buffer={spec.buffer}, dtype={spec.dtype})")
-        found[spec.name] = spec
-    return found
+        by_name[spec.name] = spec
+    return by_name
 
 
 def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, TensorSpec]:
     """The graph's inputs by name; they must be the leaves of the input tree."""
-    known: dict[str, TensorSpec] = {}
+    tensors: dict[str, TensorSpec] = {}
     check_count(len(raw.inputs), LARGEST_LIST, "inputs")
     for spec in raw.inputs:
         place = f"input {spec.name!r:.80}"
-        _check_output(spec, known, place)
+        _check_output(spec, tensors, place)
         if spec.batch_axis is not None and spec.rows_per_sample != 1:
             refuse(place, f"has {spec.rows_per_sample} rows per sample; an input has 1")
     if not any(spec.batch_axis is not None for spec in raw.inputs):
@@ -185,34 +185,34 @@ def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, Tens
     if len(tree) != 2 or not isinstance(tree[0], list) or not isinstance(tree[1], dict):
         refuse("input_tree", "must be a list of positional inputs and a dict of keyword inputs")
     leaves = _leaves(tree, "input_tree")
-    if sorted(leaves) != sorted(known):
-        refuse("input_tree", f"its leaves {leaves!r:.160} are not the inputs {list(known)!r:.160}, each once")
-    return known
+    if sorted(leaves) != sorted(tensors):
+        refuse("input_tree", f"its leaves {leaves!r:.160} are not the inputs {list(tensors)!r:.160}, each once")
+    return tensors
 
 
-def _nodes(raw: list[_Node], known: dict[str, TensorSpec], weights: Mapping[str, WeightSpec]) -> tuple[Node, ...]:
+def _nodes(raw: list[_Node], tensors: dict[str, TensorSpec], weights: Mapping[str, WeightSpec]) -> tuple[Node, ...]:
     """The nodes in order; `known` grows by what they make."""
     nodes: list[Node] = []
     names: set[str] = set()
-    for one in raw:
-        place = f"node {one.name!r:.80}"
-        check_name(one.name, place)
-        if one.name in names:
+    for raw_node in raw:
+        place = f"node {raw_node.name!r:.80}"
+        check_name(raw_node.name, place)
+        if raw_node.name in names:
             refuse(place, "is named twice")
-        names.add(one.name)
-        node = _node(one, place)
+        names.add(raw_node.name)
+        node = _node(raw_node, place)
         for name in values_of(node):
-            if name not in known:
+            if name not in tensors:
                 refuse(place, f"reads {name!r:.80}, which no node before it makes")
         for name in weights_of(node):
             if name not in weights:
                 refuse(place, f"reads weight {name!r:.80}, which the graph does not have")
         _check_writes(node, weights, place)
-        own = {} if node.updates else known  # what a buffer's update returns is not there in evaluation
+        target = {} if node.updates else tensors  # what a buffer's update returns is not there in evaluation
         for spec in node.outputs:
-            if spec.name in known:
+            if spec.name in tensors:
                 refuse(place, f"makes {spec.name!r:.80}, which is already made")
-            _check_output(spec, own, place)
+            _check_output(spec, target, place)
         nodes.append(node)
     return tuple(nodes)
 
@@ -227,16 +227,16 @@ def _node(raw: _Node, place: str) -> Node:
         refuse(place, f"option {sorted(refused)[0]!r} is not taken")
     schema = ops.resolve(raw.target)._schema
     returns = schema.returns
-    several = len(returns) > 1 or str(returns[0].type) != "Tensor"
+    is_list = len(returns) > 1 or str(returns[0].type) != "Tensor"
     check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
-    wanted = len(returns) if len(returns) > 1 else len(raw.outputs) if several else 1
-    if raw.several != several or len(raw.outputs) != wanted or not raw.outputs:
+    wanted = len(returns) if len(returns) > 1 else len(raw.outputs) if is_list else 1
+    if raw.several != is_list or len(raw.outputs) != wanted or not raw.outputs:
         refuse(place, f"says {len(raw.outputs)} outputs (several={raw.several}); {raw.target} returns "
-                f"{wanted or 'some'} (several={several})")  # fmt: skip
+                f"{wanted or 'some'} (several={is_list})")  # fmt: skip
     room = [LARGEST_LIST]
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
     options = {key: _argument(item, room, 0, raw.target, place) for key, item in raw.options.items()}
-    node = Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), several, raw.in_place, raw.updates,
+    node = Node(raw.name, raw.target, arguments, options, tuple(raw.outputs), is_list, raw.in_place, raw.updates,
                 raw.module, raw.where, raw.without_gradient)  # fmt: skip
     check_types(node, place)
     return node
@@ -305,14 +305,14 @@ def _check_writes(node: Node, weights: Mapping[str, WeightSpec], place: str) -> 
             refuse(place, "the running statistics of a normalisation must be buffers")
 
 
-def _check_output(spec: TensorSpec, known: dict[str, TensorSpec], place: str) -> None:
+def _check_output(spec: TensorSpec, tensors: dict[str, TensorSpec], place: str) -> None:
     check_name(spec.name, place)
-    if spec.name in known:
+    if spec.name in tensors:
         refuse(place, f"{spec.name!r:.80} is named twice")
     check_tensor(spec, place)
     if spec.batch_axis is not None and not 0 <= spec.batch_axis < len(spec.shape):
         refuse(place, f"batch_axis {spec.batch_axis} of a tensor with {len(spec.shape)} axes")
-    known[spec.name] = spec
+    tensors[spec.name] = spec
 
 
 def _leaves(tree: Any, place: str) -> list[str]:

@@ -52,8 +52,8 @@ class _Flat(nn.Module):
         positional, keywords = (tree_map(by_name.__getitem__, tree) for tree in self.trees)
         before = [(path, child, dict(child._buffers)) for path, child in self.inner.named_modules()]
         output = self.inner(*positional, **keywords)
-        found: list[torch.Tensor] = []
-        tree = flattened(output, found, "the output")
+        tensors: list[torch.Tensor] = []
+        tree = flattened(output, tensors, "the output")
         assigned: list[str] = []
         for path, child, old in before:
             for key, tensor in old.items():
@@ -61,10 +61,10 @@ class _Flat(nn.Module):
                 if new is not tensor:
                     name = f"{path}.{key}" if path else key
                     child._buffers[key] = tensor
-                    found.append(_new_buffer(name, tensor, new))
+                    tensors.append(_new_buffer(name, tensor, new))
                     assigned.append(name)
         self.note(tree, assigned)
-        return tuple(found)
+        return tuple(tensors)
 
 
 def _new_buffer(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
@@ -129,11 +129,13 @@ def export_module(
     batch = batch_of(leaves)
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
     # torch.export makes sizes 0 and 1 special, and a size that equals the batch by chance would be mistaken for it.
-    examples = [resized(leaf, exported_samples(batch)) if own else leaf for leaf, own in zip(leaves, has_batch)]
+    examples = [
+        resized(leaf, exported_samples(batch)) if is_batched else leaf for leaf, is_batched in zip(leaves, has_batch)
+    ]
     returned: list[tuple[Any, list[str]]] = []
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)))
     dimension = torch.export.Dim("batch")
-    shapes = tuple({0: dimension} if own else {} for own in has_batch)
+    shapes = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
     try:
         with custom_functions.with_gradients(functions):
             program = quiet_export(flat, tuple(examples), shapes)

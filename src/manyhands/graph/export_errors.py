@@ -25,7 +25,7 @@ def explain(
     frames = list(user_frames(error))
     # Frames below the call of capture() itself are the caller's; the user's forward comes after torch's.
     inside = [frame for frame in frames if is_loss or frame.name == "forward" or frame.filename == source]
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if inside:
         frame = frames[-1] if frames[-1].filename == inside[-1].filename else inside[-1]
         text = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
@@ -35,7 +35,7 @@ def explain(
     else:
         is_own = source and not is_library(source)
         place = f"{source}:{inspect.getsourcelines(forward)[1]}, in {type(module).__name__}.forward" if is_own else ""
-    depends = fixed or any(name in type(one).__name__ for one in causes(error) for name in _DEPENDS)
+    depends = fixed or any(name in type(cause).__name__ for cause in causes(error) for name in _DEPENDS)
     if depends or any(text in str(error) for text in ("Constraints violated", "data-dependent", "dynamic shape")):
         hint = (
             "Python control flow that depends on tensor values, or a fixed batch size, cannot be captured. "
@@ -49,4 +49,4 @@ def explain(
     else:
         hint = f"Does {'the loss' if is_loss else 'the module'} itself run on {given}, as the data gives it?"
     what = "the loss" if is_loss else type(module).__name__
-    return CaptureFailed(f"torch.export cannot capture {what}: {said}{at(place)}", hint=hint)
+    return CaptureFailed(f"torch.export cannot capture {what}: {reason}{at(place)}", hint=hint)

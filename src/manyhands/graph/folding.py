@@ -48,10 +48,12 @@ def at_rest(graph: Graph) -> Graph:
 def _may_fold(graph: Graph, maker: Node, norm: Node, uses: Counter[str]) -> bool:
     if norm.target != "aten.batch_norm.default" or maker.target not in ops.CONVOLUTION or "transpose" in maker.target:
         return False
-    if maker.outputs[0].name in graph.outputs or not all(isinstance(one, Weight) for one in norm.arguments[1:5]):
+    if maker.outputs[0].name in graph.outputs or not all(
+        isinstance(argument, Weight) for argument in norm.arguments[1:5]
+    ):
         return False
     weights = (*weights_of(maker), *weights_of(norm))
-    given = all(one is None or isinstance(one, Weight) for one in maker.arguments[1:3])
+    given = all(argument is None or isinstance(argument, Weight) for argument in maker.arguments[1:3])
     return given and isinstance(maker.arguments[1], Weight) and all(uses[name] == 1 for name in weights)
 
 

@@ -111,7 +111,7 @@ def _joins(
     counts = Counter(name for node in nodes for name in values_of(node))
     reader = {name: node for node in nodes for name in values_of(node)}
     made_at = {spec.name: index for index, node in enumerate(nodes) for spec in node.outputs}
-    found: dict[str, _Join] = {}
+    joins: dict[str, _Join] = {}
     gone: set[str] = set()
 
     def only_reader(made: TensorSpec) -> Node | None:
@@ -135,8 +135,8 @@ def _joins(
         bias = node.arguments[2] if len(node.arguments) > 2 else None
         arguments = (*node.arguments[:2], bias, *([Value(other)] if other else []))
         joined = msgspec.structs.replace(node, arguments=arguments, outputs=last.outputs)
-        found[node.name] = _Join(joined, packed, activation, other)
-    return found, gone
+        joins[node.name] = _Join(joined, packed, activation, other)
+    return joins, gone
 
 
 @cache
@@ -161,7 +161,7 @@ def _added(node: Node, made: TensorSpec, specs: Mapping[str, TensorSpec]) -> str
     """What an operator adds to `made`, of the same shape and type; nothing where it does something else."""
     if node.target != _ADD or node.options or len(node.arguments) != 2:
         return ""
-    names = [one.name for one in node.arguments if isinstance(one, Value)]
+    names = [argument.name for argument in node.arguments if isinstance(argument, Value)]
     others = [name for name in names if name != made.name]
     if len(names) != 2 or len(others) != 1:
         return ""
@@ -171,7 +171,7 @@ def _added(node: Node, made: TensorSpec, specs: Mapping[str, TensorSpec]) -> str
 
 
 def _is_line(node: Node) -> bool:
-    return node.target in _POST_OPERATIONS and all(isinstance(one, (int, float)) for one in node.arguments[1:])
+    return node.target in _POST_OPERATIONS and all(isinstance(number, (int, float)) for number in node.arguments[1:])
 
 
 def _post_operation(activation: Node) -> tuple[str, list[float]]:

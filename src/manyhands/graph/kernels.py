@@ -52,8 +52,8 @@ def takes_product(graph: Graph, node: Node) -> bool:
     shape = graph.network.weights[weight_name(node)].shape
     if math.prod(shape[2:]) > 1:
         return False
-    found = geometry_of(node, shape)
-    return found.groups == 1 and set(found.stride) == {1} and not any(found.padding)
+    geometry = geometry_of(node, shape)
+    return geometry.groups == 1 and set(geometry.stride) == {1} and not any(geometry.padding)
 
 
 def packable(graph: Graph) -> frozenset[str]:

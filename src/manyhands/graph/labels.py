@@ -53,7 +53,7 @@ def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
     specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
     makers = {spec.name: node for node in loss.nodes for spec in node.outputs}
     targets = set(tree_leaves(loss.input_tree[0][1]))
-    found: dict[ClassLabels, None] = {}
+    labels: dict[ClassLabels, None] = {}
     for node in loss.nodes:
         if node.target.split(".")[1] not in CLASS_LOSSES:
             continue
@@ -69,8 +69,8 @@ def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
         while name in makers and makers[name].target.split(".")[1] in _WHOLE_VIEWS:
             name = values_of(makers[name])[0]
         if name in targets:
-            found[ClassLabels(name, shape[1], ignored)] = None
-    return tuple(found)
+            labels[ClassLabels(name, shape[1], ignored)] = None
+    return tuple(labels)
 
 
 def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
@@ -83,18 +83,18 @@ def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
 
 def check_leaves(labels: tuple[ClassLabels, ...], given: Mapping[str, Any], which: str) -> None:
     """The same for targets by the names of the loss's inputs."""
-    for one in labels:
-        wrong = one.wrong(given[one.leaf])
+    for part in labels:
+        wrong = part.wrong(given[part.leaf])
         if wrong is not None:
             sample, label = wrong
             hint = f"Number the classes from 0, or give the network {label + 1} outputs."
             if label < 0:
-                hint = f"Number the classes from 0; what is to be left out has the label {one.ignored} (ignore_index)."
-            if given[one.leaf].dim() == 1:
-                found = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {one.outputs}]"
-                hint += f" All of them, of a data set of pairs: {found}"
+                hint = f"Number the classes from 0; what is to be left out has the label {part.ignored} (ignore_index)."
+            if given[part.leaf].dim() == 1:
+                expression = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {part.outputs}]"
+                hint += f" All of them, of a data set of pairs: {expression}"
             raise BadData(
-                f"{which}: sample {sample} has the label {label}; the network has {one.outputs} outputs, for labels "
-                f"from 0 to {one.outputs - 1}.",
+                f"{which}: sample {sample} has the label {label}; the network has {part.outputs} outputs, for labels "
+                f"from 0 to {part.outputs - 1}.",
                 hint=hint,
             )

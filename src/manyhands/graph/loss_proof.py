@@ -135,27 +135,27 @@ class LossProof:
             return _Kind("fixed", 1)
         if isinstance(argument, Weight):
             tensor = self.loss.state.get(argument.name)
-            known = tensor is not None and not tensor.is_meta and not tensor.requires_grad
-            return _Kind("fixed", is_zero=known and tensor is not None and not bool(tensor.any()))
+            is_constant = tensor is not None and not tensor.is_meta and not tensor.requires_grad
+            return _Kind("fixed", is_zero=is_constant and tensor is not None and not bool(tensor.any()))
         is_number = isinstance(argument, (int, float, Special))
         return _Kind("fixed", is_zero=argument == 0) if is_number else None
 
     def _operands(self, node: Node) -> tuple[_Kind, _Kind] | None:
-        one, other = self._operand(node.arguments[0]), self._operand(node.arguments[1])
-        if one is None or other is None or "numbers" in (one.what, other.what):
+        first, second = self._operand(node.arguments[0]), self._operand(node.arguments[1])
+        if first is None or second is None or "numbers" in (first.what, second.what):
             return None
-        return one, other
+        return first, second
 
     def _product(self, node: Node, sign: int) -> _Kind | None:
         operands = self._operands(node)
         if operands is None:
             return None
-        one, other = operands
-        power = one.power + sign * other.power
-        if "sum" in (one.what, other.what):
-            is_scaled = other.what == "fixed" or (sign == 1 and one.what == "fixed")
+        first, second = operands
+        power = first.power + sign * second.power
+        if "sum" in (first.what, second.what):
+            is_scaled = second.what == "fixed" or (sign == 1 and first.what == "fixed")
             return _Kind("sum", power) if is_scaled else None
-        return _Kind("each" if "each" in (one.what, other.what) else "fixed", power)
+        return _Kind("each" if "each" in (first.what, second.what) else "fixed", power)
 
     def _total(self, node: Node) -> _Kind | None:
         """A sum of two. What is fixed is a mean over the samples of itself, or N times itself a sum."""
@@ -163,18 +163,18 @@ class LossProof:
         alpha = node.arguments[2] if len(node.arguments) > 2 else node.options.get("alpha", 1)
         if operands is None or not isinstance(alpha, (int, float)):
             return None
-        one, other = operands
-        for kind, rest in ((one, other), (other, one)):
+        first, second = operands
+        for kind, rest in ((first, second), (second, first)):
             if kind.what == "fixed" and kind.is_zero:
                 return rest
-        if "sum" in (one.what, other.what):
-            if "each" in (one.what, other.what):
+        if "sum" in (first.what, second.what):
+            if "each" in (first.what, second.what):
                 return None
             powers = {kind.power - (kind.what == "fixed") for kind in operands}
             return _Kind("sum", powers.pop()) if len(powers) == 1 else None
-        if one.power != other.power:
+        if first.power != second.power:
             return None
-        return _Kind("each" if "each" in (one.what, other.what) else "fixed", one.power)
+        return _Kind("each" if "each" in (first.what, second.what) else "fixed", first.power)
 
     def _linear(self, node: Node, kind: _Kind, mixes: bool) -> _Kind | None:
         name, output = node.target.split(".")[1], node.outputs[0]

@@ -90,10 +90,10 @@ def _adds_up(
     samples = sum(len(rows) for rows in shares)
     total, size = 0.0, abs(whole.value)
     for rows in shares:
-        own = {
+        share = {
             name: tensor if piece.specs[name].batch_axis is None else tensor[rows] for name, tensor in values.items()
         }
-        result = _run(piece, own, of_outputs, len(rows))
+        result = _run(piece, share, of_outputs, len(rows))
         if result is None:
             return False
         factor = len(rows) / samples if claim == "mean" else 1.0
@@ -111,16 +111,16 @@ def _adds_up(
 def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str], samples: int) -> _Result | None:
     """The loss and its gradients for the outputs; None where it raises or is no number."""
     entered = {name: tensor.detach() for name, tensor in values.items()}
-    asked = {name: t.requires_grad_() for name, t in entered.items() if name in of_outputs and t.is_floating_point()}
+    inputs = {name: t.requires_grad_() for name, t in entered.items() if name in of_outputs and t.is_floating_point()}
     try:
         with torch.enable_grad():
             value = piece(entered, Context(samples=samples))[piece.graph.outputs[0]]
-            found: Sequence[torch.Tensor | None] = [None] * len(asked)
-            if value.requires_grad and asked:
-                found = torch.autograd.grad(value, list(asked.values()), allow_unused=True)
+            results: Sequence[torch.Tensor | None] = [None] * len(inputs)
+            if value.requires_grad and inputs:
+                results = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
     except Exception:  # the loss is the user's: it may refuse drawn numbers, or a share of one sample, in any way
         return None
-    gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(asked.items(), found, strict=True)}
+    gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(inputs.items(), results, strict=True)}
     number = float(value.detach())
     totals = [float(gradient.sum()) for gradient in gradients.values()]  # of which one is no number if any element is
     return _Result(number, gradients) if all(map(math.isfinite, (number, *totals))) else None

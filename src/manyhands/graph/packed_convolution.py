@@ -26,8 +26,8 @@ def can_pack() -> bool:
     data, weight, ones = torch.ones(1, 4, 3, 3), torch.ones(4, 2, 2, 2), [1, 1]
     try:
         packed = _onednn._reorder_convolution_weight(weight, [0, 0], ones, ones, 2, [1, 4, 3, 3])
-        found = _onednn._convolution_pointwise.default(data, packed, None, [0, 0], ones, ones, 2, "none", [], "")
-        return bool((found == 8).all()) and torch.equal(packed.to_dense(), weight)
+        result = _onednn._convolution_pointwise.default(data, packed, None, [0, 0], ones, ones, 2, "none", [], "")
+        return bool((result == 8).all()) and torch.equal(packed.to_dense(), weight)
     except (AttributeError, RuntimeError):
         return False
 

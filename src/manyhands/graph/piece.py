@@ -124,26 +124,26 @@ class Piece:
 
     def steps(self, training: bool, moves_buffers: bool = True) -> tuple[CompiledNode, ...]:
         """The compiled calls for training or evaluation."""
-        found = self._steps.get((training, moves_buffers))
-        if found is None:
-            found = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
+        compiled = self._steps.get((training, moves_buffers))
+        if compiled is None:
+            compiled = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
             self._template = None
-        return found
+        return compiled
 
     def _without_counting(
         self, training: bool, moves_buffers: bool
     ) -> tuple[tuple[CompiledNode, ...], tuple[int, ...]]:
         """The steps but for those that count batches in a buffer which nothing else reads, and where these buffers are:
         all are counted up at once."""
-        found = self._counted.get((training, moves_buffers))
-        if found is None:
+        split = self._counted.get((training, moves_buffers))
+        if split is None:
             steps, names = self.steps(training, moves_buffers), set(counters(self.nodes, self.outputs).values())
             rest = tuple(step for step in steps if step.node.updates not in names)
             counted = (step.node.updates for step in steps if step.node.updates in names)
-            found = self._counted[training, moves_buffers] = (
+            split = self._counted[training, moves_buffers] = (
                 rest, tuple(self._slots.of(_weight_slot(name)) for name in counted)
             )  # fmt: skip
-        return found
+        return split
 
     def fresh_slots(self) -> list[Any]:
         """The list of values before a run: weights in place, the rest empty."""
@@ -162,14 +162,14 @@ class Piece:
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
         """How many samples the given inputs hold; all must agree."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name in self.inputs:
             spec = self.specs[name]
             if spec.batch_axis is not None:
-                found[name] = values[name].shape[spec.batch_axis] // spec.rows_per_sample
-        if len(set(found.values())) > 1:
-            raise BadValue(f"The inputs disagree on the number of samples: {found}.")
-        return next(iter(found.values()), 1)
+                counts[name] = values[name].shape[spec.batch_axis] // spec.rows_per_sample
+        if len(set(counts.values())) > 1:
+            raise BadValue(f"The inputs disagree on the number of samples: {counts}.")
+        return next(iter(counts.values()), 1)
 
     def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
         """Run the piece on the tensors that enter it; returns the tensors that leave it."""

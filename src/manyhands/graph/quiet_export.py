@@ -36,12 +36,12 @@ def only_listener(listener: logging.Handler) -> Iterator[None]:
     for other, _ in others:
         other.disabled = True
     parent = logging.getLogger("torch")  # loggers made meanwhile hand what they hear to it
-    heard = (parent.handlers, parent.propagate)
+    parent_before = (parent.handlers, parent.propagate)
     parent.handlers, parent.propagate = [logging.NullHandler()], False
     try:
         yield
     finally:
-        parent.handlers, parent.propagate = heard
+        parent.handlers, parent.propagate = parent_before
         for other, disabled in others:
             other.disabled = disabled
         logger.handlers, logger.propagate = before[0], before[2]
@@ -57,8 +57,10 @@ class _BatchFixed(logging.Handler):
         if "set_replacement" in record.getMessage() and _is_number(record.args):
             stack = traceback.extract_stack()
             begins = max((i for i, frame in enumerate(stack) if frame.name == quiet_export.__name__), default=0)
-            own = [frame for frame in stack[begins:] if not is_library(frame.filename)]  # not who called capture
-            inside = [frame for frame in own if frame.name != "<module>"]
+            user_frames = [
+                frame for frame in stack[begins:] if not is_library(frame.filename)
+            ]  # not who called capture
+            inside = [frame for frame in user_frames if frame.name != "<module>"]
             if inside:
                 self.place = f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}:\n    {inside[-1].line}"
 

@@ -30,14 +30,14 @@ def _places(nodes: Sequence[Node], groups: Sequence[Collection[str]]) -> list[in
     allowed: list[frozenset[int]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
-        own = everybody
+        possible = everybody
         for name in values_of(node):
             if name in made:
                 readers[made[name]].append(index)
-                own &= allowed[made[name]]
+                possible &= allowed[made[name]]
             else:
-                own &= frozenset(place for place, group in enumerate(groups) if name in group)
-        allowed.append(own)
+                possible &= frozenset(place for place, group in enumerate(groups) if name in group)
+        allowed.append(possible)
     places = [len(groups)] * len(nodes)
     later = len(groups)
     for index in reversed(range(len(nodes))):

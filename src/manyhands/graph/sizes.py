@@ -33,7 +33,7 @@ def sized(value: Any, where: str) -> int | SampleCount:
 
 def output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
     if isinstance(value, (tuple, list)):
-        return tuple(spec_of(f"{name}:{i}", one, where) for i, one in enumerate(value))
+        return tuple(spec_of(f"{name}:{i}", item, where) for i, item in enumerate(value))
     return (spec_of(name, value, where),)
 
 

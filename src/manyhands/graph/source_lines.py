@@ -20,18 +20,18 @@ def _own_frames(node: Any) -> list[tuple[str, str]]:
 
 def line_of(node: Any) -> str:
     """The whole path and the text of the user's line; else the layer's name."""
-    own = _own_frames(node)
-    if not own:
+    frames = _own_frames(node)
+    if not frames:
         return f"layer '{where}'" if (where := place_of(node)) else ""
-    file, line = own[-1]
+    file, line = frames[-1]
     text = linecache.getline(file, int(line)).strip()
     return f"{file}:{line}:\n    {text}" if text else f"{file}:{line}"
 
 
 def place_of(node: Any) -> str:
     """'FILE:LINE' of the innermost frame that is not torch's; else the path of the child module, or ''."""
-    own = _own_frames(node)
-    if own:
-        return f"{Path(own[-1][0]).name}:{own[-1][1]}"
+    frames = _own_frames(node)
+    if frames:
+        return f"{Path(frames[-1][0]).name}:{frames[-1][1]}"
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0].removeprefix("inner").removeprefix(".") if stack else ""

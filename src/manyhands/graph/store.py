@@ -71,12 +71,12 @@ def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     plain: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
-            own = own.clone()
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != copy.nbytes:
+            copy = copy.clone()
         seen.add(storage.data_ptr())
-        plain[name] = own
+        plain[name] = copy
     return plain
 
 

@@ -40,11 +40,11 @@ def bind_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
 
 def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
     """The tensors of `value` by the names that stand in the same places of `tree`."""
-    found: dict[str, torch.Tensor] = {}
+    bound: dict[str, torch.Tensor] = {}
 
     def visit(tree: Any, value: Any) -> None:
         if isinstance(tree, str):
-            found[tree] = value
+            bound[tree] = value
         elif isinstance(tree, dict):
             for key, item in tree.items():
                 visit(item, value[key])
@@ -53,7 +53,7 @@ def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
                 visit(item, part)
 
     visit(tree, value)
-    return found
+    return bound
 
 
 def forward(

@@ -45,8 +45,8 @@ def as_many(target: Any, example_batch: Any) -> Any:
     batch = batch_of(given)
     leaves: list[torch.Tensor] = []
     tree = flattened(target, leaves, "the target")
-    own = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
-    sized = [resized(leaf, exported_samples(batch)) if o else leaf for leaf, o in zip(leaves, own)]
+    is_batched = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
+    sized = [resized(leaf, exported_samples(batch)) if o else leaf for leaf, o in zip(leaves, is_batched)]
     return tree_map(lambda leaf: sized[int(leaf[1:])], tree)
 
 
@@ -59,8 +59,8 @@ def resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:
 def example_outputs(program: Any, tree: Any, extra: int) -> Any:
     """Zero tensors shaped as the module's outputs, for capturing the loss."""
     output = next(node for node in program.graph.nodes if node.op == "output")
-    found = output.args[0][: len(output.args[0]) - extra]
-    metas = [node.meta["val"] for node in found][-len(list(tree_leaves(tree))) :]
+    nodes = output.args[0][: len(output.args[0]) - extra]
+    metas = [node.meta["val"] for node in nodes][-len(list(tree_leaves(tree))) :]
     examples = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
     return tree_map(lambda leaf: examples[int(leaf[1:])], tree)
 

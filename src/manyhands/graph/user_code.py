@@ -13,8 +13,8 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
     """Frames of the user's own code in an exception and its causes, innermost last."""
-    for one in reversed(causes(error)):
-        for frame in traceback.extract_tb(one.__traceback__):
+    for cause in reversed(causes(error)):
+        for frame in traceback.extract_tb(cause.__traceback__):
             if not is_library(frame.filename):
                 yield frame
 

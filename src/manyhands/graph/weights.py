@@ -33,9 +33,9 @@ class Weights:
     @classmethod
     def shared(cls, graph: Graph, module: nn.Module) -> Weights:
         """The module's own parameters and buffers: training the graph trains the module."""
-        found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        found.update(module.named_buffers(remove_duplicate=False))
-        tensors = {spec.name: found.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
+        tensors_here: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors_here.update(module.named_buffers(remove_duplicate=False))
+        tensors = {spec.name: tensors_here.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
         return cls(tensors, next((tensor.device for tensor in tensors.values()), "cpu"))
 
     def trainable(self) -> dict[str, torch.Tensor]:
@@ -44,14 +44,14 @@ class Weights:
     @torch.no_grad()
     def load_into(self, module: nn.Module, graph: Graph) -> None:
         """Copy parameters and buffers back into a module of the same structure."""
-        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        own.update(module.named_buffers(remove_duplicate=False))
+        targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        targets.update(module.named_buffers(remove_duplicate=False))
         for name, tensor in self.tensors.items():
-            if name in own:
-                own[name].copy_(tensor)
+            if name in targets:
+                targets[name].copy_(tensor)
         for alias, name in graph.aliases.items():
-            if alias in own:
-                own[alias].copy_(self.tensors[name])
+            if alias in targets:
+                targets[alias].copy_(self.tensors[name])
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def masked_fill(
 ) -> tuple[str, tuple[Argument, ...]]:
     """`x[mask] = number` is a masked fill; any other write at computed places has no operator on the list."""
     written, indices, value, *rest = arguments
-    specs = [state.specs[one.name] for one in (written, *indices) if isinstance(one, Value)]
+    specs = [state.specs[argument.name] for argument in (written, *indices) if isinstance(argument, Value)]
     if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(rest):
         whole, mask = specs
         if mask.dtype == "bool" and (mask.shape, mask.batch_axis) == (whole.shape, whole.batch_axis):
@@ -115,8 +115,8 @@ def assign_buffer(node: Any, name: str, state: Conversion) -> None:
         )
     if name not in state.buffers:
         raise CaptureFailed(f"The module assigns '{name}', which is another buffer under a second name.{at(where)}")
-    reads = [i for i, one in enumerate(state.nodes) if name in weights_of(one)]
-    made = [i for i, one in enumerate(state.nodes) if record.name in {spec.name for spec in one.outputs}]
+    reads = [i for i, other in enumerate(state.nodes) if name in weights_of(other)]
+    made = [i for i, other in enumerate(state.nodes) if record.name in {spec.name for spec in other.outputs}]
     spec = spec_of(f"{name}.assigned", node.meta["val"], where)
     state.nodes.insert(
         max([-1, *reads, *made]) + 1,
@@ -133,8 +133,8 @@ def check_no_other_view(node: Any, name: str, where: str, state: Conversion) -> 
         following = start.next
         while following.op != "root":
             for used in following.all_input_nodes:
-                for one in records(state.arguments.get(prefix + used.name)):
-                    if isinstance(one, Value) and one.name in shared:
+                for reader in records(state.arguments.get(prefix + used.name)):
+                    if isinstance(reader, Value) and reader.name in shared:
                         raise CaptureFailed(
                             f"{node.target} writes in place to memory that is read later under another name."
                             f"{at(where)}",

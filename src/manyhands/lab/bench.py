@@ -82,7 +82,7 @@ def _rates(rates: tuple[float, ...], say: Say) -> Figures:
                     statistics.median(measure.rate(lab, *ends, rate * _MBIT) / _MBIT for _ in range(repeats))
                     for ends in (("a", "b"), ("b", "a"))
                 ]
-                error = max(abs(one - rate) / rate for one in got)
+                error = max(abs(measured - rate) / rate for measured in got)
                 figures[f"rate_got_mbit_{rate:g}_delay_{delay_ms}ms"] = min(got)
                 worst = max(worst, error)
     return {"rate_error": worst, **figures}
@@ -178,17 +178,17 @@ def _leftovers(say: Say) -> Figures:
 
 def _remains() -> list[str]:
     """Namespaces, groups, records and processes that bear the lab's name."""
-    found = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
-    found += [f"group {device}" for device in groups.find().devices(_NAME)]
-    found += [f"record {name}" for name in record.names() if name == _NAME]
-    found += [f"lab {name}" for name in labs() if name == _NAME]
-    return found + [f"process {pid}" for pid in _supervisors()]
+    remains = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
+    remains += [f"group {device}" for device in groups.find().devices(_NAME)]
+    remains += [f"record {name}" for name in record.names() if name == _NAME]
+    remains += [f"lab {name}" for name in labs() if name == _NAME]
+    return remains + [f"process {pid}" for pid in _supervisors()]
 
 
 def _supervisors() -> list[int]:
-    found = []
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "manyhands.lab.supervisor" in words and _NAME in words:
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids

@@ -145,12 +145,12 @@ class ControlGroups(ABC):
 
     def processes(self, lab: str, device: str) -> list[int]:
         """The ids of the processes inside; empty also where there is no such group."""
-        found: set[int] = set()
+        pids: set[int] = set()
         for root in self._roots:
             for folder in folders_below(self._folder(root, lab, device)):
                 with contextlib.suppress(OSError):
-                    found.update(int(word) for word in (folder / "cgroup.procs").read_text().split())
-        return sorted(found - {0})  # 0: one that this process may not see; to kill it would mean to kill ourselves
+                    pids.update(int(word) for word in (folder / "cgroup.procs").read_text().split())
+        return sorted(pids - {0})  # 0: one that this process may not see; to kill it would mean to kill ourselves
 
     def kill(self, lab: str, device: str) -> None:
         """End everything inside by SIGKILL, also what is frozen; the limits stay for what comes next.

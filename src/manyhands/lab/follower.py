@@ -15,11 +15,11 @@ class TraceFollower:
 
     def __init__(self, spaces: Spaces, played: Played, device: str, trace: LinkTrace) -> None:
         self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
-        own = played.network.device(device)
+        port = played.network.device(device)
         self.up_part = 1.0
         """Where one recording stands for both directions, up keeps its ratio to down."""
-        if math.isfinite(own.up_bytes_per_second) and math.isfinite(own.down_bytes_per_second):
-            self.up_part = own.up_bytes_per_second / own.down_bytes_per_second
+        if math.isfinite(port.up_bytes_per_second) and math.isfinite(port.down_bytes_per_second):
+            self.up_part = port.up_bytes_per_second / port.down_bytes_per_second
         self.began = time.monotonic()
         self.due = self.began
 

@@ -16,11 +16,11 @@ from manyhands.lab.kernel_files import read_file
 
 def find(mounts: Path = Path("/proc/self/mounts")) -> ControlGroups:
     """The version that has the cpu and memory controllers here."""
-    found = _found(mounts)
-    if found is None:
+    mounted = _found(mounts)
+    if mounted is None:
         hint = "Mount control groups, or run the lab without limits."
         raise LabError("No control groups with the cpu and memory controllers are mounted here.", hint=hint)
-    return found
+    return mounted
 
 
 def missing() -> str:
@@ -30,11 +30,11 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "Control groups need root: type sudo before the command."
     try:
-        found = find()
+        mounted = find()
     except LabError as error:
         return error.message
-    closed = [str(root) for root in found._roots if not os.access(root, os.W_OK)]
-    return f"The control groups are mounted read-only: {', '.join(closed)}." if closed else found.refused()
+    closed = [str(root) for root in mounted._roots if not os.access(root, os.W_OK)]
+    return f"The control groups are mounted read-only: {', '.join(closed)}." if closed else mounted.refused()
 
 
 def _found(mounts: Path) -> ControlGroups | None:

@@ -172,7 +172,7 @@ class Lab:
     # Faults
 
     def cut(self, device: str) -> None:
-        """Its cable is pulled: nobody is told."""
+        """Pull the device's cable: nothing passes, and no connection is closed."""
         self.played.seat(device)
         self.spaces.cut(device)
 

@@ -1,4 +1,4 @@
-"""What ip, tc and bridge are told to make a lab's network: pure functions from names and numbers to lines."""
+"""Lines for ip, tc and bridge that make a lab's network: pure functions of names and numbers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hardware_of(number: int) -> str:
     return f"02:6d:68:00:{number >> 8:02x}:{number & 255:02x}"
 
 
-# What tc and ip are told: pure functions
+# Lines for tc and ip: pure functions
 
 
 @dataclass(frozen=True)

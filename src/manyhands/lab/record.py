@@ -19,7 +19,7 @@ FOLDER = Path("/run/manyhands")
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process, told from a later one with the same number by the moment it began."""
+    """A process; the moment it began tells it from a later one with the same number."""
 
     pid: int
     began: int
@@ -51,7 +51,7 @@ class LabRecord(msgspec.Struct, frozen=True):
     played: Played
     uses_switch: bool
     owner: Process | None = None
-    """Who brought it up for himself: without him it goes down."""
+    """The process that brought it up for itself: the lab goes down with it."""
     keeper: Process | None = None
     """The lab supervisor."""
 
@@ -85,7 +85,7 @@ def names() -> list[str]:
 
 
 def claim(record: LabRecord) -> bool:
-    """Write it down, if nobody else has that name: of two at once, one gets it."""
+    """Write the record unless the name is taken; returns whether it was written. Of two at once, one gets it."""
     folder().mkdir(parents=True, exist_ok=True)
     mine = folder() / f".{secrets.token_hex(8)}.json"
     write_document(mine, _document(record))
@@ -117,8 +117,8 @@ def load(name: str) -> LabRecord:
     path = _path(name)
     if not path.exists():
         up = names()
-        known = f"These are up: {', '.join(up)}." if up else "None is up: manyhands lab up PRESET"
-        raise LabError(f"There is no lab called '{name}'.", hint=known)
+        hint = f"These are up: {', '.join(up)}." if up else "None is up: manyhands lab up PRESET"
+        raise LabError(f"There is no lab called '{name}'.", hint=hint)
     try:
         raw = read_document(path)
         assert isinstance(raw, dict)

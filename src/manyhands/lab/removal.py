@@ -20,10 +20,10 @@ def missing() -> str:
 
 def labs() -> list[str]:
     """Every lab of which anything is there."""
-    found = set(record.names())
+    names = set(record.names())
     if not missing():
-        found |= groups.find().labs()  # made after the record and before namespaces, removed before both
-    return sorted(found)
+        names |= groups.find().labs()  # made after the record and before namespaces, removed before both
+    return sorted(names)
 
 
 def take_down(name: str) -> None:

@@ -142,8 +142,8 @@ def write_live(folder: Path, live: Live) -> None:
     _replace(folder / LIVE_FILE, msgspec.json.encode(msgspec.structs.replace(live, round=None)))
 
 
-def write_round(folder: Path, found: LiveRound) -> None:
-    _replace(folder / ROUND_FILE, msgspec.json.encode(found))
+def write_round(folder: Path, live_round: LiveRound) -> None:
+    _replace(folder / ROUND_FILE, msgspec.json.encode(live_round))
 
 
 def read_live(folder: Path) -> Live | None:

@@ -56,14 +56,14 @@ def plan_lines(plan: Plan, network: Network, names: Sequence[str], *, width: int
 def _letters(edges: Sequence[float], room: int) -> list[int]:
     """Edges in whole letters: no layer without one while there are enough."""
     count = len(edges) - 1
-    found = [round(edge * room) for edge in edges]
+    places = [round(edge * room) for edge in edges]
     if count <= room:
         for layer in range(1, count + 1):
-            found[layer] = max(found[layer], found[layer - 1] + 1)
-        found[count] = room
+            places[layer] = max(places[layer], places[layer - 1] + 1)
+        places[count] = room
         for layer in range(count, 0, -1):
-            found[layer - 1] = min(found[layer - 1], found[layer] - 1)
-    return found
+            places[layer - 1] = min(places[layer - 1], places[layer] - 1)
+    return places
 
 
 def _ruler(marks: Sequence[tuple[int, str]], room: int, wanted: set[int] | None = None) -> str:

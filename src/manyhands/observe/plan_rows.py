@@ -63,7 +63,7 @@ def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[P
     for number, stage in enumerate(plan.stages):
         for place, device in enumerate(stage.devices):
             blocks[device].append(_block(number, stage, place))
-    rows = [PlanRow((name,), tuple(own)) for name, own in blocks.items()]
+    rows = [PlanRow((name,), tuple(row_blocks)) for name, row_blocks in blocks.items()]
     unused = tuple(name for name in names if name not in blocks)
     together = [PlanRow((name,), ()) for name in unused] if len(unused) <= 3 else [PlanRow(unused, ())]
     if len(rows) + len(together) > most:
@@ -105,11 +105,13 @@ def _block(number: int, stage: Stage, place: int) -> Block:
         )  # fmt: skip
     if isinstance(share, (BySamples, ByChannels)):
         counts = share.samples if isinstance(share, BySamples) else share.groups
-        total, own = sum(counts), counts[place]
-        begin, part = sum(counts[:place]) / total, own / total
+        total, device_count = sum(counts), counts[place]
+        begin, part = sum(counts[:place]) / total, device_count / total
         by: By = "samples" if isinstance(share, BySamples) else "channels"
-        label = f"{own} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
-        return Block(number, first, last, by, begin, part, label, f"{own}/{total}" if total < 100 else f"{part:.0%}")
+        label = f"{device_count} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
+        return Block(
+            number, first, last, by, begin, part, label, f"{device_count}/{total}" if total < 100 else f"{part:.0%}"
+        )
     return Block(number, first, last, "all", 0.0, 1.0, "all", "all")
 
 
@@ -117,7 +119,7 @@ def layer_edges(network: Network) -> list[float]:
     """Where layers begin, and where the last one ends, from 0 to 1: as wide as they have work, none invisibly thin."""
     work = [float(layer.macs) for layer in network.layers]
     total, thinnest = sum(work), _THINNEST / len(work)
-    widths = [max(one / total, thinnest) if total else 1.0 for one in work]
+    widths = [max(layer_work / total, thinnest) if total else 1.0 for layer_work in work]
     edges = [0.0]
     for width in widths:
         edges.append(edges[-1] + width)

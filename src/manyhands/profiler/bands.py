@@ -31,7 +31,7 @@ def possible_parts(network: Network) -> tuple[int, ...]:
     """Into how many bands the input may be cut so that every map's rows are divided evenly; 1 first."""
     inputs = [network.tensors[name] for name in network.inputs]
     last = tileable_layers(network)[0]
-    if not last or any(len(one.shape) != 4 for one in inputs):
+    if not last or any(len(size.shape) != 4 for size in inputs):
         return (1,)
     rows = inputs[0].shape[2]
     maps = [
@@ -40,10 +40,12 @@ def possible_parts(network: Network) -> tuple[int, ...]:
         for name in op.outputs
         if len(network.tensors[name].shape) == 4
     ]
-    found = [1]
-    while rows // (2 * found[-1]) >= LEAST_ROWS and not any(one % (2 * found[-1]) for one in (rows, *maps) if one > 1):
-        found.append(2 * found[-1])
-    return tuple(found)
+    counts = [1]
+    while rows // (2 * counts[-1]) >= LEAST_ROWS and not any(
+        size % (2 * counts[-1]) for size in (rows, *maps) if size > 1
+    ):
+        counts.append(2 * counts[-1])
+    return tuple(counts)
 
 
 def fitting_parts(network: Network, samples: int, free_bytes: int) -> int:
@@ -66,4 +68,4 @@ def whole_seconds(network: Network, seconds: Sequence[float], parts: int) -> lis
     if parts == 1:
         return list(seconds)
     last = tileable_layers(network)[0]
-    return [one * parts if place < last else one for place, one in enumerate(seconds)]
+    return [layer_seconds * parts if place < last else layer_seconds for place, layer_seconds in enumerate(seconds)]

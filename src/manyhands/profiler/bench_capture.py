@@ -94,10 +94,10 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
             figures[f"capture_seconds_{name}"] = capture_seconds(name)
         for setting in OVERHEAD:
             say(f"the captured chain beside the module: {setting}")
-            found = overhead(setting, budget.overhead, budget.least_rounds)
-            figures[f"capture_overhead_{setting.model}"] = found.ratio("captured", "module")
-            figures[f"capture_overhead_noise_{setting.model}"] = found.ratio("module again", "module")
-            figures[f"capture_overhead_rounds_{setting.model}"] = found.rounds()
+            measured = overhead(setting, budget.overhead, budget.least_rounds)
+            figures[f"capture_overhead_{setting.model}"] = measured.ratio("captured", "module")
+            figures[f"capture_overhead_noise_{setting.model}"] = measured.ratio("module again", "module")
+            figures[f"capture_overhead_rounds_{setting.model}"] = measured.rounds()
             figures.update(verify_cost(setting, budget.compare, budget.least_rounds))
         figures["capture_overhead"] = max(float(figures[f"capture_overhead_{s.model}"]) for s in OVERHEAD)
         figures["verify_over_step"] = max(float(figures[f"verify_over_step_{s.model}"]) for s in OVERHEAD)
@@ -184,10 +184,10 @@ def verify_cost(setting: CaptureSetting, seconds: float, least_rounds: int) -> F
         TimedTrial("check", lambda: verify(graph, module, loss, few, classes)),
         TimedTrial("step", _step(module, lambda: loss(module(batch), targets))),
     ]
-    found = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
+    timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
     return {
-        f"verify_over_step_{setting.model}": found.ratio("check", "step"),
-        f"verify_seconds_{setting.model}": found.median("check"),
+        f"verify_over_step_{setting.model}": timings.ratio("check", "step"),
+        f"verify_seconds_{setting.model}": timings.median("check"),
     }
 
 
@@ -215,9 +215,9 @@ def kernel_gain(setting: CaptureSetting, choose_seconds: float, compare_seconds:
     if choice.kernels:
         step = TrainingStep(graph, setting.samples, inputs)
         trials = [step.trial(DEFAULT, {}), step.trial(CHOSEN, choice.kernels)]
-        found = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
-        figures[f"kernel_choice_gain_{setting.model}"] = found.ratio(DEFAULT, CHOSEN)
-        figures[f"kernel_choice_rounds_{setting.model}"] = found.rounds()
-        figures[f"step_seconds_default_{setting.model}"] = found.median(DEFAULT)
-        figures[f"step_seconds_chosen_{setting.model}"] = found.median(CHOSEN)
+        timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
+        figures[f"kernel_choice_gain_{setting.model}"] = timings.ratio(DEFAULT, CHOSEN)
+        figures[f"kernel_choice_rounds_{setting.model}"] = timings.rounds()
+        figures[f"step_seconds_default_{setting.model}"] = timings.median(DEFAULT)
+        figures[f"step_seconds_chosen_{setting.model}"] = timings.median(CHOSEN)
     return figures

@@ -73,12 +73,12 @@ def kernels_for(graph: Graph, node: Node, may_be_packed: Container[str] = ()) ->
     """The kernels worth measuring on the threads at hand; PyTorch's default first. `may_be_packed`: at rest."""
     if takes_format(graph, node):
         formats = (False,) if is_pixel(graph, node) else (False, True)
-        found = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
+        kernels = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
         if takes_product(graph, node):
-            found.append(Kernel(channels_last=True, product=True))
+            kernels.append(Kernel(channels_last=True, product=True))
         if node.name in may_be_packed:
-            found.append(Kernel(channels_last=True, packed=True))
-        return found
+            kernels.append(Kernel(channels_last=True, packed=True))
+        return kernels
     # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
     if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
         return []
@@ -127,7 +127,7 @@ def _measure(
     if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
         single = Kernel(best.channels_last, best.onednn, threads=1)
         first.update(_time(graph, index, samples, [best, single], left, timer, found, training))
-    return {kernel: one for kernel, one in first.items() if one < math.inf}
+    return {kernel: kernel_seconds for kernel, kernel_seconds in first.items() if kernel_seconds < math.inf}
 
 
 def _time(

@@ -38,15 +38,15 @@ def now(device: torch.device) -> float:
 
 def random_state(graph: Graph) -> dict[str, torch.Tensor]:
     """Weights made up for timing: small normal numbers, ones for buffers (a variance must not be zero)."""
-    found = {}
+    state = {}
     for seed, spec in enumerate(graph.weights):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.buffer or not dtype.is_floating_point:
-            found[spec.name] = torch.ones(spec.shape, dtype=dtype)
+            state[spec.name] = torch.ones(spec.shape, dtype=dtype)
         else:
             generator = torch.Generator().manual_seed(seed)
-            found[spec.name] = torch.randn(spec.shape, dtype=dtype, generator=generator) * 0.05
-    return found
+            state[spec.name] = torch.randn(spec.shape, dtype=dtype, generator=generator) * 0.05
+    return state
 
 
 class TrainingStep:

@@ -122,18 +122,18 @@ def _training_flops_per_second(timer: Timer) -> float:
         torch.autograd.grad(F.linear(rows, matrix).sum(), (rows, matrix))
 
     trials = [TimedTrial("convolution", convolve), TimedTrial("product", multiply)]
-    found = interleave(trials, repeats=9, seconds=4.0, timer=timer)
+    timings = interleave(trials, repeats=9, seconds=4.0, timer=timer)
     macs = 2 * 64 * 64 * 9 * 56 * 56 + 256 * 1024 * 512
     # Forward, the input's gradient and the weight's gradient each cost the same arithmetic.
-    return 3 * 2 * macs / (found.least("convolution") + found.least("product"))
+    return 3 * 2 * macs / (timings.least("convolution") + timings.least("product"))
 
 
 def copy_bytes_per_second(timer: Timer = stopwatch) -> float:
     """Bytes read and written by a copy that does not fit the caches."""
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
-    found = interleave([TimedTrial("copy", lambda: target.copy_(source))], repeats=9, seconds=2.0, timer=timer)
-    return 2 * _COPY_BYTES / found.least("copy")
+    timings = interleave([TimedTrial("copy", lambda: target.copy_(source))], repeats=9, seconds=2.0, timer=timer)
+    return 2 * _COPY_BYTES / timings.least("copy")
 
 
 def _operator_seconds(timer: Timer) -> float:
