@@ -436,7 +436,7 @@ def test_a_frame_outside_ends_the_connection(security: Security, place: int, len
         ring = guest.offer()
         guest.hear()
         guest.shared_frame(place, length)
-        with pytest.raises(WorkerLost, match=r"no frame: .* of memory in common"):
+        with pytest.raises(WorkerLost, match=r"no frame: .* of shared memory"):
             b.mailbox.receive("a", 0, "x", [torch.zeros(length, dtype=torch.uint8)])
         ring.close()
 

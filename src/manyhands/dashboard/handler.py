@@ -47,7 +47,7 @@ class PageHandler(DeadlineHandler):
             raise HttpRefusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
 
     def _check_token(self) -> None:
-        """In the address at the first visit, then in a cookie."""
+        """Check the token: in the address at the first visit, then in a cookie."""
         if self._is_token(self._query().get("token", "")):
             self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
             return
@@ -88,7 +88,7 @@ class PageHandler(DeadlineHandler):
         super().end_headers()
 
     def _stream(self) -> None:
-        """Server-sent events. One update is under way at a time, so whoever is slow gets fewer and keeps nothing."""
+        """Server-sent events. One update is under way at a time, so a slow viewer gets fewer and holds up nothing."""
         reader = self.dashboard.reader
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES)
         self.close_connection = True

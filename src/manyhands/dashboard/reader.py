@@ -1,4 +1,4 @@
-"""Looks at a run's folder while somebody watches, once for all who do, and tells each what is new to them."""
+"""Reads a run's folder while anyone views the page, once for all viewers, and sends each what is new to it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Reader:
         return content
 
     def wait(self, cursor: str, seconds: float) -> bool:
-        """Until there is something newer than `cursor`; False: there is not."""
+        """Wait until there is something newer than `cursor`; False: there is not."""
         with self._changed:
             self._wanted_until = time.monotonic() + seconds + INTEREST_SECONDS
             self._changed.notify_all()

@@ -21,11 +21,11 @@ from manyhands.observe.watching import View
 NAMES = ("live", "devices", "links", "stages", "round", "plan", "cluster")
 COLUMNS = ("step", "loss", "seconds", "samples_per_second")
 MOST_BYTES = 2_000_000
-"""Of one section."""
+"""The most bytes of one section."""
 MOST_SPANS = 4000
-"""Of a round, measured and predicted each: the longest, of more."""
+"""The most spans of a round, measured and predicted each: the longest are kept."""
 MOST_ROWS = 4000
-"""Of a first answer: of more steps the means of several are sent."""
+"""The most rows of a first answer: beyond it the means of several steps are sent."""
 MOST_EVENTS = 300
 UNTOLD = frozenset({"looked"})
 """At the link of an edge and a cloud, every few seconds: it would push out what is of interest to people."""

@@ -177,7 +177,7 @@ def _misfit(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> str:
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool:
-    """Where both ends could be channels, the first is taken."""
+    """Return whether the channels are the last axis; where both ends could be, the first is taken."""
     return shape[3] in (1, 3) and shape[1] not in (1, 3)
 
 

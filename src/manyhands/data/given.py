@@ -21,7 +21,7 @@ from manyhands.facts.units import format_bytes
 
 MOST_BYTES = 2 * 10**9
 MOST_SAMPLES = 1_000_000
-"""Of a stream that nobody has limited: an endless one is found out before memory ends."""
+"""The most samples of a stream without a limit: an endless one is noticed before memory ends."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, A
 
 
 class _ReadyBatches:
-    """Where batches wait between the thread that loads and the one that takes. Closing it wakes both."""
+    """The batches that wait between the thread that loads and the one that takes. Closing it wakes both."""
 
     def __init__(self, places: int) -> None:
         self._places = places

@@ -57,7 +57,7 @@ class Ratings:
     films: numpy.ndarray
     clicks: numpy.ndarray
     genres: numpy.ndarray
-    """By a film's number."""
+    """Indexed by a film's number."""
     starts: numpy.ndarray
     """Where each person's films begin, and where the last one's end."""
 

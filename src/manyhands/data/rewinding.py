@@ -11,7 +11,7 @@ import torch
 from manyhands.data.loader import Batch, Prefetcher
 
 MOST_BYTES = 512 * 2**20
-"""Of batches that are kept; those of earlier steps are loaded again."""
+"""The most bytes of batches that are kept; those of earlier steps are loaded again."""
 
 
 class Rewindable:

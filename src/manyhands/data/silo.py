@@ -33,7 +33,7 @@ _HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)
 
 @dataclass(frozen=True)
 class SiloContent:
-    """What a device has in its silo, as whoever feeds it knows it."""
+    """What a device has in its silo, as the coordinator knows it."""
 
     names: frozenset[str]
     rows: torch.Tensor
@@ -69,7 +69,7 @@ class Silo:
         return cls(ids, {name: _tensor(path, name, array) for name, array in content.items()}, str(path))
 
     def digests(self) -> bytes:
-        """Of the ids, one after another."""
+        """Return the digests of the ids, one after another."""
         return digests_of(self.ids.tolist())
 
     def take(self, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class DecoupleReport:
 
 
 def totals(module: fx.GraphModule) -> Totals:
-    """Of a graph whose shapes are known."""
+    """Return the costs of a graph whose shapes are known."""
     parameters = list(module.parameters())
     macs = elements = size = 0
     for node in module.graph.nodes:

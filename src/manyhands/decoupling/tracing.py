@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.facts.errors import BadValue, CaptureFailed
 
 SAMPLES = 2
-"""In the batch that shapes are found with: with one, squeeze() would take the wrong axis too."""
+"""Samples in the batch that finds shapes: with one, squeeze() would take the wrong axis too."""
 SIDE = 224
 _DROPOUTS: dict[str, type[nn.Module]] = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,

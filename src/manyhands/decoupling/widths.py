@@ -150,7 +150,7 @@ class Widths:
         return all(self.can_shuffle(part) for part in inner)
 
     def origin(self, width: int) -> list[int]:
-        """For every new channel, the old one it stands for. Group by group they are the old groups' channels."""
+        """Return, for every new channel, the old one it stands for: group by group the old groups' channels."""
         root = self.find(width)
         if root not in self._origins:
             self._origins[root] = self._origin(self._classes[root])

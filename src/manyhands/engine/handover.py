@@ -53,7 +53,7 @@ class Handover:
                     socket.send_fds(peer, [b"\0"], [self._descriptor])
 
     def close(self) -> None:
-        """From now on nobody gets it; the descriptor stays open."""
+        """Stop handing the descriptor over; it stays open."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()

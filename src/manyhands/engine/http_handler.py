@@ -46,7 +46,7 @@ class DeadlineHandler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self.patience)
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # whoever went away is not told
+        with contextlib.suppress(OSError):  # a client that went away gets no answer
             super().handle()
 
     def handle_one_request(self) -> None:
@@ -98,7 +98,7 @@ class DeadlineHandler(BaseHTTPRequestHandler):
     # Who may ask
 
     def authorize(self) -> None:
-        """Refuse who may not ask; whoever may has a place from now on, if there is one."""
+        """Refuse a client that may not ask; give one that may a place, if there is one."""
         self.check()
         if not self.server.serves(self.connection):
             most = self.server.limits.connections

@@ -26,7 +26,7 @@ from manyhands.facts.errors import AddressTaken, BadValue
 
 HANDSHAKE_SECONDS = 5.0
 _ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE = 500, 500
-"""Connections that are given a thread: whoever connects without end must not keep this process busy."""
+"""Connections that are given a thread: a client that connects without end must not keep this process busy."""
 _POLL_SECONDS = 0.1
 _TURN_SECONDS = 1.0
 
@@ -36,9 +36,9 @@ class ConnectionLimits:
     """What the clients of a server may do, so that others are answered too."""
 
     connections: int = 64
-    """Of clients that have sent a request they may make."""
+    """The most connections of clients that have sent a request they may make."""
     pending: int = 64
-    """Of clients that have not, at a time; from one address three quarters of them."""
+    """The most connections of clients that have not, at a time; three quarters of them may be of one address."""
     idle_seconds: float = 15.0
     """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
     drain_seconds: float = 30.0
@@ -114,7 +114,7 @@ class HttpServer(ThreadingHTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_SECONDS,), name="http", daemon=True)
 
     def server_bind(self) -> None:
-        """As the base does, without asking a name server who this machine is."""
+        """Bind as the base class does, without asking a name server for this machine's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -201,7 +201,7 @@ class HttpServer(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody may come any more; requests under way are answered, within their limit."""
+        """Stop accepting; requests under way are answered, within their limit."""
         with self._changed:
             self.is_closing = True
         self.shutdown()

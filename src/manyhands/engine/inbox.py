@@ -2,7 +2,7 @@
 
 A small frame costs one system call: header and payload are read together and copied from there. Of a large one only
 the first bytes are; the rest goes straight to its destination, and the header behind it comes with the same call.
-A payload in memory in common is copied from there, straight to its destination too.
+A payload in shared memory is copied from there, straight to its destination too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUFFER_BYTES = 32 * 1024
 
 
 class Inbox:
-    """The reading side of one connection; used by the engine's thread only."""
+    """The reading side of one connection; used only by the thread that runs the event loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Inbox:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._header: Header | None = None
-        """Of the frame whose payload is coming; None where it is thrown away."""
+        """The header of the frame whose payload is coming; None where it is discarded."""
         self._views: list[memoryview] = []
         self._left = 0
         self._came = 0
@@ -149,7 +149,7 @@ class Inbox:
         ring, size = self.ring, self.ring.size if self.ring is not None else 0
         if ring is None or header.length > size or header.place >= size:
             place = f"{header.length} bytes at {header.place}"
-            raise BadFrame(f"{place} of memory in common, of which there are {size}")
+            raise BadFrame(f"{place} of shared memory, of which there are {size}")
         views = self._mailbox.accept(self._peer, header)
         with self._mailbox.writing:
             is_wanted = views is not None and self._mailbox.wants(header)

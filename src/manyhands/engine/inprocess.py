@@ -33,14 +33,14 @@ _LOOK_SECONDS = 0.1
 class InProcessTransport:
     """Control channels and data endpoints of a whole cluster in one process. See `transport.Transport`.
 
-    One for all of them; the name that asks for something is the one whose fate it shares.
+    One object serves all of them; what a name asks for shares that name's faults.
     """
 
     def __init__(self, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
         self.limit_seconds = limit_seconds
         self.change = threading.Condition(threading.RLock())
         self.before_send: Callable[[str, str, int, str], None] | None = None
-        """Told of every data message before it leaves (from, to, step, topic), in its sender's thread."""
+        """Called with every data message before it leaves (from, to, step, topic), in its sender's thread."""
         self.listeners: dict[int, InProcessListener] = {}
         self.endpoints: dict[int, RendezvousEndpoint] = {}
         self.channels: set[InProcessChannel] = set()
@@ -108,9 +108,9 @@ class InProcessTransport:
     # What goes wrong
 
     def cut(self, name: str) -> None:
-        """All connections of `name` break at once, as if it was killed: for it and for everybody else.
+        """Break all connections of `name` at once, as if it was killed: for it and for every peer.
 
-        What is made under this name later is not concerned: one killed may be started again. Ends a freeze.
+        What is made under this name later is not affected: a killed device may be started again. Ends a freeze.
         """
         reason = f"{name} was cut off"
         with self.change:
@@ -126,12 +126,12 @@ class InProcessTransport:
             self.change.notify_all()
 
     def freeze(self, name: str) -> None:
-        """From now on nothing from or to `name` arrives, and nobody is told: a cable pulled, a process stopped."""
+        """Hold back everything from and to `name`, without closing a connection: a cable pulled, a process stopped."""
         with self.change:
             self._frozen.add(name)
 
     def thaw(self, name: str) -> None:
-        """What was held back arrives now, in order: also that somebody gave up meanwhile."""
+        """Deliver what was held back, in order: also that a peer gave up meanwhile."""
         with self.change:
             self._frozen.discard(name)
             for pair in [pair for pair in self._held if name in pair and not self.is_frozen(*pair)]:
@@ -140,12 +140,12 @@ class InProcessTransport:
             self.change.notify_all()
 
     def part(self, name: str, other: str) -> None:
-        """From now on these two cannot reach each other, and nobody is told: a partial partition."""
+        """Hold back everything between these two, without closing a connection: a partial partition."""
         with self.change:
             self._parted[frozenset((name, other))] = time.monotonic()
 
     def parted_seconds(self, name: str, other: str) -> float:
-        """For how long two have not reached each other; 0: they do."""
+        """Return for how long two have not reached each other; 0: they do."""
         since = self._parted.get(frozenset((name, other)))
         return 0.0 if since is None else time.monotonic() - since
 
@@ -153,7 +153,7 @@ class InProcessTransport:
         return not self._frozen.isdisjoint(names) or frozenset(names) in self._parted
 
     def pass_on(self, source: str, target: str, what: Callable[[], None]) -> None:
-        """Have it arrive: now, or when both are thawed."""
+        """Deliver something now, or when both are thawed."""
         with self.change:
             if self.is_frozen(source, target):
                 self._held.setdefault((source, target), deque()).append(what)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InProcessChannel:
-    """One end. See `channel.Channel`."""
+    """One end of a control channel. See `channel.Channel`."""
 
     other: InProcessChannel
 
@@ -71,14 +71,14 @@ class InProcessChannel:
         return WorkerLost(f"The connection to {self.peer_host} broke: {reason}.")
 
     def break_off(self, reason: str) -> None:
-        """At this end."""
+        """Break the channel at this end."""
         with self.transport.change:
             self._lost = self._lost or self._broken(reason)
             self.transport.channels.discard(self)
             self.transport.change.notify_all()
 
     def end(self, reason: str) -> None:
-        """The other end is gone; what has come before can still be read."""
+        """Note that the other end is gone; what has come before can still be read."""
         self._ended = self._ended or reason
 
     def close(self) -> None:
@@ -96,11 +96,11 @@ class InProcessListener:
         self.transport, self.name, self.address, self.security = transport, name, address, security
         self.ready: deque[InProcessChannel] = deque()
         self.dropped = 0
-        """Whoever does not fit is told before he comes."""
+        """Always 0: a peer that does not fit is refused before it connects."""
         self.reasons: list[str] = []
 
     def tell_of_failures(self, on_failure: Callable[[str, ManyhandsError], None]) -> None:
-        """Nobody fails here."""
+        """Do nothing: no handshake fails here."""
 
     def accept(self, limit_seconds: float) -> InProcessChannel | None:
         with self.transport.change:

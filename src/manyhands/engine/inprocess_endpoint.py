@@ -134,7 +134,7 @@ class RendezvousEndpoint:
                 self.transport.pass_on(self.name, peer, partial(other._hear_end, self.name, link, reason))
 
     def _hear_end(self, peer: str, link: _Link, reason: str) -> None:
-        """The connection to a peer is gone: whoever waits for it fails now."""
+        """End the connection to a peer: waits for it fail now."""
         if not self._is_by(peer, link):
             return
         del self._peers[peer]
@@ -147,7 +147,7 @@ class RendezvousEndpoint:
         self.mailbox.lose(peer, error)
 
     def die(self, reason: str) -> None:
-        """As if the process was killed: everything of it ends, its own waits too."""
+        """End everything of this endpoint, its own waits too, as if the process was killed."""
         self._leave(reason)
         assert self._gone is not None
         self.mailbox.interrupt(self._gone)
@@ -176,7 +176,7 @@ class RendezvousEndpoint:
 
 
 def compare(where: str, theirs: Security, ours: Security, purpose: Purpose) -> None:
-    """What a handshake would find out."""
+    """Raise Refused where a handshake between the two would fail."""
     problem, hint = difference(preamble(theirs, purpose), ours, purpose)
     if not problem and theirs.token != ours.token:
         problem, hint = "refused: the token is not the one it asks for", "Copy the coordinator's token."

@@ -33,7 +33,7 @@ _MOST_ADDRESSES = 4096
 
 
 class Limited(Exception):
-    """No proof is taken now; says for how many seconds."""
+    """Raised where no proof is taken now; `seconds` says for how long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"too many proofs of the token have failed: wait {seconds:.0f} s")
@@ -123,21 +123,21 @@ class ProofLimiter:
             address.until = now + min(LONGEST_WAIT_SECONDS, 2.0 ** min(over, 30))
 
     def _make_room(self) -> None:
-        """Forget the address that was heard of longest ago; the total goes on counting."""
+        """Forget the address that was used longest ago; the total goes on counting."""
         if len(self._addresses) >= _MOST_ADDRESSES:
             place = next((place for place, address in self._addresses.items() if not address.pending), None)
             if place is not None:
                 del self._addresses[place]
 
     def reset(self) -> None:
-        """As if nothing had failed."""
+        """Forget every failure."""
         with self._lock:
             self._addresses.clear()
             self._left = self._total
 
 
 def network_of(origin: str) -> str:
-    """What counts as one address: of IPv6 the /64, all of which one device can take for itself."""
+    """Return what counts as one address: for IPv6 the /64, all of which one device can take for itself."""
     try:
         address = ipaddress.ip_address(origin.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""The receiving end: which messages may come, where their bytes go, and who waits for them.
+"""The receiving end: which messages may come, where their bytes go, and which threads wait for them.
 
-A message is expected (told by `open`, from the plan), posted (its destination is known) and received (waited for), in
+A message is expected (`open` takes it from the plan), posted (its destination is known) and received (waited for), in
 any order with its arrival. What is not expected is refused and noted; it harms nobody. Every wait ends: the message
-arrives, its sender is lost, somebody interrupts, or the limit passes.
+arrives, its sender is lost, it is interrupted, or the limit passes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Message:
 
 
 class Mailbox:
-    """Everything that may arrive at one device."""
+    """The messages that may arrive at one device."""
 
     def __init__(self, name: str, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
         self.name, self.limit_seconds = name, limit_seconds
@@ -65,7 +65,7 @@ class Mailbox:
         self.moved = 0
         """Rises whenever a part of an expected message arrives; see `runtime.stalls`."""
         self.writing = threading.Lock()
-        """Held by an engine while it writes into a destination, and by whoever takes destinations away from it."""
+        """Held by a transport while it writes into a destination, and while destinations are taken away from it."""
         self._timing = TransferTiming()
         self._messages: dict[Key, _Message] = {}
         self._received: set[Key] = set()
@@ -102,13 +102,13 @@ class Mailbox:
             self._tell()
 
     def expect(self, source: str, topic: str, size: int) -> None:
-        """One more message that may come, at any step of this generation."""
+        """Expect one more message, at any step of this generation."""
         with self._lock:
             self.expected[(source, topic)] = size
             self._standing.add((source, topic))
 
     def join(self, peer: str) -> None:
-        """The peer is connected (again): it is no longer lost."""
+        """Note that the peer is connected (again): it is no longer lost."""
         with self._lock:
             self._lost.pop(peer, None)
             self._timing.forget(peer)
@@ -124,7 +124,7 @@ class Mailbox:
     # The engine's side
 
     def accept(self, peer: str, header: Header) -> list[memoryview] | None:
-        """Where the payload of a frame goes; None where it is refused and must be thrown away."""
+        """Return where the payload of a frame goes; None where it is refused and must be discarded."""
         with self._lock:
             key = (header.origin, header.step, header.topic)
             message = self._messages.get(key)
@@ -171,11 +171,11 @@ class Mailbox:
         return self.step <= step < self.step + STEPS_AHEAD * self.stride
 
     def wants(self, header: Header) -> bool:
-        """Whether the views of an accepted frame may still be written to. Asked with `writing` held."""
+        """Return whether the views of an accepted frame may still be written to. Call it with `writing` held."""
         return header.generation == self.generation and (header.origin, header.step, header.topic) in self._messages
 
     def progressed(self, header: Header, came: int) -> None:
-        """Of an accepted frame all was read that is there. `came`: bytes of its connection so far."""
+        """Note that a part of an accepted frame was read. `came`: bytes of its connection so far."""
         with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
@@ -186,7 +186,7 @@ class Mailbox:
             self.moved += 1
 
     def wrote(self, header: Header, came: int = 0) -> None:
-        """The payload of an accepted frame is in place. `came`: bytes of its connection so far; 0: not counted."""
+        """Note that an accepted frame's payload is in place. `came`: bytes of its connection so far; 0: not counted."""
         with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
@@ -207,7 +207,7 @@ class Mailbox:
             self._timing.add(kind[0], message.seen, came)
 
     def take_timed(self) -> list[TimedTransfer]:
-        """How fast messages came since this was last asked; of one that takes long, what has come of it so far."""
+        """Return how fast messages came since the last call; for one that takes long, what has come of it so far."""
         with self._lock:
             for (source, _, topic), message in self._messages.items():
                 if message.seen and not message.complete and self._timing.is_due(source, message.seen):
@@ -215,19 +215,19 @@ class Mailbox:
             return self._timing.take()
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
-        """Whoever waits for this peer fails at once with `error`."""
+        """Have every wait for this peer fail at once with `error`."""
         with self._lock:
             self._lost.setdefault(peer, error)
             self._tell()
 
     def interrupt(self, error: ManyhandsError) -> None:
-        """Every wait, now and later, fails with `error`, until the next generation opens."""
+        """Have every wait, now and later, fail with `error`, until the next generation opens."""
         with self._lock:
             self.interruption = self.interruption or error
             self._tell()
 
     def deliver(self, peer: str, header: Header, payload: memoryview, came: int = 0) -> None:
-        """A frame that is here as a whole: most are small, and this way they pass quickly."""
+        """Take a frame that is here as a whole: most are small, and this way they pass quickly."""
         with self._lock:
             views = self.accept(peer, header)
             if views is not None:
@@ -300,7 +300,7 @@ class Mailbox:
             return False
 
     def collect(self, source: str, step: int, topic: str) -> bool:
-        """Whether a message has come to the place that was posted for it; then it is done with. Never waits."""
+        """Return whether a message has come to the place that was posted for it; then it is forgotten. Never waits."""
         with self._lock:
             key = (source, step, topic)
             message = self._messages.get(key)
@@ -322,7 +322,7 @@ class Mailbox:
             return self._news
 
     def nudge(self) -> None:
-        """Whoever waits for news has some."""
+        """Wake the threads that wait for news."""
         with self._lock:
             self._tell()
 

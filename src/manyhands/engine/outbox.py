@@ -61,8 +61,10 @@ class Outgoing:
 
 
 class Precedence:
-    """Which outboxes of a device have urgent messages. `on_gone`: called, by whoever took the last one out, where bulk
-    may have stood back for it."""
+    """Which outboxes of a device have urgent messages.
+
+    `on_gone` is called, by the thread that took the last one out, where bulk may have stood back for it.
+    """
 
     def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
         self._waiting: set[Outbox] = set()
@@ -126,7 +128,7 @@ class Outbox:
         (self._urgent if urgent else self._bulk).append(message)
 
     def put_beat(self) -> None:
-        """The next frame is a beat, unless somebody is writing. No shaper holds it back: a slow link is not dead."""
+        """Make the next frame a heartbeat, unless a thread is writing. No shaper delays it: a slow link is not dead."""
         if not self.writing.acquire(blocking=False):
             return
         try:
@@ -139,7 +141,7 @@ class Outbox:
             self.writing.release()
 
     def release(self) -> None:
-        """What has not left is copied, so that the senders' memory may change."""
+        """Copy what has not left, so that the senders' memory may change."""
         with self.writing:
             self._frame = [memoryview(bytes(view)) for view in self._frame]
             for message in (*self._urgent, *self._bulk, *self._turns):
@@ -265,7 +267,7 @@ class Outbox:
     # Where the link is shaped: called by the thread that runs the event loop
 
     def expect_shaping(self) -> None:
-        """From any thread: what is put from now on does not leave before `shape` was called."""
+        """Hold back what is put from now on until `shape` is called. May be called from any thread."""
         with self.writing:
             self._must_queue = self.is_shaped = self._awaits_shape = True
 
@@ -274,10 +276,10 @@ class Outbox:
         self._must_queue = self._is_encrypted or self.is_shaped
 
     def pump_shaped(self, now: float) -> float:
-        """Write what is due, a segment at most. When to call again; never (inf) where somebody will say so."""
+        """Write what is due, a segment at most. Returns when to call again; inf where another event will trigger it."""
         shaper = self.shaper
         if shaper is None or self.is_blocked or not self.writing.acquire(blocking=False):
-            return math.inf  # whoever has the lock asks for more afterwards
+            return math.inf  # the thread that has the lock asks for more afterwards
         try:
             if self._awaits_shape:
                 return math.inf

@@ -41,7 +41,7 @@ class Poller(Generic[T]):
             self._selector.unregister(ready)
 
     def poll(self, limit_seconds: float) -> list[tuple[T, int]]:
-        """What is ready, and for what; an error or a hang-up counts as both, so that whoever looks finds it."""
+        """Return what is ready, and for what; an error or a hang-up counts as both, so that the next read finds it."""
         if self._epoll is None:
             assert self._selector is not None
             return [(key.data, mask) for key, mask in self._selector.select(limit_seconds)]

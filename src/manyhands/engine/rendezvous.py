@@ -47,7 +47,7 @@ class Rendezvous:
         is_connected: Callable[[str], bool],
         peer_listener: PeerListener | None = None,
     ) -> None:
-        """`peer_listener`: one that is somebody else's, in place of one at `host` and `port`."""
+        """`peer_listener`: a listener that another object owns, in place of a new one at `host` and `port`."""
         self.name, self._security = name, security
         self._install, self._is_connected = install, is_connected
         self._named: set[str] = set()

@@ -1,4 +1,4 @@
-"""Who may connect: both sides prove who they are, over TLS wherever others might listen.
+"""Which peers may connect: both sides prove who they are, over TLS wherever others might listen.
 
     client                                    server
     preamble: magic, protocol, plain or encrypted, purpose
@@ -43,7 +43,7 @@ OTHER_KIND = "Both must be encrypted, or both plain (only on one machine)."
 SHORTEST_TOKEN = 8
 """With a PAKE and a rate limiter, 8 characters drawn at random are out of reach: see `limiter`."""
 _FEWEST_SIGNS = 5
-"""Different ones, in a token that somebody chose."""
+"""The least different characters in a token that a person chose."""
 _TOKEN_BYTES = 20
 _SECRET_BYTES = 32
 _MADE = re.compile(r"[a-z2-7]{4}(-[a-z2-7]{4}){7}")
@@ -84,7 +84,7 @@ class Security:
 
     @property
     def knowledge(self) -> Knowledge:
-        """For the proofs; TimeoutError where it has not come in time."""
+        """What the proofs need; TimeoutError where the secret has not come in time."""
         return Knowledge(self.token, self.is_secret, self.credentials)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Security:
 
 @dataclass(frozen=True)
 class LaterSecurity(Security):
-    """A run's secret that this device has not been told yet; handshakes that need it wait for it.
+    """A run's secret that has not come yet; handshakes that need it wait for it.
 
     A worker listens for its peers before it joins, and learns the run's secret when it is welcomed; a peer may be
     quicker to connect.
@@ -124,7 +124,7 @@ class LaterSecurity(Security):
 
 @dataclass(frozen=True)
 class DeviceSecurity(Security):
-    """The same for a device with a key of its own, which others may know: then it needs no token to connect."""
+    """The security of a device with a key of its own, which others may know: then it needs no token to connect."""
 
     credentials: Credentials | None = field(default=None, repr=False, compare=False)  # type: ignore[misc]
 
@@ -134,7 +134,7 @@ class DeviceSecurity(Security):
 
 
 def check_token(token: str) -> None:
-    """Refuse a token that somebody could guess."""
+    """Refuse a token that could be guessed."""
     if not token:
         raise BadValue("The token is empty; it must be a text nobody can guess.", hint="Leave it out to get one.")
     if len(token) < SHORTEST_TOKEN or len(set(token)) < _FEWEST_SIGNS:
@@ -167,7 +167,7 @@ def is_secret(token: str) -> bool:
 
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Where one listens on all of a machine's addresses."""
+"""Hosts that stand for all of a machine's addresses."""
 
 
 def is_loopback(host: str) -> bool:
@@ -213,7 +213,7 @@ def _own_side(security: Security) -> tuple[ssl.SSLContext, bytes]:
 
 
 def prepare(security: Security) -> None:
-    """Make the certificate now rather than when somebody waits for it."""
+    """Make the certificate now rather than when a peer waits for it."""
     if security.encrypted:
         _own_side(security)
 
@@ -226,7 +226,7 @@ def preamble(security: Security, purpose: Purpose) -> bytes:
 
 
 def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str, str]:
-    """What is wrong with a preamble, and a hint; empty where nothing is."""
+    """Return what is wrong with a preamble, and a hint; empty where nothing is."""
     magic, protocol, encrypted, other_purpose = PREAMBLE.unpack(theirs)
     if magic != MAGIC:
         return f"is no manyhands: it begins with {magic!r}, not {MAGIC!r}", "Check the host and port."
@@ -301,6 +301,6 @@ def admit(
 
 
 def origin_of(connected: socket.socket) -> str:
-    """The address of whoever is at the other end; empty where it has none."""
+    """Return the address of the other end; empty where it has none."""
     name = connected.getpeername()
     return str(name[0]) if isinstance(name, tuple) else ""

@@ -11,9 +11,9 @@ from collections import deque
 from typing import NamedTuple
 
 SMALLEST_TIMED_BYTES = 8 * 1024
-"""Of messages that are timed: smaller ones come at once."""
+"""The least size of messages that are timed: smaller ones come at once."""
 TOLD_EARLY_SECONDS = 1.0
-"""A message that takes longer is told of while it comes."""
+"""A message that takes longer is reported while it comes."""
 _MOST_TIMED = 256
 
 Seen = tuple[float, int]
@@ -21,7 +21,7 @@ Seen = tuple[float, int]
 
 
 class TimedTransfer(NamedTuple):
-    """So many bytes came from a peer in so many seconds, in which the link was never idle."""
+    """Bytes that came from a peer and the seconds they took, in which the link was never idle."""
 
     source: str
     bytes: int
@@ -31,23 +31,23 @@ class TimedTransfer(NamedTuple):
 
 
 class TransferTiming:
-    """Of all peers; kept under the mailbox's lock."""
+    """The timed transfers of all peers; used under the mailbox's lock."""
 
     def __init__(self) -> None:
         self._timed: deque[TimedTransfer] = deque(maxlen=_MOST_TIMED)
         self._told: dict[str, Seen] = {}
-        """By source, where the last of what was timed ended."""
+        """Source -> where its last timed transfer ended."""
 
     def forget(self, source: str) -> None:
         """A new connection counts anew."""
         self._told.pop(source, None)
 
     def is_due(self, source: str, seen: Seen) -> bool:
-        """Whether a message that is still coming has taken so long that it is told of."""
+        """Return whether a message that is still coming has taken so long that it is reported."""
         return time.monotonic() - max(seen, self._told.get(source, seen))[0] > TOLD_EARLY_SECONDS
 
     def add(self, source: str, seen: Seen, came: int) -> None:
-        """Now `came` bytes have come from a source; the beginning of the message was `seen`."""
+        """Note that `came` bytes have come from a source; the beginning of the message was `seen`."""
         now = time.monotonic()
         began, before = max(seen, self._told.get(source, seen))
         if now > began and came >= before:

@@ -6,7 +6,7 @@
     channel = transport.reach("pi-1", "192.168.1.10", 7077, security, limit_seconds=30.0)
     endpoint = transport.endpoint("pi-1", security, host=channel.local_host)
 
-The first word is always who asks: TCP has no use for it, a transport that plays faults has.
+The first argument is always the caller's name: TCP has no use for it, a transport that plays faults has.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class ControlChannel(Protocol):
     """The public key that the other device has proven; empty where it has none."""
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
-        """The message has left. WorkerLost where the connection broke."""
+        """Send a message and return when it has left. WorkerLost where the connection broke."""
 
     def limit_received(self, largest_bytes: int) -> None:
-        """From now on longer messages break the connection."""
+        """Break the connection where a longer message comes from now on."""
 
     def receive(self, limit_seconds: float) -> bytes | None:
-        """The next message; None where the limit passed. WorkerLost where the connection broke."""
+        """Return the next message; None where the limit passed. WorkerLost where the connection broke."""
 
     @property
     def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not whole yet: one who is still speaking is not silent."""
+        """How much has come of a message that is not whole yet: a peer that is still sending is not silent."""
 
     def close(self) -> None:
-        """From any thread; whoever waits gets WorkerLost."""
+        """Close the channel from any thread; waiting threads get WorkerLost."""
 
 
 class ControlListener(Protocol):
@@ -56,15 +56,15 @@ class ControlListener(Protocol):
     address: tuple[str, int]
 
     def tell_of_failures(self, on_failure: Callable[[str, ManyhandsError], None]) -> None:
-        """From now on `told` hears of every handshake that failed: the address, and why."""
+        """Call `on_failure` with the address and the reason of every handshake that fails from now on."""
 
     @property
     def dropped(self) -> int:
-        """How many were turned away."""
+        """How many peers were turned away."""
 
     @property
     def reasons(self) -> list[str]:
-        """Why the last ones were."""
+        """Why the last of them were turned away."""
 
     def accept(self, limit_seconds: float) -> ControlChannel | None: ...
 
@@ -97,7 +97,7 @@ class ConnectedEndpoint(Endpoint, Protocol):
 
 
 class Transport(Protocol):
-    """Makes all of these."""
+    """Makes listeners, channels and endpoints."""
 
     def listen(self, name: str, host: str, port: int, security: Security) -> ControlListener:
         """A place to join; port 0 takes any that is free. AddressTaken where it cannot be."""
@@ -151,12 +151,12 @@ class TcpTransport:
 
 @dataclass(frozen=True)
 class ControlConnection:
-    """A connection between coordinator and worker, whoever made it."""
+    """A connection between coordinator and worker, whichever of the two made it."""
 
     channel: ControlChannel
     security: Security
     listener: ControlListener | None = None
-    """Where the coordinator came in and data comes in too; None: the worker went to the coordinator."""
+    """The listener at which the coordinator connected, and data connections arrive; None: the worker connected."""
 
 
 def reach_either(
@@ -172,7 +172,7 @@ def reach_either(
     is_cancelled: Callable[[], bool] = lambda: False,
     credentials: Callable[[], Credentials | None] = lambda: None,
 ) -> ControlConnection:
-    """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has.
+    """Connect to a listener, over an encrypted connection; on this very machine over whichever kind it has.
 
     `credentials`: asked for where a connection is encrypted, and the token no secret of one run.
     """

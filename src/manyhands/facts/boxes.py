@@ -285,7 +285,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return sum(box.volume for _, box in self.pieces())
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Whether every element of a tensor of this shape is held by somebody."""
+        """Return whether every element of a tensor of this shape is held by some device."""
         whole = Box.whole(shape)
         inside = first_come((device, box.intersect(whole)) for device, box in self.pieces())
         return sum(box.volume for _, box in inside) == whole.volume

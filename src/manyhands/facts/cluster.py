@@ -73,7 +73,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
             self._check_hosts()
 
     def _check_hosts(self) -> None:
-        """What the devices of one host share, they give one rate: its port, and its link to another host."""
+        """Refuse devices of one host that give its port, or its link to another host, different rates."""
         ports: dict[str, Device] = {}
         for device in self.devices:
             first = ports.setdefault(device.host_name, device)
@@ -116,7 +116,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return device
 
     def link_between(self, sender: str, receiver: str) -> Link:
-        """The link from `sender` to `receiver`. To itself a device moves nothing: no limit, no delay."""
+        """Return the link from `sender` to `receiver`. To itself a device moves nothing: no limit, no delay."""
         link = self._by_pair.get((sender, receiver))
         if link is not None:
             return link
@@ -124,7 +124,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return HERE if same else self.link
 
     def bytes_per_second_between(self, sender: str, receiver: str) -> float:
-        """What one transfer alone gets: the least of the link, the sender's port up and the receiver's port down.
+        """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down.
 
         Inside a host it passes no port.
         """
@@ -132,7 +132,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return rate if a.host_name == b.host_name else min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
-        """The same devices with another default link, or with another link from pair[0] to pair[1]."""
+        """Return the same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
             return Cluster(self.name, self.devices, link, self.links)
         kept = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
@@ -143,7 +143,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return Cluster(name, devices, self.link)
 
     def without(self, name: str) -> Cluster:
-        """The cluster after `name` has left."""
+        """Return the cluster after `name` has left."""
         gone = self.device(name)
         devices = tuple(device for device in self.devices if device is not gone)
         links = tuple(directed for directed in self.links if name not in (directed.sender, directed.receiver))
@@ -196,7 +196,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def from_dict(cls, raw: object) -> Cluster:
-        """The cluster in a document a person wrote; see the top of this file. An error names the field's path."""
+        """Return the cluster that a document describes; see the top of this file. An error names the field's path."""
         document = read_mapping(raw, "", ("name", "devices", "link", "links"))
         entries = read_list(document.get("devices"), "devices", "{kind: pi4, count: 2}")
         read = (device for index, entry in enumerate(entries) for device in read_devices(entry, f"devices[{index}]"))
@@ -212,7 +212,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return cls(unlinked.name, devices, link, tuple(links))
 
     def to_dict(self) -> dict[str, object]:
-        """A plain document that `from_dict` reads back to an equal cluster."""
+        """Return a plain document that `from_dict` reads back to an equal cluster."""
         links = [
             {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)} for directed in self.links
         ]
@@ -223,7 +223,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
 @lru_cache
 def preset(name: str) -> Cluster:
-    """The preset cluster called `name`."""
+    """Return the preset cluster called `name`."""
     entry = PRESETS.get(name)
     if entry is None:
         raise unknown("preset cluster", name, PRESETS)

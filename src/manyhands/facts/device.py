@@ -52,7 +52,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_name(self) -> str:
-        """Whose port its traffic passes. Between devices of one host there is no port."""
+        """The device whose port its traffic passes. Between devices of one host there is no port."""
         return self.host or self.name
 
     def _check(self, field: str, *, above_zero: bool, most: float = MOST_OF_ANYTHING) -> None:

@@ -91,7 +91,7 @@ def find_hyper(model: str, data: str, *, pretrained: str = "") -> Hyper | None:
 
 
 def hyper(model: str, data: str, *, pretrained: str = "") -> Hyper:
-    """As `find_hyper`, or an error that names what there is."""
+    """Return what `find_hyper` does, or raise an error that names what there is."""
     entry = find_hyper(model, data, pretrained=pretrained)
     if entry is None:
         before = f", trained on {pretrained} before" if pretrained else ""

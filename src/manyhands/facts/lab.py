@@ -19,20 +19,20 @@ from manyhands.facts.errors import LabError, unknown
 from manyhands.facts.link import DirectedLink, Link
 
 BUSIEST = 0.8
-"""How much of a core devices may take: the rest is for the links between them and whoever watches."""
+"""How much of a core devices may take: the rest is for the links between them and for monitoring."""
 SLOWEST_SHARE = 0.001
-"""Of a core: the kernel gives no less than a millisecond in a second."""
+"""The least share of a core: the kernel gives no less than a millisecond in a second."""
 SLOWEST_BYTES_PER_SECOND = 1000.0
 """A recorded rate of nothing is this much: a queue that never moves cannot be told from a broken one."""
 LAB_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,31}")
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """What a device gets of this machine."""
+    """The part of this machine that a device gets."""
 
     device: str
     share: float
-    """Of one core; more than 1 where its slots sit on several."""
+    """The share of one core; more than 1 where its slots run on several."""
     cores: tuple[int, ...]
     memory_bytes: int
 
@@ -49,7 +49,7 @@ class Played(msgspec.Struct, frozen=True):
 
     @property
     def slowest_share(self) -> float:
-        """Of one core: so much the device has that has least."""
+        """The least share of one core that any device has."""
         return min(1.0, *(seat.share for seat in self.seats))
 
     def seat(self, device: str) -> Seat:
@@ -60,7 +60,7 @@ class Played(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> Cluster:
-        """What plans are made for: one device for each worker."""
+        """The cluster that plans are made for: one device for each worker."""
         return with_slots(self.network, self.slots)
 
     def workers_of(self, device: str) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ class Played(msgspec.Struct, frozen=True):
 
 
 def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
-    """How this machine, whose cores have these numbers and each this speed, plays a cluster."""
+    """Return how this machine plays a cluster; `cores` are its cores' numbers, `core_gflops` the speed of each."""
     least = fitting_scale(wanted.cluster, wanted.slots, core_gflops, len(cores))
     scale = wanted.scale if wanted.scale is not None else max(1.0, rounded_up(least))
     if scale < least * (1 - 1e-9):
@@ -93,7 +93,7 @@ def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Pla
 
 
 def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) -> float:
-    """The least scale at which no core is busier than `BUSIEST`."""
+    """Return the least scale at which no core is busier than `BUSIEST`."""
     _, busiest = _packed(cluster.devices, slots, cores)
     return busiest / (core_gflops * BUSIEST)
 
@@ -111,7 +111,7 @@ def _packed(devices: Sequence[Device], slots: int, cores: int) -> tuple[list[lis
 
 
 def rounded_up(number: float) -> float:
-    """Two digits are enough, and never less than was asked."""
+    """Return the number rounded up to two digits."""
     if number <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
@@ -119,7 +119,7 @@ def rounded_up(number: float) -> float:
 
 
 def scale_text(scale: float) -> str:
-    """For every result: what an hour here is outside."""
+    """Return the time scale in words, for every result."""
     if scale == 1:
         return "time scale 1: real time"
     way = "slower" if scale > 1 else "faster"
@@ -127,7 +127,7 @@ def scale_text(scale: float) -> str:
 
 
 def scaled(cluster: Cluster, scale: float) -> Cluster:
-    """The same cluster, that many times slower."""
+    """Return the same cluster, `scale` times slower."""
     devices = tuple(
         msgspec.structs.replace(
             device, gflops=device.gflops / scale, memory_bytes_per_second=device.memory_bytes_per_second / scale,

@@ -22,7 +22,7 @@ class Link(msgspec.Struct, frozen=True):
             raise BadValue(f"A link's delay is {self.delay_seconds} s; it must be finite and >= 0.")
 
     def seconds(self, byte_count: float) -> float:
-        """From the first byte sent to the last received, on an idle link."""
+        """Return the seconds from the first byte sent to the last received, on an idle link."""
         return self.delay_seconds + byte_count / self.bytes_per_second
 
 

@@ -30,7 +30,7 @@ MOST_YAML_NODES = 10**5
 MOST_JSON_LISTS = 2_000_000
 """And objects: an empty one is two letters in the file, and fifty times as much in memory."""
 MOST_DIGITS = 40
-"""Of a whole number."""
+"""The most digits of a whole number."""
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json",)
 SUFFIXES = YAML_SUFFIXES + JSON_SUFFIXES
@@ -172,7 +172,7 @@ def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, wha
 
 
 def cache_folder() -> Path:
-    """Where profiles and data are kept: $MANYHANDS_HOME, else $XDG_CACHE_HOME/manyhands, else ~/.cache/manyhands."""
+    """Return the cache folder: $MANYHANDS_HOME, else $XDG_CACHE_HOME/manyhands, else ~/.cache/manyhands."""
     if home := os.environ.get("MANYHANDS_HOME"):
         return Path(home).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME", "")

@@ -21,7 +21,7 @@ _READS_INPUT = frozenset(
     for name in ("hardtanh", "hardswish", "hardsigmoid", "silu", "mish", "gelu", "softplus", "log_sigmoid", "clamp")
 )
 _LEAST_ELEMENTS = 2**18
-"""From here on a function of our own costs less than writing elsewhere."""
+"""From this many elements on, an autograd function of its own costs less than writing elsewhere."""
 
 
 class _Bounded(torch.autograd.Function):

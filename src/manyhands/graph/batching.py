@@ -59,7 +59,7 @@ def _fitting(spec: TensorSpec, value: Any) -> torch.Tensor:
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Of one sample."""
+    """Return the shape of one sample."""
     shape, axis = spec.shape_for(1), spec.batch_axis
     return shape if axis is None or spec.rows_per_sample > 1 else (*shape[:axis], *shape[axis + 1 :])
 

@@ -58,7 +58,7 @@ def _is_activation(spec: TensorSpec) -> bool:
 
 
 def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """For every position, the tensors made before it and still needed."""
+    """Return, for every position, the tensors made before it and still needed."""
     last_read = {name: index for index, op in enumerate(described) for name in op.inputs}
     last_read.update(dict.fromkeys(outputs, len(described)))
     alive: dict[str, None] = {}

@@ -14,7 +14,7 @@ WEIGHT_MARK = "weight "  # before a weight's name, where it is the memory that a
 
 @dataclass(frozen=True)
 class Exported:
-    """What capture.py hands over."""
+    """The exported program and what is known of its module."""
 
     program: Any
     name: str
@@ -66,7 +66,7 @@ class Conversion:
 
 
 def own_name(name: str, wrappers: tuple[str, ...]) -> str:
-    """Names in the wrapper module, without the wrapper."""
+    """Return a name in the wrapper module without the wrapper's prefix."""
     return next((name.removeprefix(prefix) for prefix in wrappers if name.startswith(prefix)), name)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def describe(graph: Graph, granularity: str = "") -> Network:
-    """The network as planner, schedule and simulator see it."""
+    """Return the network as planner, schedule and simulator see it."""
     granularity = granularity or graph.granularity
     specs = {spec.name: spec for spec in graph.inputs}
     specs.update({spec.name: spec for node in graph.nodes for spec in node.outputs})
@@ -87,7 +87,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
 
 
 def _attached(graph: Graph) -> frozenset[int]:
-    """Nodes that serve nothing but penalties."""
+    """Return the places of nodes that serve nothing but penalties."""
     if not graph.penalties:
         return frozenset()
     needed = set(tree_leaves(graph.output_tree))
@@ -101,7 +101,7 @@ def _attached(graph: Graph) -> frozenset[int]:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A short name for graph and input shape; weights' values and the user's file names do not matter."""
+    """Return a short name for graph and input shape; weights' values and the user's file names do not matter."""
     nodes = [(n.target, n.arguments, sorted(n.options.items()), n.outputs) for n in graph.nodes]
     text = repr((nodes, graph.inputs, graph.weights))
     without_gradient = [i for i, node in enumerate(graph.nodes) if node.without_gradient]
@@ -111,7 +111,7 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _differentiable(graph: Graph) -> set[str]:
-    """Tensors that depend on a trainable weight through differentiable operators."""
+    """Return the tensors that depend on a trainable weight through differentiable operators."""
     trainable = {spec.name for spec in graph.weights if spec.trainable}
     names: set[str] = set()
     for node in graph.nodes:
@@ -140,7 +140,7 @@ def _writes(node: Node) -> tuple[str, ...]:
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
-    """Channels of a batch norm that normalises by the batch in training."""
+    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes."""
     if node.target != "aten.batch_norm.default" or not node.arguments[5]:
         return 0
     assert isinstance(node.arguments[0], Value)
@@ -163,7 +163,7 @@ class _Saved:
 
 
 def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
-    """Per node: bytes newly held for backward, as (fixed, per sample). No memory is used: the tensors are fake.
+    """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are fake.
 
     Recurrent layers are counted as torch's own kernels hold them. oneDNN's, which run them in float32 on a CPU, hold a
     workspace of their own that no fake tensor shows: two to five times as much. Only measuring tells.

@@ -23,7 +23,7 @@ _ROUNDED = frozenset({"float32", "float16", "bfloat16"})
 
 
 def in_double(graph: Graph) -> Graph:
-    """The same graph, and its loss, computing in float64 throughout, so that rounding is no doubt."""
+    """Return the same graph, and its loss, computing in float64 throughout, so that rounding explains nothing."""
     return msgspec.structs.replace(
         graph,
         inputs=tuple(_double_spec(spec) for spec in graph.inputs),

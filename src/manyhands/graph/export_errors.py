@@ -13,13 +13,13 @@ from manyhands.graph.sizes import at
 from manyhands.graph.user_code import causes, is_library, user_frames
 
 _DEPENDS = ("DataDependent", "ConstraintViolation", "Unbacked")
-"""In the names of torch's errors about values or sizes that tracing does not know."""
+"""Parts of the names of torch's errors about values or sizes that tracing does not know."""
 
 
 def explain(
     error: Exception, module: nn.Module, fixed: str, entered: Entered, given: str, *, is_loss: bool
 ) -> CaptureFailed:
-    """An error that names the line in the user's code and what export said, shortly."""
+    """Return an error that names the line in the user's code and the first line of torch's own message."""
     forward = inspect.unwrap(type(module).forward)
     source = inspect.getsourcefile(forward) or ""
     frames = list(user_frames(error))

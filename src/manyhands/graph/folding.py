@@ -19,7 +19,7 @@ from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
 
 def at_rest(graph: Graph) -> Graph:
-    """The same network for inference: batch norms folded where they can be, nothing that keeps running statistics."""
+    """Return the network for inference: batch norms folded where possible, nothing that keeps running statistics."""
     readers = Counter(name for node in graph.nodes for name in values_of(node))
     uses = Counter(name for node in graph.nodes if not node.updates for name in weights_of(node))
     makers = {node.outputs[0].name: node for node in graph.nodes if not node.updates}

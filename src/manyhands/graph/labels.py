@@ -82,7 +82,7 @@ def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
 
 
 def check_leaves(labels: tuple[ClassLabels, ...], given: Mapping[str, Any], which: str) -> None:
-    """The same for targets by the names of the loss's inputs."""
+    """Check targets given by the names of the loss's inputs."""
     for part in labels:
         wrong = part.wrong(given[part.leaf])
         if wrong is not None:

@@ -26,7 +26,7 @@ from manyhands.graph.trees import tree_leaves, tree_map
 
 
 def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
-    """How `graph.loss` combines over samples. `outputs` and `target` are examples, as the loss takes them.
+    """Return how `graph.loss` combines over samples. `outputs` and `target` are examples, as the loss takes them.
 
     A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; whoever shares a batch
     must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole".
@@ -48,19 +48,19 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
 
 
 def _penalties(graph: Graph) -> frozenset[str]:
-    """Inputs of the loss that are made from weights alone, whatever the samples."""
+    """Return the inputs of the loss that are made from weights alone, whatever the samples."""
     if graph.loss is None or not graph.penalties:
         return frozenset()
     return frozenset(tree_leaves(graph.loss.input_tree[0][0][1]))
 
 
 def ignored_class(graph: Graph) -> int | None:
-    """The class number whose targets a mean-reduced cross entropy in `graph.loss` leaves out; None: there is none."""
+    """Return the class whose targets a mean-reduced cross entropy in `graph.loss` leaves out; None: there is none."""
     return next((number for _, number in _ignored(graph)), None)
 
 
 def has_ignored(graph: Graph, target: Any) -> bool:
-    """Whether a target holds the ignored class where the loss looks for it.
+    """Return whether a target holds the ignored class where the loss looks for it.
 
     Such a batch must not be shared: its loss is a mean over the other targets, and shares differ in how many they have.
     """
@@ -80,5 +80,5 @@ def _ignored(graph: Graph) -> list[tuple[str, int]]:
 
 
 def _is_found(ignored: list[tuple[str, int]], given: Mapping[str, torch.Tensor]) -> bool:
-    """As the loss sees targets: class numbers given as floats are cut off."""
+    """Return whether a target holds its ignored class; class numbers given as floats are cut off, as the loss does."""
     return any(bool((given[leaf].long() == number).any()) for leaf, number in ignored if not given[leaf].is_meta)

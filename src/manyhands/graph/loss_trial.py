@@ -109,7 +109,7 @@ def _adds_up(
 
 
 def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str], samples: int) -> _Result | None:
-    """The loss and its gradients for the outputs; None where it raises or is no number."""
+    """Return the loss and its gradients for the outputs; None where it raises or is no number."""
     entered = {name: tensor.detach() for name, tensor in values.items()}
     inputs = {name: t.requires_grad_() for name, t in entered.items() if name in of_outputs and t.is_floating_point()}
     try:
@@ -129,7 +129,7 @@ def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str],
 def _drawn(
     example: torch.Tensor, samples: int, generator: torch.Generator, drawing: str, is_changed: bool
 ) -> torch.Tensor:
-    """As many samples like the example: an output drawn anew, a target's rows taken again."""
+    """Return `samples` samples like the example: an output is drawn anew, a target's rows are taken again."""
     example = torch.zeros(example.shape, dtype=example.dtype) if example.is_meta else example.detach().cpu()
     rows = torch.randint(example.shape[0], (samples,), generator=generator)
     taken = cast_to_double(example[rows])

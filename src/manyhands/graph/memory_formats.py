@@ -11,7 +11,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank
 
 
 def reformat_leaf(tensor: torch.Tensor, memory_format: torch.memory_format) -> None:
-    """The same leaf (an optimiser may hold it) over memory in another order, its gradient likewise."""
+    """Put a leaf's memory, and its gradient's, in another order; an optimiser may hold the leaf itself."""
     if tensor.is_contiguous(memory_format=memory_format):
         return
     gradient = tensor.grad
@@ -44,7 +44,7 @@ class _Reformat(torch.autograd.Function):
 
 
 def reformat(data: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """`data` in the asked format; itself where it already is."""
+    """Return `data` in the given format; itself where it already is."""
     wanted = memory_format_of(data.dim(), channels_last)
     if data.is_contiguous(memory_format=wanted):
         return data

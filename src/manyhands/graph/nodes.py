@@ -69,7 +69,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def records(argument: Argument) -> Iterator[Record]:
-    """Every record inside an argument, in order."""
+    """Yield every record inside an argument, in order."""
     if isinstance(argument, (Value, Weight, SampleCount, Enum, Special)):
         yield argument
     elif isinstance(argument, (list, tuple)):
@@ -85,10 +85,10 @@ def records_of(node: Node) -> Iterator[Record]:
 
 
 def values_of(node: Node) -> tuple[str, ...]:
-    """Names of the activations a node reads, each once."""
+    """Return the names of the activations a node reads, each once."""
     return tuple(dict.fromkeys(record.name for record in records_of(node) if isinstance(record, Value)))
 
 
 def weights_of(node: Node) -> tuple[str, ...]:
-    """Names of the weights a node reads, each once."""
+    """Return the names of the weights a node reads, each once."""
     return tuple(dict.fromkeys(record.name for record in records_of(node) if isinstance(record, Weight)))

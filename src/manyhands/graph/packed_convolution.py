@@ -46,12 +46,12 @@ class PackedConvolution:
         assert isinstance(data, Value)
         self.source = graph.network.tensors[data.name]
         self.shape: tuple[int, ...] = ()
-        """Of the input that the weight is laid out for."""
+        """The shape of the input that the weight is laid out for."""
         g = self.geometry
         self._given = (g.padding, g.stride, g.dilation, g.groups)
 
     def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> bool:
-        """Lay the weight out, for nothing but calls of this convolution; whether it was not so before."""
+        """Lay the weight out for calls of this convolution only; returns whether it was not so before."""
         before, g = weights.tensors[self.weight], self.geometry
         if before.device.type != "cpu" or (before.is_mkldnn and shape == self.shape):
             return False
@@ -80,7 +80,7 @@ class PackedConvolution:
         self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, post: str = "none",
         numbers: Sequence[float] = (), *, padding: list[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """With a weight that is laid out; `post`: the activation of the result, as oneDNN calls it, and its numbers."""
+        """Convolve with a weight that is laid out; `post`: the activation, as oneDNN names it, and its numbers."""
         given = self._given if padding is None else (padding, *self._given[1:])
         if not data.is_contiguous(memory_format=torch.channels_last):
             data = reformat(data, True)
@@ -91,7 +91,7 @@ class PackedConvolution:
         self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor,
         post: str | None, *, overwrites: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """The same and `other`, over that or beside it, and the activation of the sum, if any."""
+        """Convolve, add `other` (over it or beside it), and apply the activation of the sum, if any."""
         if not data.is_contiguous(memory_format=torch.channels_last):
             data = reformat(data, True)
         given: tuple[Any, ...] = (weight, bias, *self._given, "add", 1.0, post, [], "")

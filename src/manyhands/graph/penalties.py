@@ -85,7 +85,7 @@ def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str,
 
 
 def _spec(name: str, module: nn.Module) -> WeightSpec:
-    """Of a parameter that only the loss reads."""
+    """Return the description of a parameter that only the loss reads."""
     parameter = module.get_parameter(name)
     return WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), trainable=True)
 

@@ -45,7 +45,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Context:
-    """What a run of a piece needs to know beside its inputs.
+    """The settings of one run of a piece, beside its inputs.
 
     `first_sample` is the place of the first sample at hand in the mini-batch: random operators draw by it.
     """
@@ -123,7 +123,7 @@ class Piece:
         self._counted: dict[tuple[bool, bool], tuple[tuple[CompiledNode, ...], tuple[int, ...]]] = {}
 
     def steps(self, training: bool, moves_buffers: bool = True) -> tuple[CompiledNode, ...]:
-        """The compiled calls for training or evaluation."""
+        """Return the compiled calls for training or evaluation."""
         compiled = self._steps.get((training, moves_buffers))
         if compiled is None:
             compiled = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
@@ -146,7 +146,7 @@ class Piece:
         return split
 
     def fresh_slots(self) -> list[Any]:
-        """The list of values before a run: weights in place, the rest empty."""
+        """Return the list of values before a run: weights in place, the rest empty."""
         if self._template is None or len(self._template) != len(self._slots.places):
             self._template = [None] * len(self._slots.places)
             for name in self.weight_names:
@@ -154,14 +154,14 @@ class Piece:
         return self._template.copy()
 
     def rest(self, samples: int) -> None:
-        """The weights will not change any more: they are laid out as their kernels read them for so many samples."""
+        """Lay the weights out as their kernels read them for `samples` samples: they will not change any more."""
         for node in self.nodes:
             call = self.kernels.get(node.name)
             if isinstance(call, PackedConvolution) and call.pack(self.weights, call.source.shape_for(samples)):
                 self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
-        """How many samples the given inputs hold; all must agree."""
+        """Return how many samples the given inputs hold; all must agree."""
         counts: dict[str, int] = {}
         for name in self.inputs:
             spec = self.specs[name]
@@ -206,7 +206,7 @@ def run_steps(steps: Iterable[CompiledNode], slots: list[Any], samples: int, con
 
 
 def counters(nodes: Sequence[Node], outputs: Iterable[str]) -> dict[int, str]:
-    """Those of some nodes that count batches: they add one to a buffer which nothing else reads. Place -> buffer."""
+    """Return the nodes that count batches, as place -> buffer: they add one to a buffer which nothing else reads."""
     uses = Counter(name for node in nodes for name in weights_of(node))
     read = {name for node in nodes for name in values_of(node)} | set(outputs)
     return {

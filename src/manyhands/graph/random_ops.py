@@ -199,7 +199,7 @@ def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor
 
 
 def _probability(arguments: tuple[Any, ...]) -> float:
-    """Of a coin; torch leaves out what is its default."""
+    """Return the probability that a node draws with; torch leaves out its default."""
     return float(arguments[1]) if len(arguments) > 1 else 0.5
 
 

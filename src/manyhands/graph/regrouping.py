@@ -13,7 +13,7 @@ from manyhands.graph.nodes import Node, values_of
 
 
 def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:
-    """The same graph, nodes ordered by the group of inputs that they are made from; what has several comes last.
+    """Return the graph with nodes ordered by the group of inputs that they are made from; what has several comes last.
 
     Inputs may be in several groups: what is made from them alone goes with whoever reads it first.
     """

@@ -44,7 +44,7 @@ def save(graph: Graph, folder: str | Path) -> None:
 
 
 def load(folder: str | Path) -> Graph:
-    """Read a graph that save() wrote, or somebody else; BadGraph says what is wrong with it."""
+    """Read a graph that save(), or another program, wrote; BadGraph says what is wrong with it."""
     folder = Path(folder)
     document = _read_json(folder / GRAPH_FILE)
     return from_document(document, _read_weights(folder / WEIGHTS_FILE, read_document(document)))

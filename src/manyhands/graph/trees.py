@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tree_leaves(tree: Any) -> Iterator[str]:
-    """The leaf names of an input or output tree."""
+    """Yield the leaf names of an input or output tree."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -19,7 +19,7 @@ def tree_leaves(tree: Any) -> Iterator[str]:
 
 
 def tree_map(change: Callable[[str], Any], tree: Any) -> Any:
-    """The same tree with every leaf name changed."""
+    """Return the same tree with every leaf name changed."""
     if isinstance(tree, str):
         return change(tree)
     if isinstance(tree, (list, tuple)):

@@ -195,7 +195,7 @@ class _Given:
 
 
 def _every_tensor(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same structure with every tensor in it changed."""
+    """Return the same structure with every tensor in it changed."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, change, value)
 
 

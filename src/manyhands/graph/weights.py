@@ -21,7 +21,7 @@ class Weights:
 
     @classmethod
     def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
-        """Own copies of the graph's weights (all, or those named), on a device."""
+        """Copy the graph's weights (all, or those named) to a device."""
         wanted = set(names) if names is not None else None
         tensors: dict[str, torch.Tensor] = {}
         for spec in graph.weights:
@@ -32,7 +32,7 @@ class Weights:
 
     @classmethod
     def shared(cls, graph: Graph, module: nn.Module) -> Weights:
-        """The module's own parameters and buffers: training the graph trains the module."""
+        """Share the module's own parameters and buffers: training the graph trains the module."""
         tensors_here: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         tensors_here.update(module.named_buffers(remove_duplicate=False))
         tensors = {spec.name: tensors_here.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
@@ -55,17 +55,17 @@ class Weights:
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as it was before a kernel laid it out for itself."""
+    """Return a weight as it was before a kernel laid it out for itself."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's axes in the order its memory lies in: with them so, a dense one is contiguous."""
+    """Return a tensor's axes in the order its memory lies in: permuted so, a dense one is contiguous."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
+    """Return a weight's gradient, in the weight's own memory order; zero where none was computed."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     elif weight.grad.stride() != weight.stride():

@@ -49,7 +49,7 @@ def _is_scalar(argument: Argument, state: Conversion) -> bool:
 
 
 def may_share_memory(target: str, arguments: tuple[Argument, ...], count: int) -> list[Argument]:
-    """Whose memory each result may be: a view's source; or what a dropout is given, which it returns in evaluation."""
+    """Return whose memory each result may be: a view's source, or a dropout's input, which it returns in evaluation."""
     name = target.split(".")[1]
     first = arguments[0] if arguments else None
     source: Argument = None

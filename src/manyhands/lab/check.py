@@ -20,7 +20,7 @@ LEAST_SECONDS = 0.2e-3
 """A round trip may be this much late whatever was asked: sending and receiving take time of their own."""
 _SHARE_SECONDS, _MOST_SHARE_SECONDS = 2.0, 20.0
 _SHARE_PERIODS = 40
-"""Of the kernel's: a small share is given out in few pieces a second."""
+"""The periods of the kernel's quota to measure over: a small share is given out in few pieces a second."""
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ def check(lab: Lab, say: Say) -> Iterator[Finding]:
 
 
 def share_seconds(shares: Sequence[float]) -> float:
-    """For how long shares of the processor are measured."""
+    """Return for how long shares of the processor are measured."""
     longest = max(quota_and_period(share)[1] for share in shares) / 1e6
     return min(_MOST_SHARE_SECONDS, max(_SHARE_SECONDS, _SHARE_PERIODS * longest))
 

@@ -132,7 +132,7 @@ class ControlGroups(ABC):
     def enter(self, lab: str, device: str) -> None:
         """Put the calling process, and what it will start, into the device's group."""
         for root in self._roots:
-            write_file(self._folder(root, lab, device) / "cgroup.procs", "0")  # 0: whoever writes
+            write_file(self._folder(root, lab, device) / "cgroup.procs", "0")  # 0: the writing process
 
     def freeze(self, lab: str, device: str) -> None:
         """Stop every process of the device where it is; connections stay open, and silent."""
@@ -198,7 +198,7 @@ class ControlGroups(ABC):
             raise survivors[0]
         for root in self._roots:
             for folder in reversed(folders_below(root / OURS / lab)):
-                remove_folder(folder)  # and whoever came in meanwhile
+                remove_folder(folder)  # and the processes that came in meanwhile
             with contextlib.suppress(OSError):
                 (root / OURS).rmdir()  # unless it holds another lab
 

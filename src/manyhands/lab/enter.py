@@ -3,7 +3,7 @@
     python -m manyhands.lab.enter LAB DEVICE COMMAND ...
     python -m manyhands.lab.enter --network LAB DEVICE COMMAND ...     in its network only, at this machine's full speed
 
-It becomes the command, so that whoever started it has the command itself as its child.
+It becomes the command, so that the process that started it has the command itself as its child.
 """
 
 from __future__ import annotations

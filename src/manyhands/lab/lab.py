@@ -52,7 +52,7 @@ def _clear_orphan(name: str) -> None:
 
 
 class DeviceStatus(msgspec.Struct, frozen=True):
-    """A device of a lab, now."""
+    """The state of a device of a lab now."""
 
     name: str
     address: str
@@ -71,11 +71,11 @@ class Lab:
         self.spaces = Spaces(entry.name, entry.played.network, uses_switch=entry.uses_switch)
         self.groups = groups.find()
         self._supervisor: subprocess.Popen[bytes] | None = None
-        """Where this process brought it up."""
+        """The supervisor, where this process started it."""
 
     @classmethod
     def find(cls, name: str = "") -> Lab:
-        """The lab of that name, or the only one."""
+        """Return the lab of that name, or the only one."""
         if why := missing():
             raise LabError(f"There can be no lab here: {why}")
         if not name:
@@ -91,7 +91,7 @@ class Lab:
     def up(
         cls, played: Played, name: str, *, source: str = "", owned: bool = False, at_full_speed: bool = False
     ) -> Lab:
-        """Bring it up. `owned`: it goes down with this process. `at_full_speed`: until `settle`."""
+        """Bring a lab up. `owned`: it goes down with this process. `at_full_speed`: until `settle`."""
         if why := missing():
             raise LabError(f"There can be no lab here: {why}")
         name = record.lab_name(name)
@@ -151,7 +151,7 @@ class Lab:
         return self.spaces.address(member)
 
     def settle(self) -> None:
-        """Devices get as slow as they are meant to be."""
+        """Make the devices as slow as they are meant to be."""
         for seat in self.played.seats:
             self.groups.set_cpu(self.name, seat.device, seat.share)
 
@@ -177,24 +177,24 @@ class Lab:
         self.spaces.cut(device)
 
     def freeze(self, device: str) -> None:
-        """Nothing on it runs any more, and its connections stay open."""
+        """Stop everything that runs on a device; its connections stay open."""
         self.played.seat(device)
         self.groups.freeze(self.name, device)
 
     def kill(self, device: str) -> None:
-        """Everything on it dies at once."""
+        """Kill everything on a device at once."""
         self.played.seat(device)
         self.groups.kill(self.name, device)
 
     def slow(self, device: str, factor: float) -> None:
-        """So much of its speed is left."""
+        """Leave a device `factor` of its speed."""
         share = self.played.seat(device).share * factor
         if not 0 < factor <= 1:
             raise BadValue(f"{device} cannot get {factor:g} times as fast.", hint="Write 0.5 for half its speed.")
         self.groups.set_cpu(self.name, device, share)
 
     def heal(self, device: str) -> None:
-        """Cable in, running, at its own speed. What was killed stays dead."""
+        """Undo faults: cable in, running, at its own speed. What was killed stays dead."""
         seat = self.played.seat(device)
         self.spaces.heal(device)
         self.groups.thaw(self.name, device)

@@ -34,7 +34,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def _began(pid: int) -> int:
-    """In the kernel's ticks; 0 where there is no such process, or it has ended and nobody has asked how."""
+    """Return when a process began, in the kernel's ticks; 0 where there is none, or it is a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def _began(pid: int) -> int:
 
 
 class LabRecord(msgspec.Struct, frozen=True):
-    """What is known of a lab that is up."""
+    """The record of a lab that is up."""
 
     name: str
     source: str
@@ -113,7 +113,7 @@ def _document(record: LabRecord) -> dict[str, object]:
 
 
 def load(name: str) -> LabRecord:
-    """The lab of that name. LabError where there is none, or its file tells nothing."""
+    """Return the lab of that name. LabError where there is none, or its file is damaged."""
     path = _path(name)
     if not path.exists():
         up = names()

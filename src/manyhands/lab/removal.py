@@ -14,12 +14,12 @@ from manyhands.lab.spaces import Spaces
 
 
 def missing() -> str:
-    """Why there can be no lab here; empty where there can."""
+    """Return why there can be no lab here; empty where there can."""
     return spaces.missing() or groups.missing()
 
 
 def labs() -> list[str]:
-    """Every lab of which anything is there."""
+    """Return every lab of which anything exists."""
     names = set(record.names())
     if not missing():
         names |= groups.find().labs()  # made after the record and before namespaces, removed before both
@@ -27,7 +27,7 @@ def labs() -> list[str]:
 
 
 def take_down(name: str) -> None:
-    """Remove whatever there is of a lab: processes, groups, namespaces, record. Does not mind if nothing is."""
+    """Remove whatever exists of a lab: processes, groups, namespaces, record. Nothing happens where nothing does."""
     if name not in labs():  # namespaces of that name, if any, are not ours
         return
     with contextlib.suppress(ManyhandsError, ProcessLookupError):

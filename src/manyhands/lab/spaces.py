@@ -295,7 +295,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _tool(name: str) -> str:
-    """Where a command is; the folders of the administrator are looked through even where the path leaves them out."""
+    """Return the path of a command; /usr/sbin and /sbin are searched even where PATH leaves them out."""
     path = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
     if path is None:
         raise LabError(f"There is no command `{name}` here.", hint="Install iproute2: apt install iproute2")

@@ -74,7 +74,7 @@ class LabSupervisor:
         self.is_ready = True
         print(READY, flush=True)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # whoever waited for the word is not kept waiting for more
+        os.dup2(nowhere, 1)  # the process that waited for the word must not wait for more
         os.close(nowhere)
 
     def _delay(self, sender: int, receiver: int) -> float:

@@ -1,4 +1,4 @@
-"""Files that only grow, and are valid whenever somebody looks: events.jsonl and metrics.csv of a run."""
+"""Files that only grow, and are valid whenever they are read: events.jsonl and metrics.csv of a run."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ class Block:
     """Layers [first, last)."""
     by: By
     begin: float
-    """Of samples and channels: the parts of those before it in the stage."""
+    """For samples and channels, the parts of the devices before it in the stage."""
     part: float
     label: str
     short: str
     cell: tuple[int, int] = (0, 0)
     rows: tuple[float, ...] = (1.0,)
     columns: tuple[float, ...] = (1.0,)
-    """Of tiles: the grid, relative heights and widths, and which of its cells."""
+    """For tiles, the grid, relative heights and widths, and which of its cells."""
     is_each: bool = False
     """The first of several that are alike."""
 
@@ -116,7 +116,7 @@ def _block(number: int, stage: Stage, place: int) -> Block:
 
 
 def layer_edges(network: Network) -> list[float]:
-    """Where layers begin, and where the last one ends, from 0 to 1: as wide as they have work, none invisibly thin."""
+    """Return where layers begin, and where the last ends, from 0 to 1: as wide as their work, none invisibly thin."""
     work = [float(layer.macs) for layer in network.layers]
     total, thinnest = sum(work), _THINNEST / len(work)
     widths = [max(layer_work / total, thinnest) if total else 1.0 for layer_work in work]

@@ -23,7 +23,7 @@ class Course:
     up: Line
     """From this moment on, Mbit/s from the edge."""
     down: Line
-    """The same to the edge."""
+    """From this moment on, Mbit/s to the edge."""
     cuts: Sequence[tuple[float, int]]
     """From this moment on, the layers before this one were at the edge."""
     speeds: Line

@@ -59,7 +59,7 @@ class TensorBoard:
             self._look()
 
     def event(self, event: str, facts: Mapping[str, Any]) -> None:
-        """As text, at the step it happened after."""
+        """Write an event as text, at the step it happened after."""
         text = json.dumps(dict(facts), default=str)[:2000]
         with self._writing():
             self._writer.add_text("events", f"**{event}** `{text}`", self._step)

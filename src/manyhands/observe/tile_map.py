@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 12
 HANDED = ""
-"""In place of a sender: this part of the halo comes with what the stage is handed."""
+"""Stands for a sender: this part of the halo comes with the stage's input."""
 _WIDTH_INCHES = 13.34  # 1600 pixels
 _WIDEST_INCHES, _TALLEST_INCHES = 6.37, 6.0
 _SIDE_INCHES, _GAP_INCHES = 0.15, 0.3
@@ -56,7 +56,7 @@ class GroupMap:
     halos: Mapping[str, Sequence[tuple[str, Box]]]
     """Device -> (who sends it, what lies around the tile)."""
     exchanged_bytes: int
-    """In a step, among the devices, before this group."""
+    """Bytes exchanged among the devices in a step, before this group."""
     notes: Sequence[str] = field(default_factory=tuple)
 
 

@@ -24,7 +24,7 @@ from manyhands.observe.recent import recent_runs
 
 RUNS = Path("runs")
 FRESH_SECONDS = 10.0
-"""A run that has written nothing for so long is not live, whatever its file says."""
+"""A run that has written nothing for this long is not live, whatever its file holds."""
 BLOCK_BYTES = 8_000_000
 """Read at once, and the longest line that is believed."""
 _ENDINGS = {"finished": "ended", "failed": "failed", "stopped": "stopped"}
@@ -120,7 +120,7 @@ class RunWatch:
         return "failed"
 
     def _guessed(self, view: View) -> Live:
-        """Of a run that wrote no live.json: what its other files say."""
+        """Return the state of a run that wrote no live.json, from its other files."""
         config = _document(self.folder / "config.yaml") or {}
         steps, losses = view.metrics.get("step", []), view.metrics.get("loss", [])
         rates = [rate for rate in view.metrics.get("samples_per_second", []) if rate]
@@ -164,7 +164,7 @@ class _Tail:
 
 
 def _stages(raw: object) -> tuple[LiveStage, ...]:
-    """Of a plan as it stands in a file, which may be anything."""
+    """Return the stages of a plan as it stands in a file, which may hold anything."""
     stages = []
     for number, stage in enumerate(raw if isinstance(raw, list) else ()):
         layers, devices = (stage.get("layers"), stage.get("devices")) if isinstance(stage, dict) else (None, None)

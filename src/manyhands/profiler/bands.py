@@ -16,7 +16,7 @@ from manyhands.profiler.steps import random_inputs
 from manyhands.schedule.tiles import tileable_layers
 
 LEAST_ROWS = 32
-"""Of a band: with fewer a map's edges would be most of it."""
+"""The least rows of a band: with fewer a map's edges would be most of it."""
 _ROOM = 1.3
 """What allocators and kernels take beside tensors."""
 
@@ -64,7 +64,7 @@ def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) ->
 
 
 def whole_seconds(network: Network, seconds: Sequence[float], parts: int) -> list[float]:
-    """Of all layers, from those of one band."""
+    """Return the seconds of all layers from those of one band."""
     if parts == 1:
         return list(seconds)
     last = tileable_layers(network)[0]
