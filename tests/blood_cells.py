@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.data.sets import DataSets, load
+from manyhands.data.data_sets import DataSets
+from manyhands.data.sets import load
 
 PACKED = Path(__file__).parents[2] / "shared" / "data" / "bccd.tar.gz"
 

@@ -25,11 +25,12 @@ from torch.utils.data import Dataset
 
 from hand_made import cluster as made_cluster
 from hand_made import even_profile
-from manyhands.data.laying import Laying, Numbered
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
+from manyhands.data.preload import Numbered, Preload
 from manyhands.data.rewinding import Rewindable
-from manyhands.engine.inprocess import InProcessListener, InProcessTransport
+from manyhands.engine.inprocess import InProcessTransport
+from manyhands.engine.inprocess_channel import InProcessListener
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
@@ -39,7 +40,8 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
-from manyhands.graph.document import read_document, to_document
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
@@ -374,7 +376,7 @@ class FaultCluster:
             graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
-            preload=Laying.of(Pictures()) if is_preloaded else None,
+            preload=Preload.of(Pictures()) if is_preloaded else None,
         )  # fmt: skip
         data: Dataset[Any] = Numbered(Pictures()) if is_preloaded else Pictures()
         with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:

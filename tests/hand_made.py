@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
+from manyhands.facts.link import Link
 from manyhands.facts.network import Layer, Network, Op, TensorSpec, WeightSpec
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 from manyhands.facts.reads import Read, Whole, Window

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hand_made import cluster
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog
@@ -26,7 +26,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.device_work import DeviceWork
@@ -269,7 +269,7 @@ def alone(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same by one piece and plain autograd: the reference. `before_step` may look at the gradients."""
     weights = Weights.copied(graph)
-    stepper, piece, loss = build(optimizer or SGD, weights.trainable()), Piece(graph, weights), Loss(graph)
+    stepper, piece, loss = build(optimizer or SGD, weights.trainable()), Piece(graph, weights), CapturedLoss(graph)
     part = 1.0 if graph.loss_combination == "sum" else 1.0 / micro_batches
     losses = []
     for step, (inputs, targets) in enumerate(batches):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from harness import JOIN_SECONDS
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat
+from manyhands.decoupling.layers import GroupedConcat, GroupShuffle
 from manyhands.models.efficientnet import StochasticDepth
 from manyhands.models.mobilenet import InvertedResidual, SqueezeExcite, conv_norm
 from manyhands.models.resnet import ResidualBlock
@@ -199,7 +199,7 @@ def blocks(draw: st.DrawFn, channels: int) -> nn.Module:
     if kind == "shuffle":
         return nn.Sequential(nn.Conv2d(channels, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 4, 3, 2))
     if kind == "dealt":
-        return nn.Sequential(nn.Conv2d(channels, 8, 1), ChannelShuffle(2), nn.Conv2d(8, 4, 3, padding=1, groups=2))
+        return nn.Sequential(nn.Conv2d(channels, 8, 1), GroupShuffle(2), nn.Conv2d(8, 4, 3, padding=1, groups=2))
     if kind == "together":
         return nn.Sequential(nn.Conv2d(channels, 4, 1), Together(), nn.Conv2d(6, 4, 3, padding=1, groups=2))
     made: dict[str, Callable[[], nn.Module]] = {

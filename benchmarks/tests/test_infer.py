@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from hand_made import even_profile
 from manyhands.executor.log import DeviceLog, MeasuredSpan
+from manyhands.facts.cluster import preset
 from manyhands.facts.errors import BadPlan, BadValue, Refused, UnknownName
-from manyhands.facts.presets import preset
 from manyhands.facts.reads import Dealt
 from manyhands.plans.inference import plan_for, sample_seconds
 from manyhands_bench.command import app

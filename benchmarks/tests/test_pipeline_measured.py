@@ -14,7 +14,7 @@ from torch import nn
 
 from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Stage
-from manyhands.lab.lab import labs
+from manyhands.lab.removal import labs
 from manyhands.models.registry import build, example_batch
 from manyhands.profiler.kernels import Choice
 from manyhands_bench.pipeline import measured as bench

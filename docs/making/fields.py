@@ -46,9 +46,10 @@ def table(path: str) -> str:
 
 def cluster_table() -> str:
     """What may be written of a device in a cluster file: other names and units than the record's."""
-    from manyhands.facts import cluster
+    from manyhands.facts.cluster_document import _DEVICE
+    from manyhands.facts.device import Device
 
-    said = {row[0].strip("`"): row for row in table_rows(cluster.Device)}
+    said = {row[0].strip("`"): row for row in table_rows(Device)}
     examples = {
         "gflops": "20", "memory": "4 GB", "memory_rate": "6 GB/s", "cores": "4", "operator_time": "50 us",
         "watts_active": "6.4", "watts_idle": "2.7", "watts_transfer": "1", "up": "19 Mbit/s", "down": "31 Mbit/s",
@@ -66,6 +67,6 @@ def cluster_table() -> str:
         "cores": "of the processor", "watts_idle": "while it waits", "up": "what its port sends",
         "down": "what its port takes in",
     }  # fmt: skip
-    for field, (record_field, _, _) in cluster._DEVICE.items():
+    for field, (record_field, _, _) in _DEVICE.items():
         rows.append([f"`{field}`", f"`{examples[field]}`", said[record_field][3] or more[field]])
     return words.table(["field", "for example", ""], rows)

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from manyhands.decoupling.report import DecoupleReport
     from manyhands.explaining.comparison import Comparison, compare
     from manyhands.explaining.explain import Explanation, explain
-    from manyhands.facts.cluster import Cluster, Device, Link
+    from manyhands.facts.cluster import Cluster
+    from manyhands.facts.device import Device
     from manyhands.facts.errors import ManyhandsError
+    from manyhands.facts.link import Link
     from manyhands.facts.network import Network
     from manyhands.facts.optimizer import Optimizer
     from manyhands.facts.plan import Plan, Stage

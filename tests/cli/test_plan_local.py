@@ -12,7 +12,8 @@ import pytest
 from forking import run_command
 
 from manyhands.explaining.what_if import with_speed
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.optimizer import parse
 from manyhands.facts.profile import DeviceProfile, Profile, estimate
 from manyhands.files.documents import write_document

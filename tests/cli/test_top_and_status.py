@@ -22,7 +22,7 @@ from manyhands.cli.top import Screen, top
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveStage, write_live
 from manyhands.observe.recent import remember
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "started", "model": "tiny", "step": 0, "steps": 100},
@@ -143,7 +143,7 @@ def test_a_run_in_a_folder_of_its_own_is_found(here: Path, capsys: pytest.Captur
 
 
 def test_status_in_words(here: Path) -> None:
-    lines = told(Watch(run(here / "one")).look())
+    lines = told(RunWatch(run(here / "one")).look())
     assert lines[0].endswith("one: tiny, running")
     assert lines[1] == "step 42 of 100, loss 0.1234, 3,200 samples/s, 20 ms a step (predicted 18 ms), 1:15 left"
     assert "  pi-2: lost: killed by SIGKILL" in lines
@@ -175,7 +175,7 @@ def test_top_fits_the_screen(here: Path, width: int, height: int) -> None:
     names = [f"device-{place}" for place in range(100)]
     devices = tuple(LiveDevice(name, busy=0.5) for name in names)
     links = tuple(LiveLink(a, b, 1e6, 0.001, None, 7) for a in names[:20] for b in names[:20] if a != b)
-    view = Watch(run(here / "one", devices=devices, links=links)).look()
+    view = RunWatch(run(here / "one", devices=devices, links=links)).look()
     lines = drawn(Screen(view, Flows()), width, height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
@@ -299,14 +299,14 @@ def test_the_process_of_one_worker_of_one_run(here: Path, capsys: pytest.Capture
     run(here / "runs" / "second", devices=(LiveDevice("local-1", "local", pid=4712),))
     status(str(first), pid="local-1")
     assert capsys.readouterr().out == "4711\n"
-    assert "local-1: here, process 4711" in "\n".join(told(Watch(first).look()))
+    assert "local-1: here, process 4711" in "\n".join(told(RunWatch(first).look()))
     with pytest.raises(BadValue, match=r"local-2 is not a running process .* Its state is lost"):
         status(str(first), pid="local-2")
     with pytest.raises(UnknownName, match="local-9"):
         status(str(first), pid="local-9")
     over = run(here / "runs" / "over", state="ended", devices=devices)
     with pytest.raises(BadValue, match="does not go on: ended"):
-        worker_pid(Watch(over).look(), "local-1")
+        worker_pid(RunWatch(over).look(), "local-1")
     away = run(here / "runs" / "away", host="elsewhere", devices=devices)
     with pytest.raises(BadValue, match="It ran on elsewhere"):
-        worker_pid(Watch(away).look(), "local-1")
+        worker_pid(RunWatch(away).look(), "local-1")

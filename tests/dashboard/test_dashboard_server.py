@@ -26,14 +26,14 @@ from manyhands.dashboard.sections import (
     event_bytes,
     rows_between,
     sections,
-    told_events,
+    shown_events,
 )
 from manyhands.dashboard.server import Dashboard
-from manyhands.engine.http_door import ConnectionLimits
-from manyhands.engine.turnstile import Turnstile
+from manyhands.engine.http_server import ConnectionLimits
+from manyhands.engine.rate_limiter import RateLimiter
 from manyhands.files.documents import write_document
 from manyhands.observe.live import MOST_LINKS, Live, LiveLink
-from manyhands.observe.watching import View, Watch
+from manyhands.observe.watching import RunWatch, View
 
 EVERYWHERE = "0.0.0.0"
 
@@ -128,7 +128,7 @@ def test_the_plan_is_the_one_that_is_run_now(served: Dashboard, folder: Path) ->
 def test_looks_at_a_link_do_not_push_out_what_happened() -> None:
     looks = [{"event": "looked", "number": number} for number in range(1, 2 * MOST_EVENTS)]
     joined = [{"event": "joined", "number": 2 * MOST_EVENTS + number} for number in range(MOST_EVENTS - 1)]
-    told = [json.loads(one) for one in told_events([{"event": "started", "number": 0}, *looks, *joined])]
+    told = [json.loads(one) for one in shown_events([{"event": "started", "number": 0}, *looks, *joined])]
     assert told == [{"event": "started", "number": 0}, *joined]
 
 
@@ -162,8 +162,8 @@ def test_a_stream_tells_what_happens_and_the_end(folder: Path) -> None:
 
 def test_nothing_is_read_while_nobody_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    look = Watch.look
-    monkeypatch.setattr(Watch, "look", lambda self: (looks.append(1), look(self))[1])
+    look = RunWatch.look
+    monkeypatch.setattr(RunWatch, "look", lambda self: (looks.append(1), look(self))[1])
     with Dashboard(("127.0.0.1", 0), folder) as found:
         time.sleep(0.2)
         assert not looks
@@ -343,9 +343,9 @@ def test_a_flood_is_slowed_down(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_turnstile_lets_a_burst_pass_and_then_some() -> None:
-    turnstile = Turnstile(per_second=50, burst=5)
+    turnstile = RateLimiter(per_second=50, burst=5)
     start = time.monotonic()
     assert all(turnstile.passes(1.0) for _ in range(15))
     assert 0.15 < time.monotonic() - start < 1.0
-    slow = Turnstile(per_second=0.5, burst=1)
+    slow = RateLimiter(per_second=0.5, burst=1)
     assert [slow.passes(0.01), slow.passes(0.01)] == [True, False]

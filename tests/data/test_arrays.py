@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from manyhands.data import arrays
+from manyhands.data.data_sets import DataSets
 from manyhands.data.loader import example, length
-from manyhands.data.sets import DataSets, load
+from manyhands.data.sets import load
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
 from manyhands.job.named import build_model, check_classes
 

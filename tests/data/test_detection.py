@@ -11,8 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from manyhands.data import detection
+from manyhands.data.data_sets import DataSets
 from manyhands.data.loader import example, length
-from manyhands.data.sets import DataSets, load
+from manyhands.data.sets import load
 from manyhands.facts.errors import BadData, BadFile, ManyhandsError
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
 

@@ -18,10 +18,10 @@ from manyhands.data import sample_json
 from manyhands.data.sample_arrays import of_array
 from manyhands.data.sample_json import read_json
 from manyhands.data.samples import read_samples
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.facts.errors import BadData, BadFile
 
-WANTED = Wanted((1, 2, 2))
+WANTED = SampleForm((1, 2, 2))
 ONE = [[[1, 2.5], [-3e-2, 4]]]
 
 
@@ -35,8 +35,8 @@ def test_lists_are_read_as_the_array_they_are(
     whole = (count, *shape) if count else shape
     array = numpy.random.default_rng(0).integers(-9, 9, whole).astype(str(dtype).removeprefix("torch."))
     text = json.dumps({"inputs": array.tolist()} if is_named else array.tolist(), indent=1).encode()
-    found = list(read_json(text, "x", Wanted(shape, dtype)))
-    expected = list(of_array("x", array, Wanted(shape, dtype)))
+    found = list(read_json(text, "x", SampleForm(shape, dtype)))
+    expected = list(of_array("x", array, SampleForm(shape, dtype)))
     assert len(found) == len(expected) == max(1, count)
     for one, other in zip(found, expected, strict=True):
         assert isinstance(one, torch.Tensor)
@@ -93,7 +93,7 @@ def test_what_is_no_array_of_numbers_is_refused(text: str, words: str) -> None:
 
 
 def test_whole_numbers_are_whole() -> None:
-    words = Wanted((2,), torch.int64)
+    words = SampleForm((2,), torch.int64)
     assert torch.as_tensor(read_json(b"[3, 4]", "x", words)[0]).tolist() == [3, 4]
     for text in (b"[3, 4.5]", b"[3, 1%s]" % (b"0" * 30), b"[3, %s]" % (b"9" * 5000)):
         with pytest.raises(BadData, match=r"^x"):
@@ -101,7 +101,7 @@ def test_whole_numbers_are_whole() -> None:
 
 
 def test_a_number_too_large_for_the_network_is_named() -> None:
-    samples = read_json(b"[[1, 2], [3, 1e300]]", "x", Wanted((2,)))
+    samples = read_json(b"[[1, 2], [3, 1e300]]", "x", SampleForm((2,)))
     assert torch.as_tensor(samples[0]).tolist() == [1, 2]
     with pytest.raises(BadData, match="sample 1 has a NaN or infinite value"):
         samples[1]

@@ -19,10 +19,10 @@ from manyhands.data.arrays import load_arrays
 from manyhands.data.pictures import PictureData
 from manyhands.data.sample_arrays import read_array, shape_in
 from manyhands.data.samples import read_picture, read_samples
-from manyhands.data.wanted import Sample, Wanted
+from manyhands.data.wanted import Sample, SampleForm
 from manyhands.facts.errors import BadData, BadFile
 
-COLOUR, GREY = Wanted((3, 12, 10)), Wanted((1, 16, 16))
+COLOUR, GREY = SampleForm((3, 12, 10)), SampleForm((1, 16, 16))
 RESIZED = {one: one.resizing() for one in (COLOUR, GREY)}
 
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("wanted", [COLOUR, GREY], ids=["colour", "grey"])
-def test_a_folder_is_read_as_for_training(folder: Path, wanted: Wanted) -> None:
+def test_a_folder_is_read_as_for_training(folder: Path, wanted: SampleForm) -> None:
     """On request: pictures of many sizes are resized."""
     samples = read_samples(str(folder), RESIZED[wanted])
     names = [samples.name(index) for index in range(len(samples))]
@@ -90,7 +90,9 @@ def test_pictures_of_another_size_are_refused_unless_resizing_was_asked_for(fold
 
 def test_the_mean_is_that_of_training(folder: Path) -> None:
     usual = tensor(read_samples(str(folder / "b.png"), RESIZED[COLOUR])[0])
-    other = tensor(read_samples(str(folder / "b.png"), Wanted(COLOUR.shape, torch.float64, 0.25, 2.0).resizing())[0])
+    other = tensor(
+        read_samples(str(folder / "b.png"), SampleForm(COLOUR.shape, torch.float64, 0.25, 2.0).resizing())[0]
+    )
     assert other.dtype == torch.float64
     torch.testing.assert_close(other * 2 + 0.25, (usual * 0.5 + 0.5).double(), rtol=0, atol=1e-6)
 
@@ -112,7 +114,7 @@ def test_a_picture_that_unpacks_to_too_much_is_refused() -> None:
 
 def test_pictures_need_a_network_for_pictures(folder: Path) -> None:
     with pytest.raises(BadData, match="the network takes 8"):
-        read_samples(str(folder), Wanted((8,)))
+        read_samples(str(folder), SampleForm((8,)))
 
 
 def test_a_folder_without_pictures_says_so(tmp_path: Path) -> None:
@@ -207,12 +209,12 @@ def test_an_array_is_one_sample_or_has_one_axis_more(tmp_path: Path) -> None:
     numpy.save(tmp_path / "x.npy", numpy.zeros((3, 1, 16, 16), numpy.float32))
     assert len(read_samples(str(tmp_path / "x.npy"), GREY)) == 3
     numpy.save(tmp_path / "x.npy", numpy.float32(2.5))
-    alone = read_samples(str(tmp_path / "x.npy"), Wanted(()))
+    alone = read_samples(str(tmp_path / "x.npy"), SampleForm(()))
     assert [tensor(one).tolist() for one in alone] == [2.5]
 
 
 def test_only_what_has_a_size_is_resized() -> None:
-    for wanted in (Wanted((8,)), Wanted((3, 4, 5), torch.int64)):
+    for wanted in (SampleForm((8,)), SampleForm((3, 4, 5), torch.int64)):
         with pytest.raises(BadData, match=f"the network takes {wanted.text}"):
             wanted.resizing()
 
@@ -221,7 +223,7 @@ def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
     array = numpy.zeros((3, 4), numpy.float32)
     array[1, 2] = numpy.nan
     numpy.save(tmp_path / "x.npy", array)
-    samples = read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    samples = read_samples(str(tmp_path / "x.npy"), SampleForm((4,)))
     assert tensor(samples[0]).sum() == 0
     with pytest.raises(BadData, match="sample 1 has a NaN"):
         samples[1]
@@ -231,9 +233,9 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     array = numpy.array([{"a": 1}, None], dtype=object)
     numpy.save(tmp_path / "x.npy", array, allow_pickle=True)
     with pytest.raises(BadData, match="could be programs"):
-        read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+        read_samples(str(tmp_path / "x.npy"), SampleForm((4,)))
     with pytest.raises(BadData, match="could be programs"):
-        read_array((tmp_path / "x.npy").read_bytes(), "wire", Wanted((4,)))
+        read_array((tmp_path / "x.npy").read_bytes(), "wire", SampleForm((4,)))
 
 
 def lying(shape: str) -> bytes:
@@ -256,12 +258,12 @@ def test_a_header_is_not_believed(tmp_path: Path, content: bytes, monkeypatch: p
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
         file.writestr("x.npy", content)
     with pytest.raises((BadData, BadFile)):
-        read_array(content, "wire", Wanted((4,)))
+        read_array(content, "wire", SampleForm((4,)))
     with pytest.raises((BadData, BadFile)):
-        read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+        read_samples(str(tmp_path / "x.npy"), SampleForm((4,)))
     monkeypatch.setattr(sample_arrays.numpy, "load", refuse)
     with pytest.raises((BadData, BadFile)):
-        read_samples(str(tmp_path / "x.npz"), Wanted((4,)))
+        read_samples(str(tmp_path / "x.npz"), SampleForm((4,)))
 
 
 def test_a_large_file_is_not_loaded(tmp_path: Path) -> None:
@@ -269,13 +271,13 @@ def test_a_large_file_is_not_loaded(tmp_path: Path) -> None:
     with open(tmp_path / "x.npy", "wb") as file:
         file.write(lying("(62500000000, 4)"))
         file.truncate(file.tell() + 62500000000 * 16)
-    samples = read_samples(str(tmp_path / "x.npy"), Wanted((4,)))
+    samples = read_samples(str(tmp_path / "x.npy"), SampleForm((4,)))
     assert len(samples) == 62500000000
     assert tensor(samples[62499999999]).tolist() == [0, 0, 0, 0]
 
 
 def test_several_inputs_come_by_name(tmp_path: Path) -> None:
-    wanted = {"films": Wanted((5,), torch.int64), "age": Wanted(())}
+    wanted = {"films": SampleForm((5,), torch.int64), "age": SampleForm(())}
     numpy.savez(tmp_path / "x.npz", films=numpy.arange(15).reshape(3, 5), age=numpy.array([1.0, 2.0, 3.0]))
     samples = read_samples(str(tmp_path / "x.npz"), wanted)
     last = samples[2]

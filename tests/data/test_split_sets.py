@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.data import chairs, cifar, classes, imdb, movielens
+from manyhands.data.data_sets import DataSets
 from manyhands.data.loader import example, length
-from manyhands.data.sets import STAND_INS, DataSets, load
+from manyhands.data.sets import STAND_INS, load
 from manyhands.facts.errors import BadData, BadFile, ManyhandsError, UnknownName
 from manyhands.models import chair as chair_model
 from manyhands.models.registry import ZOO, example_batch, example_target

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from manyhands.decoupling.decouple import Decoupled, decouple
-from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat, dealt_order
+from manyhands.decoupling.layers import GroupedConcat, GroupShuffle, dealt_order
 from manyhands.decoupling.rewriting import Rewriting
 
 
@@ -94,7 +94,7 @@ def test_a_shuffle_is_what_the_next_convolution_expects() -> None:
     # Its weights fit a shuffle before `second` and none before `third`.
     with torch.no_grad():
         before_third = again.get_submodule(again.report.shuffles[1].name)
-        assert isinstance(before_third, ChannelShuffle)
+        assert isinstance(before_third, GroupShuffle)
         before_third.groups = 1
         again.get_submodule("third").load_state_dict(
             decouple(module, groups, 0, 1.0, weights="original", inputs=SHAPE).get_submodule("third").state_dict()
@@ -155,7 +155,7 @@ def test_a_group_is_alone_until_the_next_shuffle(name: str, shuffles: int) -> No
         if node.op in ("placeholder", "output") or node.name == "head" or before[node.name].dim() != 4:
             continue
         found = changed_groups(before[node.name], after[node.name], groups)
-        if node.op == "call_module" and isinstance(made.get_submodule(str(node.target)), ChannelShuffle):
+        if node.op == "call_module" and isinstance(made.get_submodule(str(node.target)), GroupShuffle):
             mixed.add(node.name)
         if mixed.intersection(source.name for source in node.all_input_nodes):
             mixed.add(node.name)
@@ -173,7 +173,7 @@ def test_a_group_is_alone_until_the_next_shuffle(name: str, shuffles: int) -> No
 @given(groups=st.integers(1, 5), size=st.integers(1, 4), parts=st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_shuffle_and_concatenation_by_hand(groups: int, size: int, parts: list[int]) -> None:
     x = torch.arange(2.0 * groups * size * groups * 6).view(2, groups * size * groups, 2, 3)
-    dealt = ChannelShuffle(groups)(x)
+    dealt = GroupShuffle(groups)(x)
     assert torch.equal(dealt, x[:, dealt_order(x.shape[1], groups)])
     assert torch.equal(dealt, torch.channel_shuffle(x, groups))
     # A group has the same number of channels from every group.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.decoupling.decouple import Decoupled, decouple
-from manyhands.decoupling.layers import ChannelShuffle
+from manyhands.decoupling.layers import GroupShuffle
 from manyhands.facts.errors import BadValue, CaptureFailed, UnknownName
 from manyhands.models import registry
 
@@ -104,7 +104,7 @@ def test_widths_can_be_divided(name: str) -> None:
             assert module.in_channels % groups == module.out_channels % groups == 0
     assert 1 <= len(report.shuffles) <= 3
     assert all(one.shape[0] % groups**2 == 0 for one in report.shuffles)
-    assert sum(isinstance(module, ChannelShuffle) for module in made.modules()) == len(report.shuffles)
+    assert sum(isinstance(module, GroupShuffle) for module in made.modules()) == len(report.shuffles)
     first = next(iter(convolutions))
     assert first in dense
     assert len(report.concats) == {"unet": 4, "yolov2": 1}.get(name, 0)

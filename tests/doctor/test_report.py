@@ -13,8 +13,8 @@ from manyhands.doctor.check import BROKEN, OK, WARNING, Check, Diagnosis, requir
 from manyhands.doctor.confinement import confinement_check, confinement_checks
 from manyhands.doctor.firewall import firewall_here, opening, remedy
 from manyhands.doctor.report import Asked, discovery_verdict, join_check
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue
+from manyhands.facts.link import Link
 from manyhands.runtime.confinement import Confinement, available
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.reachability import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, probe

@@ -13,9 +13,9 @@ from typing import Any
 
 from peer_process import SIZE, random_messages
 
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.frames import Header, encode
-from manyhands.engine.meeting import _read_hello, _write_hello
+from manyhands.engine.rendezvous import _read_hello, _write_hello
 from manyhands.engine.security import Purpose, Security
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import Wire, write_all
@@ -85,7 +85,7 @@ class Guest:
         deadline = time.monotonic() + 10
         naming = threading.Thread(target=endpoint.connect, args=({name: ("", 0)}, 10.0))
         naming.start()
-        self.wire: Wire = knock(*endpoint.address, security, Purpose.DATA, deadline)
+        self.wire: Wire = dial(*endpoint.address, security, Purpose.DATA, deadline)
         _write_hello(self.wire, {"from": name, "to": endpoint.name}, deadline)
         assert _read_hello(self.wire, deadline)["verdict"] == "welcome"
         naming.join()

@@ -174,13 +174,13 @@ def test_one_who_was_let_in_stays_when_the_listener_closes(security: Security) -
         admit(wire)
         assert is_done.wait(5)
 
-    listener.door.receive(Purpose.CONTROL, security, slowly)
+    listener.peer_listener.receive(Purpose.CONTROL, security, slowly)
     client = connect(*listener.address, security, 5)
     server = listener.accept(5)
     assert server is not None
     closing = threading.Thread(target=listener.close)
     closing.start()
-    wait_until(lambda: listener.door._is_closing)
+    wait_until(lambda: listener.peer_listener._is_closing)
     time.sleep(0.05)
     is_done.set()
     closing.join(5)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.endpoint import Address
 from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.security import Purpose, Security, new_token
@@ -99,7 +99,7 @@ def test_no_data_where_no_endpoint_is(closing: ExitStack) -> None:
     closing.callback(listener.close)
     transport.endpoint("a", OTHER, host=HERE, listener=listener).close()
     with pytest.raises(Refused, match="is for control, not for data"):
-        knock(*listener.address, OTHER, Purpose.DATA, time.monotonic() + 5)
+        dial(*listener.address, OTHER, Purpose.DATA, time.monotonic() + 5)
     transport.reach("b", *listener.address, OTHER, 5.0).close()
 
 
@@ -135,7 +135,7 @@ def test_a_port_that_swallows_everything_is_given_up_when_told() -> None:
             one.connect_ex(full.getsockname())
         begun = time.monotonic()
         with pytest.raises(TimedOut, match="no answer"):
-            knock(
+            dial(
                 *full.getsockname(), OWN, Purpose.DATA, begun + 30, lambda: time.monotonic() > begun + 0.2
             )  # fmt: skip
         assert 0.2 <= time.monotonic() - begun < 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.engine.frames import CHUNK_BYTES
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.facts.errors import WorkerLost
 
 

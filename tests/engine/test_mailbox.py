@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from manyhands.engine.frames import Header, encode
-from manyhands.engine.inprocess import deliver
-from manyhands.engine.mailbox import STEPS_AHEAD, Mailbox, as_bytes, window
+from manyhands.engine.mailbox import STEPS_AHEAD, Mailbox
+from manyhands.engine.memory import as_bytes, window
+from manyhands.engine.switchboard import deliver
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
 
 CONTENT = bytes(range(100))

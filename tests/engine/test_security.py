@@ -15,7 +15,7 @@ from endpoint_pairs import wait_until
 from manyhands.engine import proofs
 from manyhands.engine import security as rules
 from manyhands.engine.channel import Listener, connect
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.security import (
     PREAMBLE,
     PROTOCOL,
@@ -121,7 +121,7 @@ def _with_protocol(content: bytes, protocol: int) -> tuple[object, ...]:
 
 def test_a_port_for_something_else(listener: Listener, security: Security) -> None:
     with pytest.raises(Refused, match="is for control, not for data"):
-        knock(*listener.address, security, Purpose.DATA, time.monotonic() + 5)
+        dial(*listener.address, security, Purpose.DATA, time.monotonic() + 5)
 
 
 def test_a_browser_is_dropped(listener: Listener, security: Security) -> None:

@@ -21,8 +21,8 @@ from manyhands.engine.security import Security
 from manyhands.engine.shaping import Port, Shaper, burst_bytes, segment_bytes
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import read_exactly
-from manyhands.facts.cluster import HERE, Link
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
+from manyhands.facts.link import HERE, Link
 
 MBIT = 1e6 / 8
 START = 50_000.0
@@ -361,7 +361,7 @@ def test_other_numbers_while_it_is_under_way(security: Security) -> None:
         a.shape({"b": Link(1.0, 10.0)})
         threading.Timer(0.1, a.shape, ({},)).start()
         assert seconds_to(a, b, "x", content, 1) < 9
-        wait_until(lambda: not a._held)
+        wait_until(lambda: not a._loop._held)
         a.shape({"b": HERE})
         assert not a._connections["b"].outbox.is_shaped
 
@@ -372,21 +372,21 @@ def test_nothing_leaves_by_old_numbers_while_new_ones_are_on_their_way(
     with joined(security, {"x": 1, "y": 1}, silence_seconds=0.4) as (a, b):
         for topic, old in (("x", {}), ("y", {"b": Link(1e6, 0.0)})):
             a.shape(old)
-            wait_until(lambda: not a._asked)
+            wait_until(lambda: not a._loop._asked)
             with monkeypatch.context() as patch:
-                patch.setattr(a, "_reshape", lambda: None)
+                patch.setattr(a._loop, "_reshape", lambda: None)
                 a.shape({"b": Link(1e6, 0.01)})
                 a.send("b", 0, topic, [random_bytes(1)])
                 time.sleep(0.12)  # and beats make the engine look
                 assert not b.mailbox.has_arrived("a", 0, topic)
-            a._ask(a._reshape)
+            a._loop.ask(a._loop._reshape)
             b.mailbox.receive("a", 0, topic, [random_bytes(1)])
 
 
 def test_connections_made_later_are_shaped_too(security: Security) -> None:
     """With their port, even where the engine has not got to it yet."""
     with joined(security, {"x": 1}) as (a, b):
-        a._reshape = lambda: None  # type: ignore[method-assign]
+        a._loop._reshape = lambda: None  # type: ignore[method-assign]
         a.shape({"b": HERE}, 100.0)
         b.lose("a")
         wait_until(lambda: not a.is_connected("b"))
@@ -453,7 +453,7 @@ def test_a_lost_peer_ends_the_wait_at_once(security: Security) -> None:
         with pytest.raises(WorkerLost, match="b was lost"):
             a.mailbox.receive("b", 0, "x", [random_bytes(10_000)])
         assert time.monotonic() - start < 8  # all of it takes 10
-        wait_until(lambda: all(connection.peer == "c" for connection in a._held))
+        wait_until(lambda: all(connection.peer == "c" for connection in a._loop._held))
         a.send("b", 0, "x", [random_bytes(10_000)])
         a.shape({"c": Link(math.inf, 0.0)})
         c.mailbox.receive("a", 0, "x", [random_bytes(10_000)])
@@ -467,7 +467,7 @@ def test_a_close_does_not_wait_for_what_is_held(security: Security) -> None:
         start = time.monotonic()
         a.close()
         assert time.monotonic() - start < 4
-        assert not a._held
+        assert not a._loop._held
         with pytest.raises(WorkerLost, match="a was lost"):
             b.mailbox.receive("a", 0, "x", [random_bytes(10_000)])
 

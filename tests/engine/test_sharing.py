@@ -36,15 +36,15 @@ from manyhands.engine.sharing import (
     RING_BYTES,
     SHARING_VARIABLE,
     SMALLEST_SHARED_BYTES,
+    MemorySharing,
     Offer,
-    Sharing,
     SharingSetting,
     ends,
 )
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import Wire, read_exactly
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
+from manyhands.facts.link import Link
 
 LARGE = 2 * SHARED_CHUNK_BYTES + 17
 SMALL = SMALLEST_SHARED_BYTES - 1
@@ -54,7 +54,7 @@ def random_bytes(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
 
 
-def sharing(endpoint: TcpEndpoint, peer: str) -> Sharing:
+def sharing(endpoint: TcpEndpoint, peer: str) -> MemorySharing:
     return endpoint._connections[peer].sharing
 
 
@@ -256,7 +256,7 @@ def test_another_host_gets_no_offer() -> None:
 
     wire = Wire.__new__(Wire)
     wire.socket = Elsewhere()  # type: ignore[assignment]
-    found = Sharing(wire, SharingSetting())
+    found = MemorySharing(wire, SharingSetting())
     assert found.offer() is None
     assert found.refusal == "another host"
 
@@ -436,7 +436,7 @@ def test_a_frame_outside_ends_the_connection(security: Security, place: int, len
         ring = guest.offer()
         guest.hear()
         guest.shared_frame(place, length)
-        with pytest.raises(WorkerLost, match=r"no frame: .* of memory in common"):
+        with pytest.raises(WorkerLost, match=r"no frame: .* of shared memory"):
             b.mailbox.receive("a", 0, "x", [torch.zeros(length, dtype=torch.uint8)])
         ring.close()
 
@@ -499,7 +499,7 @@ def test_a_wrong_answer_is_no_proof(security: Security) -> None:
 @given(st.binary(max_size=200))
 def test_noise_is_an_offer_that_does_not_hold_or_none(noise: bytes) -> None:
     here, there = socket.socketpair()
-    found = Sharing(Wire(here), SharingSetting())
+    found = MemorySharing(Wire(here), SharingSetting())
     try:
         assert found.answer(noise, is_welcome=True) == b""
     except BadFrame:
@@ -524,7 +524,7 @@ def test_any_offer_but_a_true_one_is_answered_by_nothing(
     listening = socket.create_server(("127.0.0.1", 0))
     here = socket.create_connection(listening.getsockname())
     there = listening.accept()[0]
-    found = Sharing(Wire(here), SharingSetting())
+    found = MemorySharing(Wire(here), SharingSetting())
     if is_near:
         place, near, far = given.place, ends(found._wire)[1], ends(found._wire)[0]
     try:

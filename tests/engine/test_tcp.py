@@ -14,7 +14,7 @@ import pytest
 import torch
 from endpoint_pairs import Guest, join_all, joined, wait_until
 
-from manyhands.engine import meeting
+from manyhands.engine import rendezvous
 from manyhands.engine.frames import CHUNK_BYTES, PRELUDE, decode, header_bytes
 from manyhands.engine.security import Security, new_token
 from manyhands.engine.tcp import TcpEndpoint
@@ -218,7 +218,7 @@ def test_a_beat_keeps_an_idle_connection(security: Security) -> None:
 def test_a_silent_peer_is_lost(security: Security) -> None:
     with joined(security, {"x": 1}, silence_seconds=0.3) as (a, b):
         start = time.monotonic()
-        a._beat = lambda now: None  # type: ignore[method-assign]
+        a._loop._beat = lambda now: None  # type: ignore[method-assign]
         with pytest.raises(WorkerLost, match=r"a was lost: .* \(silent for \d+\.\d s\)"):
             b.mailbox.receive("a", 0, "x", [random_bytes(1)])
         assert time.monotonic() - start < 15  # waits themselves have a limit of 20
@@ -324,7 +324,7 @@ def test_a_name_that_is_taken(security: Security) -> None:
 
 
 def test_a_name_nobody_knows(security: Security, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "PENDING_SECONDS", 0.1)
     b = TcpEndpoint("b", security, silence_seconds=0.4)
     stranger = TcpEndpoint("a", security)
     try:

@@ -9,25 +9,26 @@ import pytest
 import torch
 from endpoint_pairs import joined, wait_until
 
+from manyhands.engine.connection import is_far
+from manyhands.engine.event_loop import EventLoop
 from manyhands.engine.frames import CHUNK_BYTES, Header
 from manyhands.engine.mailbox import Mailbox
 from manyhands.engine.security import Security
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
-from manyhands.engine.tcp import TcpEndpoint, is_far
-from manyhands.engine.timing import SMALLEST_TIMED_BYTES, TOLD_EARLY_SECONDS, Timed
-from manyhands.engine.wheel import Wheel
+from manyhands.engine.tcp import TcpEndpoint
+from manyhands.engine.timing import SMALLEST_TIMED_BYTES, TOLD_EARLY_SECONDS, TimedTransfer
 from manyhands.engine.wire import Wire
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.trace import Trace
 
 MBIT = 1e6 / 8
 
 
-def rate_of(timed: list[Timed]) -> float:
+def rate_of(timed: list[TimedTransfer]) -> float:
     return sum(one.bytes for one in timed) / sum(one.seconds for one in timed)
 
 
-def sent(sender: TcpEndpoint, receiver: TcpEndpoint, sizes: dict[str, int], step: int = 0) -> list[Timed]:
+def sent(sender: TcpEndpoint, receiver: TcpEndpoint, sizes: dict[str, int], step: int = 0) -> list[TimedTransfer]:
     """Messages back to back, and how they were timed."""
     for topic, size in sizes.items():
         sender.send(receiver.name, step, topic, [torch.zeros(size, dtype=torch.uint8)])
@@ -87,7 +88,7 @@ def test_a_message_that_takes_long_is_told_of_while_it_comes(security: Security)
         a.shape({"b": Link(size / 2.5, 0.0)})
         a.send("b", 0, "x", [torch.zeros(size, dtype=torch.uint8)])
         begin = time.monotonic()
-        timed: list[Timed] = []
+        timed: list[TimedTransfer] = []
         wait_until(lambda: bool(timed.extend(b.mailbox.take_timed()) or timed))
         assert TOLD_EARLY_SECONDS <= time.monotonic() - begin < 2.3
         assert timed[0].seconds >= TOLD_EARLY_SECONDS
@@ -169,7 +170,7 @@ def looks_of(*, are_parts: bool) -> int:
         time.sleep(0.0005)
         return are_parts
 
-    wheel = Wheel("engine", turn, lambda: None, lambda: False, lambda: None, 0.5)
+    wheel = EventLoop("engine", turn, lambda: None, lambda: False, lambda: None, 0.5)
     time.sleep(0.1)
     wheel.close()
     return len(looks)

@@ -23,10 +23,10 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 from small_networks import NETWORKS, batches_of, captured, module_of
@@ -132,7 +132,7 @@ def local_norms(
     total = sum(samples)
     devices = [Weights.copied(graph) for _ in samples]
     steppers = [build(optimizer, weights.trainable()) for weights in devices]
-    pieces, loss = [Piece(graph, weights) for weights in devices], Loss(graph)
+    pieces, loss = [Piece(graph, weights) for weights in devices], CapturedLoss(graph)
     for step, (x, y) in enumerate(batches):
         sums: dict[str, torch.Tensor] = {}
         for place, (count, weights, piece) in enumerate(zip(samples, devices, pieces)):

@@ -32,7 +32,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 from manyhands.models.bert import Bert
@@ -103,7 +103,7 @@ def by_shares(
     """
     plan = resolve(plan, graph.network, cluster(plan.devices))
     common = Weights.copied(graph)
-    trained, loss = common.trainable(), Loss(graph)
+    trained, loss = common.trainable(), CapturedLoss(graph)
     stepper = build(optimizer, trained)
     own = {device: Weights.copied(graph) for device in plan.devices}
     for weights in own.values():

@@ -9,7 +9,7 @@ import torch
 
 from channel_networks import decoupled
 from harness import own_weights, relative, schedule_of
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hand_made import cluster
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Order, Plan, Share, Single, Stage
 from manyhands.facts.plan_check import resolve

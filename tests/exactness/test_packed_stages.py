@@ -10,8 +10,9 @@ from harness import relative, run
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import packable, takes_format
+from manyhands.graph.kernels import packable
 from manyhands.graph.tape import outputs_of
 
 SAMPLES, BATCHES = 4, 2

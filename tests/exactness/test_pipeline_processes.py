@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hand_made import cluster as cluster_of
 from manyhands.executor.log import DeviceLog, MeasuredSpan
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator

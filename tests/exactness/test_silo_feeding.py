@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import JOIN_SECONDS, SGD, alone, relative
-from manyhands.data.silo import Kept, Silo
-from manyhands.engine.inprocess import Switchboard
+from manyhands.data.silo import Silo, SiloContent
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES
@@ -83,7 +83,7 @@ def run(graph: Graph, plan: Plan, order: Tensor, *, spoil: bool = False) -> tupl
         own = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(number))
         silo = Silo(numpy.asarray(own), {name: values[name][own] for name in names})
         rows = torch.argsort(own)
-        held[device] = Kept(frozenset(names), rows + SAMPLES if spoil and device == "b" else rows)
+        held[device] = SiloContent(frozenset(names), rows + SAMPLES if spoil and device == "b" else rows)
         weights = Weights.copied(graph, schedule.lowering.work[device].weights())
         options = ExecutorOptions(seed=7, silo=silo, local_names=frozenset(names))
         stepper = build(SGD, weights.trainable())

@@ -32,7 +32,8 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Codec, Order, Plan, Single, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
-from manyhands.graph.kernels import takes_format, takes_product
+from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.kernels import takes_product
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights

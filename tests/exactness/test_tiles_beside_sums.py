@@ -19,8 +19,8 @@ from manyhands.executor.boxes import packed_alone
 from manyhands.executor.tile_base import memory_of
 from manyhands.executor.tile_call import ForwardCall
 from manyhands.executor.tile_pointwise import Activation
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadSchedule
+from manyhands.facts.link import Link
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, estimate_cluster

@@ -30,7 +30,7 @@ from manyhands.facts.plan import ByTiles, Codec, LayerName, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Message, Part, Receive, Send
 from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
@@ -227,7 +227,7 @@ class Watched:
 def by_hand(graph: Graph, plan: Plan, batches: list[Batch]) -> dict[str, Tensor]:
     """Two stages on one device, with Eq. 2 and Algorithm 1 written out."""
     weights = Weights.copied(graph)
-    stepper, loss, codec = build(SGD, weights.trainable()), Loss(graph), plan.stages[1].codec
+    stepper, loss, codec = build(SGD, weights.trainable()), CapturedLoss(graph), plan.stages[1].codec
     cut = graph.network.layers[graph.network.find_layer(plan.stages[1].layers[0])].first
     edge, server = Piece(graph, weights, 0, cut), Piece(graph, weights, cut)
 

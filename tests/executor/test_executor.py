@@ -11,7 +11,7 @@ import pytest
 from small_plans import staged, tiled
 
 from harness import ADAM, SGD, Ran, micro_batches_kept, plan_for, run, shared
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import ByTiles, Plan

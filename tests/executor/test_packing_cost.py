@@ -11,12 +11,12 @@ import torch
 from manyhands.executor import packing_cost as costs
 from manyhands.executor.packing_cost import LARGE_BYTES, SMALL_BYTES, PackingCost, measure_packing, packing_cost
 from manyhands.facts.errors import BadFile
-from manyhands.profiler.clock import Trial
+from manyhands.profiler.clock import TimedTrial
 
 PER_BYTE = {"pack": 3e-9, "unpack": 1e-9, "feed back": 2e-9}
 
 
-def rigged(trial: Trial) -> float:
+def rigged(trial: TimedTrial) -> float:
     trial.run()
     what, size = trial.name.rsplit(" ", 1)
     constant = 0.002 if what == "pack" else 0.001

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import chain
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.reducer import Reducer, row_of

@@ -13,7 +13,7 @@ from manyhands.executor.segments import Segments, bounds_of, node_input
 from manyhands.executor.statistics import is_batch_norm, merged, own_moments
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce, Step
 from small_networks import batches_of, captured
@@ -66,7 +66,7 @@ def test_any_cuts_give_the_same(name: str, data: st.DataObject) -> None:
 
     weights = Weights.copied(graph)
     values = Piece(graph, weights)(named, CONTEXT)
-    _, gradients = Loss(graph)(values, targets)
+    _, gradients = CapturedLoss(graph)(values, targets)
     torch.autograd.backward([values[n] for n in gradients], list(gradients.values()))
 
     segments, own = segments_of(graph, bounds, norms)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from harness import plan_for, rows_of, shared
 from manyhands.executor.share_loss import ShareLoss, target_names, trained_weights
 from manyhands.facts.plan import Plan
-from manyhands.graph.graph import Graph, tree_leaves
+from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 from small_networks import NETWORKS, Drawn, captured
 
@@ -39,7 +40,7 @@ def test_shares_add_up(name: str, counts: list[int], micro: int, seed: int) -> N
     samples = sum(counts)
     outputs = outputs_for(graph, samples * micro, seed)
     _, targets = NETWORKS[name][1](Drawn(samples * micro, seed + 1))
-    value, gradients = Loss(graph)(outputs, targets)
+    value, gradients = CapturedLoss(graph)(outputs, targets)
 
     loss = ShareLoss(graph, plan_of(graph, samples, micro), torch.device("cpu"))
     total, found = 0.0, {name: torch.zeros_like(tensor) for name, tensor in outputs.items()}
@@ -89,7 +90,7 @@ def test_a_gradient_reaches_what_autograd_says(name: str) -> None:
     weights = Weights.copied(graph)
     inputs, targets = NETWORKS[name][1](Drawn(4))
     values = Piece(graph, weights)(bind_inputs(graph, inputs))
-    _, gradients = Loss(graph)(values, targets)
+    _, gradients = CapturedLoss(graph)(values, targets)
     roots = [(values[n], g) for n, g in gradients.items() if values[n].requires_grad]
     torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
     assert trained_weights(graph) == {n for n, tensor in weights.tensors.items() if tensor.grad is not None}

@@ -19,7 +19,7 @@ from manyhands.executor.tile_operators import tile_operator
 from manyhands.executor.tile_statistics import StatisticsOperator
 from manyhands.facts.boxes import Box
 from manyhands.facts.profile import Kernel
-from manyhands.graph import kernels
+from manyhands.graph import convolution_kernels
 from manyhands.graph.capture import capture
 from manyhands.graph.piece import Context
 from manyhands.graph.weights import Weights
@@ -57,7 +57,7 @@ def test_convolution(
 def test_groups_at_rest_are_dense_convolutions_where_onednn_has_no_grouped_ones(
     monkeypatch: pytest.MonkeyPatch, bias: bool
 ) -> None:
-    monkeypatch.setattr(kernels, "_has_acl", lambda: True)
+    monkeypatch.setattr(convolution_kernels, "_has_acl", lambda: True)
     case = Case.of(nn.Conv2d(8, 8, 3, 2, groups=4, bias=bias), (8, 9, 7))
     operator: Any = case.operator(Kernel(channels_last=True))
     data = torch.randn(2, 8, 9, 7, dtype=operator.weight.dtype)

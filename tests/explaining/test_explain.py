@@ -12,10 +12,11 @@ import manyhands as mh
 from manyhands.explaining import what_if
 from manyhands.explaining.critical_path import critical_path
 from manyhands.explaining.explain import LONG_SECONDS, Explanation, explain
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.task import Candidate
 from manyhands.plans.networks import load_network

@@ -16,8 +16,8 @@ from interleaved_runner import InterleavedRunner
 from hand_made import chain, cluster, even_profile
 from harness import assert_exact, plan_for, relative, run
 from manyhands.executor.sharing import register_sharing
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, ByTiles, Codec, MissingShare, Plan, Share, Single, Stage, received_share
 from manyhands.facts.plan_check import resolve
 from manyhands.files.documents import read_document, write_document

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from manyhands.facts.catalogue import ALIASES, CATALOGUE, CatalogueEntry, catalogue_key
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import UnknownName
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.presets import PRESETS
 
 
 def ratio(kind: str, to: str = "jetson-nano") -> float:

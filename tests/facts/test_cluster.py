@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.facts.catalogue import CATALOGUE
-from manyhands.facts.cluster import HERE, Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
+from manyhands.facts.link import HERE, DirectedLink, Link
 
 
 def home() -> dict[str, Any]:

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster, LabCluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import BUSIEST, LabCluster, play, rounded_up, scale_text, scaled, with_slots
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.lab import BUSIEST, play, rounded_up, scale_text, scaled, with_slots
+from manyhands.facts.link import DirectedLink, Link
+from manyhands.facts.presets import PRESETS
 
 
 def cluster_of(speeds: list[float], rate: float = 1e6, delay: float = 0.001) -> Cluster:

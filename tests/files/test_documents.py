@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.presets import PRESETS
 from manyhands.files import documents
 from manyhands.files.documents import cache_folder, load_cluster, read_document, write_document, write_text_atomic
 

@@ -25,16 +25,16 @@ from manyhands.data.sample_arrays import read_array, read_npy, read_npz, shape_i
 from manyhands.data.sample_json import read_json
 from manyhands.data.samples import read_picture
 from manyhands.data.silo import Silo
-from manyhands.data.wanted import Wanted
-from manyhands.engine.http_door import ConnectionLimits
-from manyhands.engine.http_handler import Refusal
+from manyhands.data.wanted import SampleForm
+from manyhands.engine.http_handler import HttpRefusal
+from manyhands.engine.http_server import ConnectionLimits
 from manyhands.facts.errors import ManyhandsError
 from manyhands.inference.handler import Handler
 from manyhands.inference.lines import Labels
 from manyhands.inference.requests import Limits, samples_in
 from manyhands.inference.server import Answering
 
-WANTED = Wanted((1, 2, 2)).resizing()  # what lies behind a wrong size is reached, too
+WANTED = SampleForm((1, 2, 2)).resizing()  # what lies behind a wrong size is reached, too
 
 
 def npy(array: Any) -> bytes:
@@ -94,7 +94,7 @@ def json_target(folder: Path) -> Target:
 
     def run(data: bytes) -> object:
         with contextlib.suppress(ManyhandsError):
-            read_json(data, "sample", Wanted((2, 2), torch.int64))[0]
+            read_json(data, "sample", SampleForm((2, 2), torch.int64))[0]
         return read_json(data, "sample", WANTED)[0]
 
     return Target("samples as JSON", run, seeds, share=0.5)
@@ -295,7 +295,7 @@ def body_target(folder: Path) -> Target:
         b"application/x-npy\n\n" + array, b'application/json\n\n{"inputs": [[[1, 2], [3, 4]]]}',
         b"multipart/form-data; boundary*=utf-8''edge\n\n" + _form(array),
     ]  # fmt: skip
-    return Target("bodies of requests", run, seeds, allowed=(ManyhandsError, Refusal), share=1)
+    return Target("bodies of requests", run, seeds, allowed=(ManyhandsError, HttpRefusal), share=1)
 
 
 def request_target(folder: Path) -> Target:
@@ -325,7 +325,7 @@ def request_target(folder: Path) -> Target:
     return Target("requests", run, seeds, allowed=(), share=1)
 
 
-class OpenTurnstiles:
+class OpenRateLimiter:
     """Nobody has to wait."""
 
     def passes(self, host: str, seconds: float) -> bool:
@@ -338,7 +338,7 @@ def page_target(folder: Path) -> Target:
     dashboard = Dashboard(("127.0.0.1", 0), folder)
     with contextlib.closing(dashboard):
         _, told = dashboard.reader.update("")
-    dashboard.token, dashboard.turnstiles = "a-token", OpenTurnstiles()  # type: ignore[assignment]
+    dashboard.token, dashboard.rate_limiter = "a-token", OpenRateLimiter()  # type: ignore[assignment]
 
     def run(data: bytes) -> object:
         connected = Socket(data)

@@ -29,11 +29,11 @@ from manyhands.facts.trace import parse_link_trace, parse_trace
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.files.traces import read_link_trace
 from manyhands.graph import store
-from manyhands.graph.document import read_document as read_graph
+from manyhands.graph.document_reader import read_document as read_graph
 from manyhands.lab import record
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveRound, LiveSpan, LiveStage, read_live
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 from manyhands.plans import networks
 from manyhands.profiler.store import load_profile
 from manyhands.runtime.record import COLUMNS, read_config, read_decided
@@ -104,7 +104,7 @@ def _cluster_target(name: str, path: Path, share: float) -> Target:
 
 def lab_target(folder: Path) -> Target:
     played = play(Cluster.lab("home", slots=2), core_gflops=60, cores=[0, 1])
-    known = record.Record("one", "home", played, True, record.Process(1, 2), None)
+    known = record.LabRecord("one", "home", played, True, record.Process(1, 2), None)
 
     def run(data: bytes) -> object:
         os.environ[record.FOLDER_VARIABLE] = str(folder)
@@ -363,7 +363,7 @@ def watch_target(folder: Path) -> Target:
         if name != "live.json":
             (folder / "live.json").unlink()
         try:
-            watch = Watch(folder)
+            watch = RunWatch(folder)
             watch.look()
             return watch.look()
         finally:

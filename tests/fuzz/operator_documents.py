@@ -20,9 +20,11 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.argument_types import parameters
 from manyhands.graph.check import walk
-from manyhands.graph.document import from_document, read_document, weights_in
-from manyhands.graph.graph import Graph, Node
+from manyhands.graph.document import from_document
+from manyhands.graph.document_reader import read_document, weights_in
+from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
+from manyhands.graph.nodes import Node
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 

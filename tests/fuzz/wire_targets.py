@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from fuzz.judging import Build, Target
-from manyhands.engine import frames, meeting, pake, proofs, sharing
+from manyhands.engine import frames, pake, proofs, rendezvous, sharing
 from manyhands.engine.channel import Channel
 from manyhands.engine.frames import BadFrame, Header
 from manyhands.engine.inbox import Inbox
@@ -142,7 +142,7 @@ def offer_target(folder: Path) -> Target:
     ends = (("127.0.0.1", 8), ("127.0.0.1", 7))
 
     def run(data: bytes) -> object:
-        one = sharing.Sharing(Fed(b""), sharing.SharingSetting())  # type: ignore[arg-type]
+        one = sharing.MemorySharing(Fed(b""), sharing.SharingSetting())  # type: ignore[arg-type]
         try:
             return one.answer(data, is_welcome=True)
         finally:
@@ -160,7 +160,7 @@ def hello_target(folder: Path) -> Target:
 
     said = [{"from": "a", "to": "b"}, {"verdict": "welcome", "name": "pi-1"}, {"from": "é" * 100, "to": ""}]
     seeds = [finish(b"----" + json.dumps(one).encode()) for one in said]
-    run = lambda data: meeting._read_hello(Fed(data), time.monotonic() + 5)  # noqa: E731
+    run = lambda data: rendezvous._read_hello(Fed(data), time.monotonic() + 5)  # noqa: E731
     return Target("hellos of peers", run, seeds, allowed=(Broken,), share=1.5, finish=finish)
 
 

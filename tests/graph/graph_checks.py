@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, backward, bind_inputs, forward, outputs_of
+from manyhands.graph.tape import CapturedLoss, backward, bind_inputs, forward, outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 
@@ -126,7 +126,7 @@ def by_pieces(graph: Graph, bounds: Sequence[int], batch: Any, target: Any, cont
     weights = Weights.copied(graph)
     pieces = cut(graph, weights, bounds)
     values, tape = forward(pieces, bind_inputs(graph, batch), context)
-    value, gradients = Loss(graph)(values, target)
+    value, gradients = CapturedLoss(graph)(values, target)
     backward(tape, gradients)
     buffers = {spec.name: weights.tensors[spec.name] for spec in graph.weights if spec.buffer}
     own = {name: t.grad for name, t in weights.trainable().items() if t.grad is not None}

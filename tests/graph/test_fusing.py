@@ -12,9 +12,10 @@ from torch import nn
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.fusing import Fused, _can_fuse
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import kernel_calls, packable, takes_format
+from manyhands.graph.kernels import kernel_calls, packable
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.weights import Weights

@@ -12,19 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.profile import Kernel
-from manyhands.graph import kernels
+from manyhands.graph import convolution_kernels
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import (
-    Flags,
-    kernel_calls,
-    packable,
-    reformat,
-    store_weights,
-    takes_flags,
-    takes_format,
-    takes_product,
-)
+from manyhands.graph.kernel_flags import Flags
+from manyhands.graph.kernels import kernel_calls, packable, store_weights, takes_flags, takes_product
+from manyhands.graph.memory_formats import reformat
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights, plain
@@ -194,7 +188,7 @@ def test_groups_are_dense_convolutions_where_onednn_has_no_grouped_ones(
     monkeypatch: pytest.MonkeyPatch, has_acl: bool, bias: bool
 ) -> None:
     """At rest, in channels_last, not depthwise: the same numbers by as many calls as there are groups."""
-    monkeypatch.setattr(kernels, "_has_acl", lambda: has_acl)
+    monkeypatch.setattr(convolution_kernels, "_has_acl", lambda: has_acl)
     wide = nn.Conv2d(8, 8 * 20, 1)
     module = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1, groups=4, bias=bias), wide, nn.Conv2d(160, 160, 3, groups=160))
     graph = capture(module, torch.zeros(2, 8, 11, 9))

@@ -15,7 +15,7 @@ from manyhands.facts.errors import BadData
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
-from manyhands.graph.labels import Labels, check_labels, labels_of
+from manyhands.graph.labels import ClassLabels, check_labels, labels_of
 
 GOOD = torch.tensor([0, 9, 3, 4])
 
@@ -83,7 +83,7 @@ def test_labels_that_are_made_whole_on_the_way() -> None:
         lambda output, target: functional.nll_loss(output.log_softmax(1), target.view(-1).long()), GOOD[:, None].float()
     )
     assert captured.loss is not None
-    assert labels_of(captured.loss) == (Labels("target", 10, -100),)
+    assert labels_of(captured.loss) == (ClassLabels("target", 10, -100),)
     with pytest.raises(BadData, match="sample 2 has the label 12"):
         check_labels(captured, with_label(12)[:, None].float())
 

@@ -22,7 +22,8 @@ from manyhands.graph import store
 from manyhands.graph.capture import capture
 from manyhands.graph.describe import fingerprint
 from manyhands.graph.graph import Graph
-from manyhands.graph.loss import _agrees, combination, has_ignored, ignored_class
+from manyhands.graph.loss import combination, has_ignored, ignored_class
+from manyhands.graph.loss_trial import agrees
 from manyhands.graph.tape import bind_inputs
 from manyhands.models import registry
 
@@ -289,8 +290,8 @@ def test_the_run_finds_a_false_proof(name: str) -> None:
     assert graph.loss is not None
     output = numbers(5, CLASSES)
     given = bind_inputs(graph.loss, (head[0](output) if head else output, target))
-    assert _agrees(graph.loss, "mean", given)
-    assert not _agrees(graph.loss, "sum", given)
+    assert agrees(graph.loss, "mean", given)
+    assert not agrees(graph.loss, "sum", given)
 
 
 SHOWN_BY_NOTHING = {
@@ -307,8 +308,8 @@ def test_the_run_alone_finds_the_others(name: str) -> None:
     graph = captured(loss, target, *head)
     assert graph.loss is not None
     given = bind_inputs(graph.loss, (numbers(5, CLASSES), target))
-    assert not _agrees(graph.loss, "mean", given)
-    assert not _agrees(graph.loss, "sum", given)
+    assert not agrees(graph.loss, "mean", given)
+    assert not agrees(graph.loss, "sum", given)
 
 
 @pytest.mark.parametrize(

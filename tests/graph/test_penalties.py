@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.capture import capture
-from manyhands.graph.graph import Graph, weights_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import weights_of
 from manyhands.graph.store import load, save
 
 BATCH = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

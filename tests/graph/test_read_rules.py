@@ -20,7 +20,8 @@ from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
 from manyhands.facts.reads import Blocks, Read, Whole, Window
 from manyhands.graph.capture import capture
-from manyhands.graph.graph import Graph, Node, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, values_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.read_rules import reads_of
 from manyhands.graph.weights import Weights

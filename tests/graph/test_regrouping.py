@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from manyhands.graph.capture import capture
-from manyhands.graph.graph import values_of
+from manyhands.graph.nodes import values_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.regrouping import regrouped
 from manyhands.graph.weights import Weights

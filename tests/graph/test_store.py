@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from groups import by_name
 from manyhands.facts.errors import BadGraph
-from manyhands.graph import document as documents
-from manyhands.graph import store
+from manyhands.graph import document_reader, store
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 
@@ -390,7 +389,7 @@ def test_nothing_is_loaded_before_sizes_are_checked(
 
     store.save(plain, tmp_path)
     monkeypatch.setattr(store, "load_file", never)
-    monkeypatch.setattr(documents, "LARGEST_WEIGHT_BYTES", 10)
+    monkeypatch.setattr(document_reader, "LARGEST_WEIGHT_BYTES", 10)
     with pytest.raises(BadGraph, match="at most 10"):
         store.load(tmp_path)
 

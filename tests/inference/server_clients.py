@@ -17,13 +17,13 @@ import numpy
 import torch
 from PIL import Image
 
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.facts.errors import WorkerLost
 from manyhands.inference.lines import Labels
 from manyhands.inference.requests import Limits
 from manyhands.inference.server import Answering
 
-WANTED = Wanted((1, 2, 2))
+WANTED = SampleForm((1, 2, 2))
 NPY, PNG = {"Content-Type": "application/x-npy"}, {"Content-Type": "image/png"}
 JSON = {"Content-Type": "application/json"}
 
@@ -54,7 +54,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(asks: StandIn, *, host: str = "127.0.0.1", wanted: Wanted = WANTED, **limits: Any) -> Iterator[Answering]:
+def serving(
+    asks: StandIn, *, host: str = "127.0.0.1", wanted: SampleForm = WANTED, **limits: Any
+) -> Iterator[Answering]:
     labels = Labels(("up", "flat", "down"))
     with Answering(asks, wanted, labels, host=host, limits=Limits(**limits), health=lambda: {"answered": 7}) as found:
         yield found

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from manyhands.data.digits import PIXEL_MEAN
 from manyhands.data.samples import read_samples
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -35,7 +35,7 @@ def test_without_weights_it_is_said() -> None:
     known = load_known()
     assert known.name == "tiny"
     assert "random" in known.note
-    assert known.wanted == Wanted((1, 16, 16))
+    assert known.wanted == SampleForm((1, 16, 16))
     assert isinstance(known.example, torch.Tensor)
     assert tuple(known.example.shape) == (1, 16, 16)
     assert not known.model.training
@@ -62,7 +62,7 @@ def test_a_file_that_alone_says_what_a_sample_is(tmp_path: Path, monkeypatch: py
     source = str(tmp_path / "x.npy")
     numpy.save(source, numpy.zeros((3, 32, 32), numpy.float32))
     rows = load_known("elsewhere_models:rows", source=source)
-    assert rows.wanted == Wanted((32, 32), torch.float64)
+    assert rows.wanted == SampleForm((32, 32), torch.float64)
     with pytest.raises(BadValue, match=r"does not run on samples of 32x32, which .*x\.npy has on its first") as refused:
         load_known("elsewhere_models:pictures", source=source)
     assert "--shape" in refused.value.hint
@@ -71,8 +71,8 @@ def test_a_file_that_alone_says_what_a_sample_is(tmp_path: Path, monkeypatch: py
 
 
 def test_pictures_are_resized_where_that_is_asked_for() -> None:
-    assert load_known().wanted == Wanted((1, 16, 16))
-    assert load_known(resize=True).wanted == Wanted((1, 16, 16)).resizing()
+    assert load_known().wanted == SampleForm((1, 16, 16))
+    assert load_known(resize=True).wanted == SampleForm((1, 16, 16)).resizing()
     with pytest.raises(BadValue, match="takes no pictures"):
         load_known("din", resize=True)
 
@@ -83,7 +83,7 @@ def test_a_run_knows_everything(tmp_path: Path) -> None:
     known = load_known("", str(folder))
     assert "step-000005" in known.note
     assert known.labels.names == tuple("0123456789")
-    assert isinstance(known.wanted, Wanted)
+    assert isinstance(known.wanted, SampleForm)
     assert known.wanted.mean == PIXEL_MEAN, "pictures are as bright as those it was trained on"
     bias = "classifier.3.bias"
     assert torch.equal(known.model.state_dict()[bias], model.state_dict()[bias] + 5)
@@ -101,7 +101,7 @@ def test_classes_are_folders_even_if_their_pictures_are_gone(tmp_path: Path) -> 
     folder = run_folder(tmp_path / "run", model, model="tiny", data=str(tmp_path / "data"), input="1x20x20")
     known = load_known("", str(folder))
     assert known.labels.names == ("bird", "cat", "dog")
-    assert isinstance(known.wanted, Wanted)
+    assert isinstance(known.wanted, SampleForm)
     assert known.wanted.shape == (1, 20, 20)
 
 
@@ -113,7 +113,7 @@ def test_a_users_model_takes_what_the_file_has(tmp_path: Path, monkeypatch: pyte
     )
     numpy.save(tmp_path / "x.npy", numpy.zeros((4, 8)))
     known = load_known("of_a_user:mlp", "", source="x.npy")
-    assert known.wanted == Wanted((8,), torch.float64)
+    assert known.wanted == SampleForm((8,), torch.float64)
     numpy.savez(tmp_path / "d.npz", x=numpy.zeros((40, 8), numpy.float32), y=numpy.arange(40) % 5)
     module = registry.build("of_a_user:mlp", num_classes=5)
     folder = run_folder(tmp_path / "run", module, model="of_a_user:mlp", data=str(tmp_path / "d.npz"), input="")

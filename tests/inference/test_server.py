@@ -34,7 +34,7 @@ from server_clients import (
 )
 
 from manyhands.data.sample_json import read_json
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.inference.lines import Answer, Labels, json_line
 from manyhands.inference.server import Answering
 
@@ -123,7 +123,7 @@ def test_another_size_is_resized_where_that_is_asked_for() -> None:
     with serving(StandIn(), wanted=WANTED.resizing()) as served:  # manyhands infer --serve --resize
         assert ask(served, larger, PNG)[0] == 200
         assert ask(served, larger, PNG, "/infer?resize=0")[0] == 400
-    with serving(StandIn(), wanted=Wanted((4,))) as served:
+    with serving(StandIn(), wanted=SampleForm((4,))) as served:
         status, lines = ask(served, packed([1, 2, 3, 4]), NPY, "/infer?resize=1")
         assert (status, "takes 4 (float32)" in lines[0]["error"]) == (400, True)
 
@@ -217,7 +217,7 @@ def assert_works(served: Answering) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5)])
 def test_the_command_fits_every_shape(shape: tuple[int, ...]) -> None:
     """Also a single number, and many axes."""
-    with serving(StandIn(), wanted=Wanted(shape)) as served:
+    with serving(StandIn(), wanted=SampleForm(shape)) as served:
         program = served.example.split("'")[1]
         made = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
         (sample,) = read_json(made, "made", served.wanted)

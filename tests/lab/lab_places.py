@@ -13,10 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, Link
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
+from manyhands.facts.lab import play
+from manyhands.facts.link import Link
 from manyhands.lab import groups, record
-from manyhands.lab.lab import Lab, labs, take_down
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import labs, take_down
 from manyhands.lab.spaces import Spaces
 
 ROOT_ONLY = [

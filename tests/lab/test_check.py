@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError
 from manyhands.facts.lab import Played, Seat
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.lab import check as checks
 from manyhands.lab import measure
 from manyhands.lab.check import Finding, check, slow_pairs

@@ -10,7 +10,7 @@ from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 
 from manyhands.doctor.check import BROKEN, OK, PairRate
 from manyhands.doctor.network import pair_checks
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.cluster import LabCluster
 from manyhands.lab.lab import Lab
 from manyhands.profiler.this_machine import this_machine
 from manyhands.session.lab_session import lab_session

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hand_made import cluster
-from manyhands.facts.cluster import Link
 from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played
+from manyhands.facts.link import Link
 from manyhands.facts.trace import LinkTrace, Trace
-from manyhands.lab.keeper import Follower
+from manyhands.lab.follower import TraceFollower
 
 
 class Rates:
@@ -23,10 +23,10 @@ class Rates:
         self.set.append((device, up, down))
 
 
-def follower(trace: LinkTrace, scale: float = 2.0) -> tuple[Any, Follower]:
+def follower(trace: LinkTrace, scale: float = 2.0) -> tuple[Any, TraceFollower]:
     rates: Any = Rates()
     network = cluster(["edge", "cloud"], Link(1e6, 0.0), up_bytes_per_second=1e6, down_bytes_per_second=1e6)
-    return rates, Follower(rates, Played(scale, 1, network, ()), "edge", trace)
+    return rates, TraceFollower(rates, Played(scale, 1, network, ()), "edge", trace)
 
 
 def test_one_direction_serves_both() -> None:

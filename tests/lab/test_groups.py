@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.facts.errors import BadValue, LabError
-from manyhands.lab import groups
-from manyhands.lab.groups import Groups, GroupsV1, GroupsV2
+from manyhands.lab import control_groups_v2, groups
+from manyhands.lab.control_groups import ControlGroups, GroupStatistics, quota_and_period
+from manyhands.lab.control_groups_v1 import ControlGroupsV1
+from manyhands.lab.control_groups_v2 import ControlGroupsV2
 
 V1_FILES = {
     "cpu": {
@@ -76,30 +78,30 @@ class Tree:
 
 
 @pytest.fixture
-def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[GroupsV1, Path]:
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ControlGroupsV1, Path]:
     root = tmp_path / "cgroup"
     root.mkdir()
     for controller in V1_FILES:
         (root / controller).mkdir()
     tree = Tree(root, lambda folder: V1_FILES[folder.relative_to(root).parts[0]])
     tree.install(monkeypatch)
-    return GroupsV1(root / "cpu", root / "memory", root / "freezer", root / "cpuacct"), root
+    return ControlGroupsV1(root / "cpu", root / "memory", root / "freezer", root / "cpuacct"), root
 
 
 @pytest.fixture
-def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[GroupsV2, Path]:
+def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ControlGroupsV2, Path]:
     root = tmp_path / "cgroup"
     tree = Tree(root, lambda folder: V2_FILES)
     tree.fill(root)
     tree.install(monkeypatch)
-    return GroupsV2(root), root
+    return ControlGroupsV2(root), root
 
 
 def text(path: Path) -> str:
     return path.read_text().strip()
 
 
-def test_version_one_is_given_its_limits(first: tuple[GroupsV1, Path]) -> None:
+def test_version_one_is_given_its_limits(first: tuple[ControlGroupsV1, Path]) -> None:
     found, root = first
     found.make("a", "pi4-1", 0.25, 64_000_000)
     assert text(root / "cpu/manyhands/a/pi4-1/cpu.cfs_quota_us") == "2500"
@@ -112,7 +114,7 @@ def test_version_one_is_given_its_limits(first: tuple[GroupsV1, Path]) -> None:
     for controller in V1_FILES:
         assert text(root / controller / "manyhands/a/pi4-1/cgroup.procs") == "0"
     found.freeze("a", "pi4-1")
-    assert found.statistics("a", "pi4-1") == groups.GroupStatistics(1.5, 0.25, 4096, 8192, 64_000_000, 2, True)
+    assert found.statistics("a", "pi4-1") == GroupStatistics(1.5, 0.25, 4096, 8192, 64_000_000, 2, True)
     found.thaw("a", "pi4-1")
     assert not found.is_frozen("a", "pi4-1")
     found.make("a", "pi4-1", None, None)
@@ -120,7 +122,7 @@ def test_version_one_is_given_its_limits(first: tuple[GroupsV1, Path]) -> None:
     assert found.statistics("a", "pi4-1").memory_limit_bytes is None
 
 
-def test_version_two_is_given_its_limits(second: tuple[GroupsV2, Path]) -> None:
+def test_version_two_is_given_its_limits(second: tuple[ControlGroupsV2, Path]) -> None:
     found, root = second
     found.make("a", "pi4-1", 1.5, 64_000_000)
     here = root / "manyhands/a/pi4-1"
@@ -136,7 +138,7 @@ def test_version_two_is_given_its_limits(second: tuple[GroupsV2, Path]) -> None:
     assert text(here / "cpu.max") == "max 10000"
     found.enter("a", "pi4-1")
     assert text(here / "cgroup.procs") == "0"
-    assert found.statistics("a", "pi4-1") == groups.GroupStatistics(1.5, 0.25, 4096, 8192, 64_000_000, 2, False)
+    assert found.statistics("a", "pi4-1") == GroupStatistics(1.5, 0.25, 4096, 8192, 64_000_000, 2, False)
     (here / "cgroup.events").write_text("populated 1\nfrozen 1\n")
     found.freeze("a", "pi4-1")
     assert text(here / "cgroup.freeze") == "1"
@@ -145,7 +147,7 @@ def test_version_two_is_given_its_limits(second: tuple[GroupsV2, Path]) -> None:
     assert found.statistics("a", "pi4-1").peak_bytes == 4096
 
 
-def test_controllers_already_passed_on_are_left_alone(second: tuple[GroupsV2, Path]) -> None:
+def test_controllers_already_passed_on_are_left_alone(second: tuple[ControlGroupsV2, Path]) -> None:
     found, root = second
     (root / "cgroup.subtree_control").write_text("cpuset cpu io memory pids\n")
     found.make("a", "x", None, None)
@@ -154,7 +156,7 @@ def test_controllers_already_passed_on_are_left_alone(second: tuple[GroupsV2, Pa
 
 @pytest.mark.parametrize("version", ["first", "second"])
 def test_labs_come_and_go(version: str, request: pytest.FixtureRequest) -> None:
-    found: Groups
+    found: ControlGroups
     found, root = request.getfixturevalue(version)
     for lab, device in (("a", "x"), ("a", "y"), ("b", "x")):
         found.make(lab, device, 0.5, 10**9)
@@ -174,7 +176,7 @@ def test_labs_come_and_go(version: str, request: pytest.FixtureRequest) -> None:
 def test_killing_ends_what_is_inside_and_keeps_the_share(
     version: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Groups
+    found: ControlGroups
     found, root = request.getfixturevalue(version)
     found.make("a", "x", 0.5, 10**9)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -199,7 +201,7 @@ def test_killing_ends_what_is_inside_and_keeps_the_share(
 
 @pytest.mark.parametrize("version", ["first", "second"])
 def test_the_share_is_what_the_quota_says_now(version: str, request: pytest.FixtureRequest) -> None:
-    found: Groups
+    found: ControlGroups
     found, _ = request.getfixturevalue(version)
     found.make("a", "x", 0.25, None)
     assert found.share("a", "x") == 0.25
@@ -212,7 +214,7 @@ def test_the_share_is_what_the_quota_says_now(version: str, request: pytest.Fixt
 
 
 def test_who_comes_in_while_a_group_is_removed_dies_too(
-    second: tuple[GroupsV2, Path], monkeypatch: pytest.MonkeyPatch
+    second: tuple[ControlGroupsV2, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, root = second
     found.make("a", "x", None, None)
@@ -235,7 +237,7 @@ def test_who_comes_in_while_a_group_is_removed_dies_too(
 
 
 def test_version_two_is_tried_before_it_is_promised(
-    second: tuple[GroupsV2, Path], monkeypatch: pytest.MonkeyPatch
+    second: tuple[ControlGroupsV2, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, root = second
     before = sorted(path.name for path in root.iterdir())
@@ -246,31 +248,31 @@ def test_version_two_is_tried_before_it_is_promised(
     def refuse(path: Path, words: str) -> None:
         raise LabError(f"'{words}' cannot be written to {path}: {os.strerror(16)}.")
 
-    groups._refused.cache_clear()
+    control_groups_v2._refused.cache_clear()
     (root / "cgroup.subtree_control").write_text("\n")
-    monkeypatch.setattr(groups, "_write", refuse)
+    monkeypatch.setattr(control_groups_v2, "write_file", refuse)
     monkeypatch.setattr(groups, "find", lambda: found)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "access", lambda *_: True)
     assert "Device or resource busy. The root group holds processes" in groups.missing()
     assert sorted(path.name for path in root.iterdir()) == before
-    groups._refused.cache_clear()
+    control_groups_v2._refused.cache_clear()
 
 
 @given(st.floats(min_value=0.001, max_value=64.0))
 def test_quotas_are_what_the_kernel_takes(share: float) -> None:
-    quota, period = groups.quota_and_period(share)
+    quota, period = quota_and_period(share)
     assert quota >= 1000
     assert 10_000 <= period <= 1_000_000
     assert quota / period == pytest.approx(share, rel=0.002)
     assert period == 10_000 or share < 0.1
 
 
-def test_absurd_values_are_refused(second: tuple[GroupsV2, Path]) -> None:
+def test_absurd_values_are_refused(second: tuple[ControlGroupsV2, Path]) -> None:
     found, _ = second
     for share in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(BadValue, match="must be"):
-            groups.quota_and_period(share)
+            quota_and_period(share)
     with pytest.raises(BadValue, match="must be > 0"):
         found.make("a", "x", None, 0)
     for lab, device in (("a", "../x"), ("..", "x"), ("a", ""), ("a-b", "x")):
@@ -278,14 +280,16 @@ def test_absurd_values_are_refused(second: tuple[GroupsV2, Path]) -> None:
             found.make(lab, device, None, None)
 
 
-def test_a_process_that_cannot_be_seen_is_not_taken_for_a_group_of_processes(second: tuple[GroupsV2, Path]) -> None:
+def test_a_process_that_cannot_be_seen_is_not_taken_for_a_group_of_processes(
+    second: tuple[ControlGroupsV2, Path],
+) -> None:
     found, root = second
     found.make("a", "x", None, None)
     (root / "manyhands/a/x/cgroup.procs").write_text("0\n")
     assert found.processes("a", "x") == []
 
 
-def test_what_fails_is_said(second: tuple[GroupsV2, Path]) -> None:
+def test_what_fails_is_said(second: tuple[ControlGroupsV2, Path]) -> None:
     found, _ = second
     with pytest.raises(LabError, match=r"cpu.max: No such file"):
         found.set_cpu("a", "x", 0.5)
@@ -305,13 +309,13 @@ def test_the_version_with_controllers_is_found(tmp_path: Path) -> None:
         f"cgroup2 {unified} cgroup2 rw 0 0\n"
     )
     found = groups.find(mounts)
-    assert isinstance(found, GroupsV1)
+    assert isinstance(found, ControlGroupsV1)
     assert found._roots == (Path("/c/cpu,cpuacct"), Path("/c/memory"), Path("/c/freezer"))
     mounts.write_text(f"cgroup2 {unified} cgroup2 rw 0 0\n")
     with pytest.raises(LabError, match="No control groups"):
         groups.find(mounts)
     controllers.write_text("cpuset cpu io memory pids\n")
-    assert isinstance(groups.find(mounts), GroupsV2)
+    assert isinstance(groups.find(mounts), ControlGroupsV2)
     with pytest.raises(LabError, match="No control groups"):
         groups.find(tmp_path / "nothing")
 

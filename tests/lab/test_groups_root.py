@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from manyhands.lab import groups
-from manyhands.lab.groups import Groups
+from manyhands.lab.control_groups import ControlGroups
 
 pytestmark = [
     pytest.mark.root,
@@ -26,7 +26,7 @@ GREEDY = "held = []\nwhile True: held.append(bytearray(b'x') * 1_000_000)"
 
 
 @pytest.fixture
-def found() -> Iterator[Groups]:
+def found() -> Iterator[ControlGroups]:
     made = groups.find()
     try:
         yield made
@@ -44,7 +44,7 @@ def start(device: str, program: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def used(found: Groups, device: str, seconds: float) -> float:
+def used(found: ControlGroups, device: str, seconds: float) -> float:
     """Cores used on average."""
     begin, before = time.perf_counter(), found.statistics(LAB, device).cpu_seconds
     time.sleep(seconds)
@@ -52,7 +52,7 @@ def used(found: Groups, device: str, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
-def test_a_busy_loop_gets_its_share(found: Groups, share: float) -> None:
+def test_a_busy_loop_gets_its_share(found: ControlGroups, share: float) -> None:
     found.make(LAB, "x", share, None)
     process = start("x", BUSY)
     time.sleep(0.2)
@@ -65,7 +65,7 @@ def test_a_busy_loop_gets_its_share(found: Groups, share: float) -> None:
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_running_out_of_memory_kills(found: Groups) -> None:
+def test_running_out_of_memory_kills(found: ControlGroups) -> None:
     found.make(LAB, "x", None, 64 * 10**6)
     process = start("x", GREEDY)
     assert process.wait(30) == -signal.SIGKILL
@@ -75,7 +75,7 @@ def test_running_out_of_memory_kills(found: Groups) -> None:
     assert 60e6 < statistics.peak_bytes <= 64e6
 
 
-def test_the_frozen_stand_still_and_can_be_killed(found: Groups) -> None:
+def test_the_frozen_stand_still_and_can_be_killed(found: ControlGroups) -> None:
     found.make(LAB, "x", 0.2, None)
     process = start("x", BUSY)
     assert found.processes(LAB, "x") == [process.pid]
@@ -96,7 +96,7 @@ def test_the_frozen_stand_still_and_can_be_killed(found: Groups) -> None:
     assert found.devices(LAB) == set()
 
 
-def test_children_stay_inside_and_die_too(found: Groups) -> None:
+def test_children_stay_inside_and_die_too(found: ControlGroups) -> None:
     found.make(LAB, "x", None, None)
     found.make(LAB, "y", None, None)
     other = start("y", BUSY)
@@ -113,7 +113,7 @@ def test_children_stay_inside_and_die_too(found: Groups) -> None:
     assert other.wait(5) == -signal.SIGKILL
 
 
-def test_the_share_as_the_kernel_has_it(found: Groups) -> None:
+def test_the_share_as_the_kernel_has_it(found: ControlGroups) -> None:
     found.make(LAB, "x", 0.3, None)
     assert found.share(LAB, "x") == pytest.approx(0.3)
     found.set_cpu(LAB, "x", 0.02)

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 from lab_places import CORE_GFLOPS, ROOT_ONLY, assert_nothing_left, cluster, leftovers, run_on, small_lab, tag
 
+from manyhands.facts.cluster import LabCluster
 from manyhands.facts.errors import BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.lab import play
 from manyhands.facts.trace import parse_trace
 from manyhands.lab import measure, record
 from manyhands.lab.check import check
-from manyhands.lab.lab import DESK, Lab, labs, take_down
-from manyhands.lab.spaces import Spaces
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import labs, take_down
+from manyhands.lab.spaces import COORDINATOR_SPACE, Spaces
 
 pytestmark = ROOT_ONLY
 _PACKETS_FOR_FIVE_SECONDS = 40 * 1500 / 5
@@ -40,7 +42,7 @@ def test_a_device_is_alone_on_its_network_and_pinned() -> None:
         assert said.stdout.strip() == f"{set(lab.played.seat('d1').cores)} 2", "lo and eth0"
         far = f"import socket; socket.create_connection(('{lab.address('d2')}', 9), 2)"
         assert "Connection refused" in run_on(lab, "d1", far).stderr  # it is there, and nobody listens
-        assert "Connection refused" in run_on(lab, DESK, far).stderr
+        assert "Connection refused" in run_on(lab, COORDINATOR_SPACE, far).stderr
         with pytest.raises(UnknownName):
             lab.words("d3")
         with pytest.raises(LabError, match="is up already"):
@@ -114,10 +116,10 @@ def test_a_port_follows_its_trace(tmp_path: Path) -> None:
     played = play(asked, core_gflops=CORE_GFLOPS, cores=sorted(os.sched_getaffinity(0)))
     with Lab.up(played, tag(), owned=True) as lab:
         began = time.monotonic()
-        first = measure.rate(lab, "d1", DESK, 5e6)
+        first = measure.rate(lab, "d1", COORDINATOR_SPACE, 5e6)
         assert time.monotonic() - began < 5.5, "too slow to tell: the trace has moved on"
         time.sleep(max(0.0, 6.5 - (time.monotonic() - began)))
-        second = measure.rate(lab, DESK, "d1", 5e5)
+        second = measure.rate(lab, COORDINATOR_SPACE, "d1", 5e5)
         assert time.monotonic() - began < 12
     assert first == pytest.approx(5e6, rel=0.2)  # how exact rates are is tested elsewhere
     assert second == pytest.approx(5e5, rel=0.2)
@@ -148,7 +150,7 @@ def test_a_port_follows_a_recorded_trace() -> None:
     trace = parse_trace(RECORDED.read_text(), "")
     with Lab.up(played, tag(), owned=True) as lab:
         began = time.monotonic()
-        got = measure.rate(lab, DESK, "d1", _PACKETS_FOR_FIVE_SECONDS)
+        got = measure.rate(lab, COORDINATOR_SPACE, "d1", _PACKETS_FOR_FIVE_SECONDS)
         ended = time.monotonic()
         moments = [began + 0.1 + i * 0.1 for i in range(int((ended - began - 0.1) / 0.1))]
         allowed = [trace.at(moment - began)[0] for moment in moments[-50:]]
@@ -192,10 +194,10 @@ def test_nobody_owns_it_and_a_later_down_cleans_up() -> None:
         killed_owner(owned=False)
         lab = Lab.find(tag())
         wait_until(lambda: lab.status()[0].processes == 1)
-        assert lab.is_kept
-        assert lab.known.keeper is not None
-        os.kill(lab.known.keeper.pid, signal.SIGKILL)
-        wait_until(lambda: not lab.is_kept)
+        assert lab.is_supervised
+        assert lab.record.keeper is not None
+        os.kill(lab.record.keeper.pid, signal.SIGKILL)
+        wait_until(lambda: not lab.is_supervised)
     finally:
         take_down(tag())
     assert_nothing_left()
@@ -233,7 +235,7 @@ def test_of_two_at_once_one_comes_up() -> None:
         assert len(up) == 1
         assert all("is up already" in one.message for one in found if isinstance(one, LabError))
         assert f"belongs to process {os.getpid()}" in next(o.message for o in found if isinstance(o, LabError))
-        assert up[0].is_kept
+        assert up[0].is_supervised
         assert [one.name for one in up[0].status()] == ["d1", "d2"]
     finally:
         for one in up:
@@ -241,10 +243,10 @@ def test_of_two_at_once_one_comes_up() -> None:
     assert_nothing_left()
 
 
-def test_a_keeper_that_cannot_be_written_down_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[record.Record] = []
+def test_a_supervisor_that_cannot_be_written_down_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[record.LabRecord] = []
 
-    def full(known: record.Record) -> None:
+    def full(known: record.LabRecord) -> None:
         saved.append(known)
         raise OSError("no space left")
 
@@ -260,9 +262,9 @@ def test_half_a_lab_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(name: str) -> None:
         assert len(leftovers()) > 3
-        raise LabError("the keeper did not start")
+        raise LabError("the supervisor did not start")
 
-    monkeypatch.setattr("manyhands.lab.lab._start_keeper", fail)
+    monkeypatch.setattr("manyhands.lab.lab._start_supervisor", fail)
     with pytest.raises(LabError, match="did not start"), small_lab(0.3, 0.3):
         pass
     assert_nothing_left()

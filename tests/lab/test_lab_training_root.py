@@ -13,13 +13,12 @@ import torch
 from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 from torch import nn
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import WorkerLost
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.job import base as job
 from manyhands.lab.lab import Lab
-from manyhands.lab.lab import labs as labs_that_are_up
+from manyhands.lab.removal import labs as labs_that_are_up
 from manyhands.session import lab_session as labs
 from manyhands.session import measuring
 from real_runs import BATCH, LAYERS, Pictures, assert_close, shared, train

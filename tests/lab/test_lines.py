@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.facts.errors import BadValue
 from manyhands.lab import lines
-from manyhands.lab.lines import Flow
+from manyhands.lab.lines import PortFlow
 
 MBIT = 125_000.0
 rates = st.floats(min_value=1000.0, max_value=2e9)
@@ -70,7 +70,7 @@ def test_a_port_with_one_rate() -> None:
 
 
 def test_a_slower_pair_has_a_class_of_its_own() -> None:
-    found = lines.shaping_lines("p2", 100 * MBIT, [Flow(3, 5 * MBIT)])
+    found = lines.shaping_lines("p2", 100 * MBIT, [PortFlow(3, 5 * MBIT)])
     assert found[0] == "qdisc add dev p2 root handle 1: htb default 2"
     whole, others, pair = (line for line in found if line.startswith("class"))
     assert "parent 1: classid 1:1 htb rate 100000000bit ceil 100000000bit" in whole
@@ -83,7 +83,7 @@ def test_a_slower_pair_has_a_class_of_its_own() -> None:
 
 
 def test_netem_holds_what_a_pair_delays() -> None:
-    found = lines.shaping_lines("p2", math.inf, [Flow(1, math.inf, 0.02), Flow(3, 5 * MBIT, 0.0005)])
+    found = lines.shaping_lines("p2", math.inf, [PortFlow(1, math.inf, 0.02), PortFlow(3, 5 * MBIT, 0.0005)])
     netem = [line for line in found if "netem" in line]
     assert netem[0].startswith("qdisc add dev p2 parent 21:1 handle 8011: netem delay 20000us limit ")
     assert netem[1].startswith("qdisc add dev p2 parent 23:1 handle 8013: netem delay 500us limit ")
@@ -93,7 +93,7 @@ def test_netem_holds_what_a_pair_delays() -> None:
 
 
 def test_no_two_qdiscs_of_a_port_share_a_handle() -> None:
-    flows = [Flow(number, MBIT, 0.001) for number in (1, 2, 17, 255, 9_999)]
+    flows = [PortFlow(number, MBIT, 0.001) for number in (1, 2, 17, 255, 9_999)]
     handles = [word for line in lines.shaping_lines("p3", MBIT, flows) for word in re.findall(r"handle (\w+:)", line)]
     assert len(set(handles)) == len(handles) == 1 + 2 * len(flows) + 1
     assert all(int(handle[:-1], 16) < 0xFFFF for handle in handles)
@@ -120,7 +120,7 @@ def test_a_limit_that_is_lifted_leaves_the_queue() -> None:
 
 
 def test_pairs_change_with_their_port() -> None:
-    flows = [Flow(3, 5 * MBIT, 0.01)]
+    flows = [PortFlow(3, 5 * MBIT, 0.01)]
     found = lines.reshaping_lines("p2", 2 * MBIT, flows, {"12:": 12_112, "23:": 3028}, is_shaped=True)
     assert [line.split()[1] for line in found[:3]] == ["change"] * 3
     assert found[3] == "qdisc del dev p2 parent 1:2 handle 12:"

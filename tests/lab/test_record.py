@@ -14,7 +14,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError
 from manyhands.facts.lab import play
 from manyhands.lab import record
-from manyhands.lab.record import Process, Record, lab_name
+from manyhands.lab.record import LabRecord, Process, lab_name
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_read_back_as_written(preset: str, folder: Path) -> None:
     asked = Cluster.lab(preset, slots=2, traces={Cluster.lab(preset).cluster.names[0]: "/x/trace.txt"})
     played = play(asked, core_gflops=60, cores=[0, 1])
-    known = Record("one", preset, played, True, Process(1, 2), None)
+    known = LabRecord("one", preset, played, True, Process(1, 2), None)
     assert record.claim(known)
     assert not record.claim(known), "the name is taken"
     assert record.names() == ["one"]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError, UnknownName
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.lab import spaces
-from manyhands.lab.lines import Flow
+from manyhands.lab.lines import PortFlow
 from manyhands.lab.spaces import Spaces
 
 MBIT = 125_000.0
@@ -55,10 +57,10 @@ def test_a_switch_only_where_delays_need_it(monkeypatch: pytest.MonkeyPatch, net
 def test_only_pairs_slower_than_both_ports_have_a_class() -> None:
     links = (DirectedLink("x", "y", Link(5 * MBIT, 0.01)), DirectedLink("y", "x", Link(500 * MBIT, 0.0)))
     shaped = Spaces("a", cluster("x", "y", "z", links=links), uses_switch=True)
-    assert shaped.flows("y") == [Flow(1, 5 * MBIT)]
+    assert shaped.flows("y") == [PortFlow(1, 5 * MBIT)]
     assert shaped.flows("x") == shaped.flows("z") == []
     held = Spaces("a", cluster("x", "y", "z", links=links), uses_switch=False)
-    assert held.flows("y") == [Flow(1, 5 * MBIT, 0.01)]
+    assert held.flows("y") == [PortFlow(1, 5 * MBIT, 0.01)]
 
 
 def test_a_lab_is_told_from_others_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.lab import spaces
 from manyhands.lab.spaces import Spaces, entered
 

@@ -22,7 +22,7 @@ from manyhands.observe.live import (
     write_live,
     write_round,
 )
-from manyhands.observe.watching import Watch, newest_live, runs_here
+from manyhands.observe.watching import RunWatch, newest_live, runs_here
 
 
 def living(**facts: object) -> Live:
@@ -48,7 +48,7 @@ def test_a_broken_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / LIVE_FILE).write_bytes(content.encode(errors="surrogateescape"))
     (tmp_path / "events.jsonl").write_bytes(content.encode(errors="surrogateescape") + b"\n")
     assert read_live(tmp_path) is None
-    view = Watch(tmp_path).look()
+    view = RunWatch(tmp_path).look()
     assert not view.is_live
     assert view.events == []
 
@@ -56,7 +56,7 @@ def test_a_broken_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
 def test_only_whole_lines_count_and_each_once(tmp_path: Path) -> None:
     write_live(tmp_path, living())
     events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.csv"
-    watch = Watch(tmp_path)
+    watch = RunWatch(tmp_path)
     assert watch.look().events == []
     events.write_text('{"event": "started", "model": "tiny"}\n{"event": "jo')
     metrics.write_text("step,loss\n0,2.5\n1,")
@@ -73,7 +73,7 @@ def test_only_whole_lines_count_and_each_once(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_an_earlier_step_begins_its_columns_anew(tmp_path: Path) -> None:
-    metrics, watch = tmp_path / "metrics.csv", Watch(tmp_path)
+    metrics, watch = tmp_path / "metrics.csv", RunWatch(tmp_path)
     metrics.write_text("step,loss\n0,3\n1,2\n2,1\n")
     assert watch.look().metrics["step"] == [0, 1, 2]
     other = tmp_path / "other"
@@ -98,7 +98,7 @@ def test_who_is_gone_without_a_word_is_not_live(
 ) -> None:
     (tmp_path / "events.jsonl").write_text(f'{{"event": "{event}"}}\n')
     write_live(tmp_path, living(**facts))
-    view = Watch(tmp_path).look()
+    view = RunWatch(tmp_path).look()
     assert (view.is_live, view.live.state) == (is_live, state)
 
 
@@ -107,7 +107,7 @@ def test_a_run_of_an_older_version_is_read_from_its_other_files(tmp_path: Path) 
     (tmp_path / "metrics.csv").write_text("step,loss,samples_per_second\n0,2.5,10\n1,2.0,20\n")
     (tmp_path / "plan.yaml").write_text("stages:\n- {layers: [0, 3], devices: [a, b]}\n- {layers: x}\n")
     (tmp_path / "config.yaml").write_text("steps: 2\n")
-    live = Watch(tmp_path).look().live
+    live = RunWatch(tmp_path).look().live
     assert (live.state, live.model, live.step, live.steps, live.loss) == ("ended", "tiny", 2, 2, 2.0)
     assert [device.name for device in live.devices] == ["a", "b"]
     assert [(stage.first, stage.last) for stage in live.stages] == [(0, 3)]

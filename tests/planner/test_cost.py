@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hand_made import MAP_BYTES, WEIGHT_BYTES, chain, changed, cluster, profile, step_seconds
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import chain
+from manyhands.facts.cluster import preset
 from manyhands.facts.network import Network
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing, estimate_cluster
 from manyhands.planner.ground import Ground, Ladders, carried, orders
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import chain, cluster, even_profile
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import OutOfMemory
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines

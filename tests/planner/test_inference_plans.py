@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 from hand_made import CHANNELS, chain, changed
 from manyhands.cli.main import app
 from manyhands.decoupling.decouple import decouple
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, UnknownName
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import layer_range, resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.reads import Blocks, Read
 from manyhands.graph.capture import capture

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.ground import Batch, Pairs, sizes
 from manyhands.planner.mixed import MOST_STAGES, Repeating, is_mixed, mixed_plans
@@ -288,6 +287,6 @@ def test_pairs_are_the_clusters() -> None:
 
 
 def _written_out(cluster: Cluster) -> tuple[object, ...]:
-    from manyhands.facts.cluster import DirectedLink
+    from manyhands.facts.link import DirectedLink
 
     return tuple(DirectedLink(a, b, cluster.link) for a in cluster.names for b in cluster.names if a != b)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from hand_made import chain, changed, cluster, even_profile, profile
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory, UnknownName
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.facts.plan_check import layer_range, resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.replanning import Replanned, replanned
 from manyhands.planner.strategies import plan_by_name

@@ -8,11 +8,11 @@ import pytest
 
 from hand_made import chain, cluster, even_profile
 from manyhands.explaining.comparison import ALONE, HETPIPE, compare
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner import rivals
 from manyhands.planner.task import Task

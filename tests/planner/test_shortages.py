@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 
 from manyhands.explaining.comparison import compare
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import plan as make_plan

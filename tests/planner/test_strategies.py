@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadPlan, OutOfMemory, UnknownName
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional

@@ -12,7 +12,7 @@ from hand_made import chain as chain_of
 from hand_made import changed
 from hand_made import cluster as cluster_of
 from manyhands.facts.boxes import cut_points
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve

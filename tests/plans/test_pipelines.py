@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from hand_made import chain, cluster, even_profile, profile
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, Single
 from manyhands.models.registry import build
 

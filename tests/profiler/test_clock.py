@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.profiler.clock import Trial, computing, interleave, passed, stopwatch
+from manyhands.profiler.clock import TimedTrial, computing, interleave, passed, stopwatch
 
 
 class Rigged:
@@ -19,13 +19,13 @@ class Rigged:
         self.seconds = seconds
         self.asked: list[str] = []
 
-    def __call__(self, trial: Trial) -> float:
+    def __call__(self, trial: TimedTrial) -> float:
         self.asked.append(trial.name)
         return self.seconds[trial.name]
 
 
-def _trials(names: str) -> list[Trial]:
-    return [Trial(name, lambda: None) for name in names]
+def _trials(names: str) -> list[TimedTrial]:
+    return [TimedTrial(name, lambda: None) for name in names]
 
 
 def test_each_round_begins_with_another() -> None:
@@ -73,18 +73,18 @@ def test_the_stopwatch_does_not_time_the_preparation(monkeypatch: pytest.MonkeyP
     def passing(seconds: float) -> None:
         now[0] += seconds
 
-    assert stopwatch(Trial("short", lambda: passing(0.25), prepare=lambda: passing(50))) == 0.25
+    assert stopwatch(TimedTrial("short", lambda: passing(0.25), prepare=lambda: passing(50))) == 0.25
     monkeypatch.undo()
-    assert stopwatch(Trial("short", lambda: time.sleep(0.001), prepare=lambda: time.sleep(0.001))) >= 0.001
+    assert stopwatch(TimedTrial("short", lambda: time.sleep(0.001), prepare=lambda: time.sleep(0.001))) >= 0.001
 
 
 def test_what_a_thread_computes_does_not_count_what_it_waits_for() -> None:
     """But a time budget is spent by waiting too."""
-    waited = computing(Trial("waits", lambda: time.sleep(0.05), prepare=lambda: time.sleep(0.2)))
+    waited = computing(TimedTrial("waits", lambda: time.sleep(0.05), prepare=lambda: time.sleep(0.2)))
     assert waited < 0.02
     assert passed(waited) >= 0.05
     assert passed(0.25) == 0.25
-    found = interleave([Trial("waits", lambda: time.sleep(0.05))], repeats=9, seconds=0.12, timer=computing)
+    found = interleave([TimedTrial("waits", lambda: time.sleep(0.05))], repeats=9, seconds=0.12, timer=computing)
     assert found.rounds() <= 2
     assert found.spent_seconds >= 0.1
 
@@ -99,6 +99,6 @@ def test_other_work_on_the_machine_decides_nothing() -> None:
         compute(1)
         time.sleep(0.05)
 
-    trials = [Trial("slow", lambda: compute(3)), Trial("fast", stopped)]
+    trials = [TimedTrial("slow", lambda: compute(3)), TimedTrial("fast", stopped)]
     assert interleave(trials, repeats=3, timer=computing).ratio("slow", "fast") > 1.5
     assert interleave(trials, repeats=3, timer=stopwatch).ratio("slow", "fast") < 1

@@ -17,9 +17,9 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
-from manyhands.profiler.clock import Trial, stopwatch
+from manyhands.profiler.clock import TimedTrial, stopwatch
 from manyhands.profiler.kernels import cheapest_path, choose_kernels
 from manyhands.profiler.measure import _Layers, measure_network
 from manyhands.profiler.operators import OperatorSeconds, measure_operators
@@ -100,7 +100,7 @@ def test_kernels_are_chosen_by_the_forward_pass(
     """
     ran: list[bool] = []
 
-    def rigged(trial: Trial) -> float:
+    def rigged(trial: TimedTrial) -> float:
         ran.append(torch.is_grad_enabled())
         stopwatch(trial)
         name = trial.name

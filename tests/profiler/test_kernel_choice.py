@@ -13,10 +13,10 @@ from torch import nn
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.profiler import kernels
-from manyhands.profiler.clock import Trial, stopwatch
+from manyhands.profiler.clock import TimedTrial, stopwatch
 from manyhands.profiler.kernels import DEFAULT, LEAST_GAIN, PER_OPERATOR, cheapest_path, choose_kernels
 from manyhands.profiler.operators import OperatorSeconds, kernels_for, measure_operators, signature
 
@@ -31,7 +31,7 @@ class Rigged:
         self.operators = operators
         self.asked: list[str] = []
 
-    def __call__(self, trial: Trial) -> float:
+    def __call__(self, trial: TimedTrial) -> float:
         self.asked.append(trial.name)
         return self.steps[trial.name] if trial.name in STEPS else self.operators(trial.name)
 
@@ -65,7 +65,7 @@ def test_fast_operators_do_not_help_a_slow_step(tiny: Graph) -> None:
 
 def test_a_winner_must_win_twice(tiny: Graph) -> None:
     class Fickle(Rigged):
-        def __call__(self, trial: Trial) -> float:
+        def __call__(self, trial: TimedTrial) -> float:
             # Once the others have left, the winner is no faster any more.
             confirming = "native" not in self.asked[-3:] and self.asked.count("native") > 1
             super().__call__(trial)
@@ -79,7 +79,7 @@ def test_a_winner_must_win_twice(tiny: Graph) -> None:
 
 def test_a_candidate_that_fails_is_left_out(tiny: Graph) -> None:
     class Failing(Rigged):
-        def __call__(self, trial: Trial) -> float:
+        def __call__(self, trial: TimedTrial) -> float:
             if trial.name == "channels_last":
                 raise RuntimeError("required rank 4 tensor to use channels_last format")
             return super().__call__(trial)
@@ -100,7 +100,7 @@ def test_products_are_tried_where_there_are_convolutions_of_single_pixels(chain:
 def test_packed_weights_are_tried_at_rest_only(chain: Graph) -> None:
     seconds = {DEFAULT: 1.0, PER_OPERATOR: 0.9, "packed": 0.6}
 
-    def timer(trial: Trial) -> float:
+    def timer(trial: TimedTrial) -> float:
         stopwatch(trial)  # it runs, too
         return seconds.get(trial.name, 0.8)
 
@@ -113,7 +113,7 @@ def test_packed_weights_are_tried_at_rest_only(chain: Graph) -> None:
 
 
 def test_packed_is_one_of_an_operators_kernels_at_rest(chain: Graph) -> None:
-    def timer(trial: Trial) -> float:
+    def timer(trial: TimedTrial) -> float:
         return 1e-4 if "packed" in trial.name else 1e-3
 
     measured = measure_operators(chain, 2, seconds=1000.0, training=False, timer=timer)
@@ -148,8 +148,8 @@ def test_one_threads_kernels_are_compared_by_what_it_computes(
     """Several threads' are not: what they compute together takes less than its sum."""
     asked: set[str] = set()
 
-    def named(name: str) -> Callable[[Trial], float]:
-        def timer(trial: Trial) -> float:
+    def named(name: str) -> Callable[[TimedTrial], float]:
+        def timer(trial: TimedTrial) -> float:
             asked.add(name)
             return 1e-3
 

@@ -11,8 +11,8 @@ import torch
 from manyhands.facts.errors import BadValue
 from manyhands.facts.profile import Kernel
 from manyhands.graph.capture import capture
+from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
-from manyhands.graph.kernels import takes_format
 from manyhands.graph.piece import Piece
 from manyhands.models.registry import build, example_batch
 from manyhands.profiler.measure import measure_network

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from manyhands.facts.errors import BadFile
-from manyhands.profiler.clock import Trial
+from manyhands.profiler.clock import TimedTrial
 from manyhands.profiler.this_machine import identify, this_machine
 
 
-def _timer(trial: Trial) -> float:
+def _timer(trial: TimedTrial) -> float:
     return {"convolution": 0.02, "product": 0.01, "copy": 0.01, "small": 0.001}[trial.name]
 
 
-def _never(trial: Trial) -> float:
+def _never(trial: TimedTrial) -> float:
     raise AssertionError("measured again")
 
 

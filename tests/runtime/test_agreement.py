@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 
-from manyhands.engine.mailbox import as_bytes
+from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
+from manyhands.engine.memory import as_bytes
 from manyhands.executor.optimizers import slots
 from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer

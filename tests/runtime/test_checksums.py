@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.engine.mailbox import as_bytes
+from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
+from manyhands.engine.memory import as_bytes
 from manyhands.runtime.checksums import checksum, checksums, combined
 from manyhands.runtime.worker import Worker
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from manyhands.engine.transport import TcpTransport
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import BadValue, WorkerLost
+from manyhands.facts.link import Link
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.runtime.control_messages import Heartbeat, Reshape
 from manyhands.runtime.control_parts import Shape
@@ -200,7 +200,7 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
             for sender, receiver in (UP, DOWN):
                 workers[receiver].endpoint.mailbox.receive(sender, 0, "x", [torch.zeros(size, dtype=torch.uint8)])
             seconds = time.monotonic() - begin
-        wait_until(lambda: all(worker.endpoint._links == {} for worker in workers.values()))  # type: ignore[attr-defined]
+        wait_until(lambda: all(worker.endpoint._loop._links == {} for worker in workers.values()))  # type: ignore[attr-defined]
         assert 0.09 < seconds < 2.0
         told: dict[str, list[Any]] = {name: [] for name in UP}
 
@@ -226,4 +226,4 @@ def test_other_links_stay_when_one_is_shaped_anew() -> None:
         wait_until(lambda: edge.shaping.links["server"].delay_seconds == 0.0)
         assert edge.shaping.links["other"] == Link(float("inf"), 0.25)
         assert 0 < edge.shaping.links["server"].bytes_per_second <= 1.0
-        assert edge.endpoint._links == edge.shaping.links  # type: ignore[attr-defined]
+        assert edge.endpoint._loop._links == edge.shaping.links  # type: ignore[attr-defined]

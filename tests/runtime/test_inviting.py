@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from listening import HERE, LIMIT_SECONDS, Listening, Relay
 
-from manyhands.engine.door import knock
+from listening import HERE, LIMIT_SECONDS, Listening, Relay
+from manyhands.engine import dialling
 from manyhands.engine.endpoint import Address
 from manyhands.engine.inprocess import InProcessTransport
 from manyhands.engine.security import Purpose, Security, new_secret, new_token
@@ -212,7 +212,7 @@ def test_a_stranger_is_refused_and_noted(coordinator: Coordinator) -> None:
         until(lambda: any(line.startswith("Warning: a wrong token came from 127.0.0.1") for line in server.said))
         security = Security(server.token, encrypted=True)
         with pytest.raises(Refused, match="is for control, not for data"):  # nobody is at work
-            knock(*server.address, security, Purpose.DATA, time.monotonic() + 5)
+            dialling.dial(*server.address, security, Purpose.DATA, time.monotonic() + 5)
         assert coordinator.invite(*server.address, server.token) == "server"
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from manyhands.engine.channel import Channel, connect
 from manyhands.engine.security import new_token
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
-from manyhands.facts.presets import preset
 from manyhands.facts.version import __version__
 from manyhands.runtime import handshake
 from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode

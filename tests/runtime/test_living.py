@@ -13,7 +13,7 @@ from hand_made import chain, even_profile
 from hand_made import cluster as made_cluster
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.observe.live import Live, read_live
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 from manyhands.plans.planning import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity
@@ -59,7 +59,7 @@ def test_a_run_that_waited_and_goes_on_is_running_again(tmp_path: Path) -> None:
 
 
 def test_a_round_is_seen_as_every_device_ran_it(session: Coordinator, tmp_path: Path) -> None:
-    devices, watch, looks = names(session), Watch(tmp_path / "run"), []
+    devices, watch, looks = names(session), RunWatch(tmp_path / "run"), []
 
     def stepped(step: int, loss: float, seconds: float) -> None:
         if step == STEPS - 2:
@@ -104,7 +104,7 @@ def test_who_was_lost_is_shown_as_lost_and_the_others_go_on(session: Coordinator
 
     train(session, shared(devices, 4, 4, 4), tmp_path / "run", steps=STEPS, on_step=stepped, replan="light")
     assert struck, "the fault did not fire"
-    view = Watch(tmp_path / "run").look()
+    view = RunWatch(tmp_path / "run").look()
     live: Live = view.live
     assert {device.name: device.state for device in live.devices} == {
         devices[0]: live.devices[0].state, devices[1]: "lost", devices[2]: live.devices[2].state

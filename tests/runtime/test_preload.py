@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
-from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, all_alike, reference
 
-from manyhands.data.laying import Laying
+from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, all_alike, reference
+from manyhands.data.preload import Preload
 from manyhands.executor import resident_dataset
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES, FeedPart
 from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset, resident_bytes, resident_key
@@ -114,4 +114,4 @@ class _Little:
 
 
 def test_a_preload_has_a_name_of_its_own() -> None:
-    assert Laying(None, None, 1).key != Laying(None, None, 1).key
+    assert Preload(None, None, 1).key != Preload(None, None, 1).key

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manyhands.engine.inprocess import Switchboard
+from manyhands.engine.switchboard import Switchboard
 from manyhands.runtime import probing
 
 

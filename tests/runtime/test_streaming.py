@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cluster import LIMIT_SECONDS, Fault, FaultCluster, captured
 from torch import Tensor
 
+from fault_cluster import LIMIT_SECONDS, Fault, FaultCluster, captured
 from hand_made import cluster as made_cluster
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import BadData, BadPlan, ManyhandsError, TimedOut, WorkerLost
@@ -25,7 +25,8 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.batching import joined, named_sample
 from manyhands.graph.capture import capture
-from manyhands.graph.document import read_document, to_document
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import packable
 from manyhands.graph.weights import Weights

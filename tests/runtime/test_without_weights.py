@@ -10,13 +10,14 @@ from functools import cache
 
 import pytest
 import torch
-from fault_cluster import BACKUP_EVERY, SHUFFLED, STEPS, Fault, FaultCluster, Trip, assert_equal, assert_near
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fault_cluster import BACKUP_EVERY, SHUFFLED, STEPS, Fault, FaultCluster, Trip, assert_equal, assert_near
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.graph.capture import capture
-from manyhands.graph.document import read_document, to_document
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_messages import State

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from hand_made import chain, cluster
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import ByChannels, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Forward, Receive

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from drawn_plans import plans
 from hand_made import MAP_BYTES, chain, cluster, even_profile
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Send

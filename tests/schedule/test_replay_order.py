@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import chain, cluster, even_profile
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import Plan, Replay, ReplayMode, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Backward, Discard, Forward, Loss, Step

@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 
 from manyhands.engine.channel import Channel, connect
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.proofs import DIALLED
 from manyhands.engine.security import PREAMBLE, Purpose, Security, new_secret, new_token, preamble
 from manyhands.facts.errors import ManyhandsError
@@ -121,7 +121,7 @@ def guessing(address: Address, encrypted: bool) -> Attack:
     def guess(attack: Attack) -> None:
         attack.done += 1
         DIALLED.reset()  # its own program would not hold it back
-        knock(
+        dial(
             *address,
             Security(new_token() if attack.done % 2 else new_secret(), encrypted),
             Purpose.CONTROL,
@@ -167,7 +167,7 @@ def asking_for_data(address: Address, security: Security) -> Attack:
     """Knows the token, and looks for somebody at a data port, under one name after another."""
 
     def ask(attack: Attack) -> None:
-        wire = knock(*address, security, Purpose.DATA, time.monotonic() + 2, once=True)
+        wire = dial(*address, security, Purpose.DATA, time.monotonic() + 2, once=True)
         attack.done += 1
         content = b'{"from": "%s", "to": "coordinator"}' % secrets.token_hex(4).encode()
         wire.write([memoryview(len(content).to_bytes(4, "little") + content + secrets.token_bytes(1 << 16))])

@@ -24,7 +24,7 @@ from fuzz.operator_calls import CALLS, Call, buffer, call, enum, i, w, x
 from fuzz.operator_documents import completed, document, run
 from manyhands.facts.errors import BadGraph, ManyhandsError
 from manyhands.graph import store
-from manyhands.graph.document import read_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.timing_here import graph_of
 

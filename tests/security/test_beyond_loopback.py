@@ -18,7 +18,7 @@ import pytest
 
 from manyhands.dashboard.server import Dashboard
 from manyhands.engine.channel import connect
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.security import PREAMBLE, Purpose, Security, new_token
 from manyhands.facts.errors import ManyhandsError, Refused
 from manyhands.runtime.control import encode
@@ -43,7 +43,7 @@ def places(coordinator: Coordinator) -> dict[Purpose, tuple[str, int]]:
 
 
 def enter(coordinator: Coordinator, purpose: Purpose, security: Security) -> None:
-    knock(*places(coordinator)[purpose], security, purpose, time.monotonic() + 10, once=True).close()
+    dial(*places(coordinator)[purpose], security, purpose, time.monotonic() + 10, once=True).close()
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

@@ -21,7 +21,7 @@ from manyhands.data.arrays import load_arrays
 from manyhands.data.detection import _objects
 from manyhands.data.samples import read_picture
 from manyhands.data.silo import Silo
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.facts.errors import BadData, BadFile, BadPlan, ManyhandsError
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
@@ -154,7 +154,7 @@ def test_a_picture_of_a_billion_pixels() -> None:
     data = (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(10_000))) + chunk(b"IEND", b"")
     )
-    assert "pixels" in refused(lambda: read_picture(data, "a.png", Wanted((1, 8, 8))), BadData)
+    assert "pixels" in refused(lambda: read_picture(data, "a.png", SampleForm((1, 8, 8))), BadData)
 
 
 def test_entities_that_stand_for_a_billion(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from attacks import Attack, asking_for_data, guessing, loud, one_of_the_house, silent, slow
 from looking import assert_private, holding, processes_showing
 
-from manyhands.engine import door as doors
+from manyhands.engine import listener as listening
 from manyhands.engine import security as rules
 from manyhands.engine.channel import Listener, connect
 from manyhands.engine.security import Security, new_token
@@ -165,9 +165,9 @@ def until(listener: Listener, dropped: int) -> None:
 
 def test_room_is_made_for_who_comes_when_many_are_silent(listener: Listener) -> None:
     """Before, so many silent connections shut everybody else out."""
-    crowd = come(listener, doors._MOST_HANDSHAKES + 50, "127.0.0.1")
+    crowd = come(listener, listening._MOST_HANDSHAKES + 50, "127.0.0.1")
     until(listener, 50)
-    security = listener.door._security
+    security = listener.peer_listener._security
     for _ in range(3):
         client = connect(*listener.address, security, 20, once=True)
         server = listener.accept(20)
@@ -184,7 +184,7 @@ def test_room_is_made_for_who_comes_when_many_are_silent(listener: Listener) -> 
 def test_those_make_room_who_are_most(listener: Listener) -> None:
     lone = come(listener, 1, "127.0.0.3")
     time.sleep(0.2)  # the first of all to come
-    crowd = come(listener, doors._MOST_HANDSHAKES + 20, "127.0.0.2")
+    crowd = come(listener, listening._MOST_HANDSHAKES + 20, "127.0.0.2")
     until(listener, 21)
     assert all(reason.startswith("127.0.0.2: ") for reason in listener.reasons)
     lone[0].setblocking(False)

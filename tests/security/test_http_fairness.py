@@ -20,10 +20,10 @@ import torch
 
 from manyhands.dashboard import server
 from manyhands.dashboard.server import Dashboard
-from manyhands.data.wanted import Wanted
+from manyhands.data.wanted import SampleForm
 from manyhands.engine.admission import Admission, client_network
-from manyhands.engine.http_door import ConnectionLimits, Door
-from manyhands.engine.turnstile import AddressTurnstiles
+from manyhands.engine.http_server import ConnectionLimits, HttpServer
+from manyhands.engine.rate_limiter import AddressRateLimiter
 from manyhands.inference.lines import Labels
 from manyhands.inference.server import Answering
 
@@ -40,18 +40,18 @@ class _NoNetwork:
 
 
 @contextlib.contextmanager
-def dashboard(folder: Path, host: str) -> Iterator[tuple[int, str, bytes, Door]]:
+def dashboard(folder: Path, host: str) -> Iterator[tuple[int, str, bytes, HttpServer]]:
     with Dashboard((host, 0), folder) as found:
-        yield found.port, f"/api/view?token={found.token}", b"", found._door
+        yield found.port, f"/api/view?token={found.token}", b"", found._server
 
 
 @contextlib.contextmanager
-def inference_server(folder: Path, host: str) -> Iterator[tuple[int, str, bytes, Door]]:
-    with Answering(_NoNetwork(), Wanted((1, 2, 2)), Labels(("a", "b")), host=host) as found:
-        yield found.port, "/health", f"Authorization: Bearer {found.bearer}\r\n".encode(), found._door
+def inference_server(folder: Path, host: str) -> Iterator[tuple[int, str, bytes, HttpServer]]:
+    with Answering(_NoNetwork(), SampleForm((1, 2, 2)), Labels(("a", "b")), host=host) as found:
+        yield found.port, "/health", f"Authorization: Bearer {found.bearer}\r\n".encode(), found._server
 
 
-Serving = Callable[[Path, str], contextlib.AbstractContextManager[tuple[int, str, bytes, Door]]]
+Serving = Callable[[Path, str], contextlib.AbstractContextManager[tuple[int, str, bytes, HttpServer]]]
 
 
 @contextlib.contextmanager
@@ -218,8 +218,8 @@ def test_a_network_of_version_6_is_one_address() -> None:
 
 
 def test_rates_of_few_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.engine.turnstile._MOST_ADDRESSES", 5)
-    limiter = AddressTurnstiles(per_second=0.1, burst=1)
+    monkeypatch.setattr("manyhands.engine.rate_limiter._MOST_ADDRESSES", 5)
+    limiter = AddressRateLimiter(per_second=0.1, burst=1)
     assert limiter.passes("10.0.0.0", 0.0)
     assert not limiter.passes("10.0.0.0", 0.0)
     assert [limiter.passes(f"10.0.1.{number}", 0.0) for number in range(6)] == [True] * 3 + [False] * 3, "four of all"

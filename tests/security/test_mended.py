@@ -21,11 +21,11 @@ from manyhands.data.arrays import load_arrays
 from manyhands.data.cifar import load_jpeg_copy
 from manyhands.data.sample_arrays import read_npy
 from manyhands.data.silo import Silo
-from manyhands.data.wanted import Wanted
-from manyhands.engine import meeting
+from manyhands.data.wanted import SampleForm
+from manyhands.engine import rendezvous
 from manyhands.engine.channel import Listener, connect
-from manyhands.engine.door import knock
-from manyhands.engine.http_handler import PatientHandler, Refusal
+from manyhands.engine.dialling import dial
+from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
 from manyhands.engine.security import Purpose, Security, new_token
 from manyhands.engine.tcp import TcpEndpoint
 from manyhands.engine.wire import write_all
@@ -36,11 +36,11 @@ from manyhands.facts.plan_check import resolve
 from manyhands.inference.handler import _number
 from manyhands.inference.requests import Limits, samples_in
 from manyhands.observe.live import Live
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 from manyhands.plans import networks
 from manyhands.runtime import control, control_parts, state
 
-WANTED = Wanted((1, 2, 2))
+WANTED = SampleForm((1, 2, 2))
 
 
 def npy(array: Any) -> bytes:
@@ -67,17 +67,17 @@ def endpoint() -> Iterator[tuple[TcpEndpoint, Security]]:
 def test_a_hello_of_lists_within_lists(endpoint: tuple[TcpEndpoint, Security]) -> None:
     """It was a RecursionError, which left the connection open and the thread with a traceback."""
     found, security = endpoint
-    wire = knock(*found.address, security, Purpose.DATA, 1e12)
+    wire = dial(*found.address, security, Purpose.DATA, 1e12)
     write_all(wire, struct.pack("<I", 4000) + b"[" * 4000, 1e12)
     wire.socket.setblocking(True)
     wire.socket.settimeout(10)
     assert wire.socket.recv(1) == b""
     wire.close()
     end = time.monotonic() + 10
-    while not any("a hello that is none" in reason for reason in found._meeting._door.reasons):
+    while not any("a hello that is none" in reason for reason in found._rendezvous._listener.reasons):
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert meeting._LARGEST_HELLO_BYTES >= 4000
+    assert rendezvous._LARGEST_HELLO_BYTES >= 4000
 
 
 def test_whatever_a_guest_does_his_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_whatever_a_guest_does_his_connection_ends(monkeypatch: pytest.MonkeyPat
     def fail(wire: object) -> None:
         raise ZeroDivisionError("nobody thought of it")
 
-    listener.door.receive(Purpose.CONTROL, security, fail)  # type: ignore[arg-type]
+    listener.peer_listener.receive(Purpose.CONTROL, security, fail)  # type: ignore[arg-type]
     channel = connect(*listener.address, security, 10)
     with pytest.raises(Exception, match="closed by the other side"):
         channel.receive(10)
@@ -169,19 +169,19 @@ def test_text_of_letters_that_there_are_not(tmp_path: Path, code: int) -> None:
 
 def test_a_form_in_an_encoding_that_there_is_not() -> None:
     kind = "multipart/form-data; boundary*=u\0\0''edge"
-    with pytest.raises(Refusal, match="does not say what lies between its parts"):
+    with pytest.raises(HttpRefusal, match="does not say what lies between its parts"):
         samples_in(b"--edge\r\n\r\n--edge--", kind, "a", WANTED, Limits())
 
 
 @pytest.mark.parametrize("text", ["000000001999999", "0", "-1", "9" * 5000, "1e3", ""])
 def test_a_number_in_an_address(text: str) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(HttpRefusal):
         _number({"top": text}, "top", 3)
     assert _number({"top": "7"}, "top", 3) == 7
 
 
 def test_an_origin_that_is_no_address() -> None:
-    handler = PatientHandler.__new__(PatientHandler)
+    handler = DeadlineHandler.__new__(DeadlineHandler)
     origins = {"http://[": False, "http://localhost:80": True, "null": False, "http://[::1]": True}
     for origin, is_here in origins.items():
         handler.headers = {"Origin": origin, "Host": "localhost"}  # type: ignore[assignment]
@@ -207,7 +207,7 @@ def test_a_run_folder_of_nonsense(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_bytes(b'step,loss\n0,1\r5\n"1,2\nnan,inf\n1e400,1\n')
     (tmp_path / "plan.yaml").write_text('{"stages": [1, {"layers": ["a", null], "devices": 3}, {"layers": [0]}]}')
     (tmp_path / "events.jsonl").write_text('{"event": "started"}\n[1]\nnonsense\n')
-    assert Watch(tmp_path).look().live.steps == 0
+    assert RunWatch(tmp_path).look().live.steps == 0
     live = Live(state="running", pid=2**60, host=socket.gethostname(), updated=1e12)
     (tmp_path / "live.json").write_bytes(msgspec.json.encode(live))
-    assert not Watch(tmp_path).look().is_live
+    assert not RunWatch(tmp_path).look().is_live

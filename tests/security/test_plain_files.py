@@ -20,7 +20,7 @@ from manyhands.files.plain import open_plain
 from manyhands.observe import live
 from manyhands.observe.append import LineFile
 from manyhands.observe.live import LIVE_FILE, read_live
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_run_of_pipes_is_shown_as_nothing(tmp_path: Path) -> None:
     assert read_live(tmp_path) is None
     for name in ("events.jsonl", "metrics.csv", "config.yaml"):
         os.mkfifo(tmp_path / name)
-    assert not list(Watch(tmp_path).look().events)
+    assert not list(RunWatch(tmp_path).look().events)
 
 
 def test_a_pipe_that_nobody_reads_is_not_written(tmp_path: Path) -> None:

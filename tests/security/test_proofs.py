@@ -146,8 +146,8 @@ class Recorder:
             b"manyhands client", b"manyhands server", self.point[1:], self.exchange.message[1:], shared,
             candidate.encode(),
         )  # fmt: skip
-        meeting = proofs.Meeting(None, self.transcript, b"", 0.0)  # type: ignore[arg-type]
-        return hmac.compare_digest(meeting.proof(key, b"client"), self.proof)
+        handshake = proofs.Handshake(None, self.transcript, b"", 0.0)  # type: ignore[arg-type]
+        return hmac.compare_digest(handshake.proof(key, b"client"), self.proof)
 
 
 class Rogue(Recorder):

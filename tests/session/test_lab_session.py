@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue, LabError, UnknownName
-from manyhands.facts.lab import LabCluster, play
+from manyhands.facts.lab import play
+from manyhands.facts.link import Link
 from manyhands.job import base as job
 from manyhands.session import lab_session as labs
 from manyhands.session import measuring

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import cluster
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.simulator.flows import Transfer
 from manyhands.simulator.links import Network
 

@@ -15,8 +15,9 @@ from plain_links import PlainNetwork
 from drawn_plans import FIXED_ORDERS, plans
 from hand_made import chain, cluster, even_profile
 from manyhands.facts.catalogue import CATALOGUE
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.planner.cost import CostModel

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from drawn_plans import FIXED_ORDERS, plans
 from hand_made import FREE, MAP_BYTES, WEIGHT_BYTES, chain, cluster, even_profile, profile, step_seconds
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadSchedule
 from manyhands.facts.lab import with_slots
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.planner.cost import CostModel

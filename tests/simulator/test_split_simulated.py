@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from hand_made import chain, cluster, even_profile
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import Codec, Plan, Replay, ReplayMode, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.hyper import hyper
 from manyhands.facts.optimizer import parse

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from blood_cells import blood_cells
-from manyhands.data.sets import DataSets, load
+from manyhands.data.data_sets import DataSets
+from manyhands.data.sets import load
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles

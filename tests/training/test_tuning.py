@@ -10,7 +10,7 @@ import pytest
 
 import manyhands as mh
 from hand_made import chain, cluster
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.plan import Plan
 from manyhands.training import tuning
 from manyhands.training.tuning import fastest_in_trial, nearest

@@ -74,7 +74,7 @@ def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Say) -> list[st
 
 def _impossible(name: str, host: Host, quick: bool) -> str:
     """Why it cannot be measured here; empty: it can."""
-    from manyhands.lab.lab import missing
+    from manyhands.lab.removal import missing
 
     if host.cores < CORES.get(name, 1):
         return f"it needs {CORES[name]} cores; this machine has {host.cores}."

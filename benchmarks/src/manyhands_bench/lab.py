@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import psutil
 
-from manyhands.facts.cluster import Cluster, Device, Link
-from manyhands.facts.lab import LabCluster, Played, Seat, play, scale_text
-from manyhands.facts.presets import preset
+from manyhands.facts.cluster import Cluster, LabCluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.lab import Played, Seat, play, scale_text
+from manyhands.facts.link import Link
 from manyhands.lab import groups, measure, record
-from manyhands.lab.lab import Lab, labs, take_down
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import labs, take_down
 from manyhands.lab.spaces import Spaces, has_netem
 from manyhands.profiler.this_machine import identify
 from manyhands.session.lab_session import check_possible
@@ -84,7 +86,7 @@ def _rates(rates: tuple[float, ...], say: Say) -> Figures:
                     statistics.median(measure.rate(lab, *ends, rate * _MBIT) / _MBIT for _ in range(repeats))
                     for ends in (("a", "b"), ("b", "a"))
                 ]
-                error = max(abs(one - rate) / rate for one in got)
+                error = max(abs(measured - rate) / rate for measured in got)
                 figures[f"rate_got_mbit_{rate:g}_delay_{delay_ms}ms"] = min(got)
                 worst = max(worst, error)
     return {"rate_error": worst, **figures}
@@ -180,17 +182,17 @@ def _leftovers(say: Say) -> Figures:
 
 def _remains() -> list[str]:
     """Namespaces, groups, records and processes that bear the lab's name."""
-    found = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
-    found += [f"group {device}" for device in groups.find().devices(_NAME)]
-    found += [f"record {name}" for name in record.names() if name == _NAME]
-    found += [f"lab {name}" for name in labs() if name == _NAME]
-    return found + [f"process {pid}" for pid in _keepers()]
+    remains = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
+    remains += [f"group {device}" for device in groups.find().devices(_NAME)]
+    remains += [f"record {name}" for name in record.names() if name == _NAME]
+    remains += [f"lab {name}" for name in labs() if name == _NAME]
+    return remains + [f"process {pid}" for pid in _supervisors()]
 
 
-def _keepers() -> list[int]:
-    found = []
+def _supervisors() -> list[int]:
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "manyhands.lab.keeper" in words and _NAME in words:
-            found.append(process.pid)
-    return found
+        if "manyhands.lab.supervisor" in words and _NAME in words:
+            pids.append(process.pid)
+    return pids

@@ -9,9 +9,9 @@ from manyhands_bench.papers import ASTEROID_TABLE_4
 from manyhands_bench.result_plots import (
     LEAST_PART,
     MOST_PART,
+    AimPlot,
     Beside,
-    Lines,
-    Reached,
+    LinePlot,
     draw_beside,
     draw_groups,
     draw_reached,
@@ -58,7 +58,7 @@ def _aims(shelf: Shelf, path: Path) -> Path | None:
         aim = claim.aim
         if aim is not None and not aim.only_on and (own := _own(shelf, claim)):
             parts = {name: _reached(aim, value) for name, value in own.items()}
-            rows.append(Reached(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
+            rows.append(AimPlot(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
     return draw_reached(rows, path, "Aims of our own, and how far they were reached") if rows else None
 
 
@@ -90,7 +90,7 @@ def _table_4(shelf: Shelf, path: Path) -> Path | None:
             places, paper, ours = (list(column) for column in zip(*rows))
             lines = {"ours, simulated from the device catalogue": ours, "the paper's": paper}
             title = f"ASTEROID, Table 4: speed-up over {text}; a rival that does not fit in memory is left out"
-            panels.append(Lines(title, places, lines, "times", is_simulated=True))
+            panels.append(LinePlot(title, places, lines, "times", is_simulated=True))
     return draw_groups(panels, path) if panels else None
 
 
@@ -106,7 +106,7 @@ def _traces(shelf: Shelf, path: Path) -> Path | None:
     lines = {text: [found.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
     lines["edge alone"] = [alone] * len(names)
     title = f"Seconds of 100 batches over recorded links, measured ({found.host.slug}, {found.date[:10]})"
-    return draw_groups([Lines(title, names, lines, "seconds")], path)
+    return draw_groups([LinePlot(title, names, lines, "seconds")], path)
 
 
 def _links(shelf: Shelf, path: Path) -> Path | None:
@@ -124,4 +124,4 @@ def _links(shelf: Shelf, path: Path) -> Path | None:
     places = [f"{link.partition('_')[0]} Mbit/s\n{link.partition('_')[2]} ms" for link in LINKS]
     title = "Latency on one device over that on four, decoupled networks by channels (schemes 1+2), simulated"
     title += f" from a profile of {found.host.slug}"
-    return draw_groups([Lines(title, places, lines, "times", is_simulated=True)], path)
+    return draw_groups([LinePlot(title, places, lines, "times", is_simulated=True)], path)

@@ -28,7 +28,7 @@ from manyhands.cli.tokens import TokenFile, token_given
 from manyhands.job.stopping import STOPPED, stopping
 
 if TYPE_CHECKING:
-    from manyhands.data.wanted import Samples
+    from manyhands.data.wanted import SampleSource
     from manyhands.inference.infer import Inference
     from manyhands.inference.model import Known
 
@@ -164,7 +164,7 @@ def infer(
         show.finished(told, output)
 
 
-def _samples(known: Known, source: str) -> Samples:
+def _samples(known: Known, source: str) -> SampleSource:
     """What is to be answered; the first of it is looked at, before anybody is started for it."""
     from manyhands.data.samples import read_samples
 
@@ -184,7 +184,7 @@ def _check_served(known: Known, port: int | None) -> None:
 
 
 def _answer_all(
-    running: Inference, known: Known, samples: Samples, predicted: float, output: str, top: int, raw: bool,
+    running: Inference, known: Known, samples: SampleSource, predicted: float, output: str, top: int, raw: bool,
     show: InferShow,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything in order; what --json prints."""
@@ -235,13 +235,13 @@ def _serve(
     from dataclasses import replace
 
     from manyhands.cli.show import print_json
-    from manyhands.data.wanted import Wanted
+    from manyhands.data.wanted import SampleForm
     from manyhands.inference.job import health
     from manyhands.inference.requests import Limits
     from manyhands.inference.server import Answering
     from manyhands.inference.stream import failed
 
-    assert isinstance(known.wanted, Wanted)
+    assert isinstance(known.wanted, SampleForm)
     limits = Limits() if time_limit is None else replace(Limits(), request_seconds=time_limit)
     with Answering(
         running, known.wanted, known.labels, host=address[0], port=address[1], bearer=bearer, limits=limits,

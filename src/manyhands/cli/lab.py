@@ -69,8 +69,8 @@ def down(
     """Take a lab down, also one of which only a part is left."""
     name = _either(name, lab)
     from manyhands.facts.errors import LabError
-    from manyhands.lab.lab import labs, missing, take_down
     from manyhands.lab.record import lab_name
+    from manyhands.lab.removal import labs, missing, take_down
 
     if why := missing():
         raise LabError(f"There can be no lab here: {why}")
@@ -110,7 +110,8 @@ def run(
     lab: LabOption = "",
 ) -> None:
     """Run a command on each device at once, or on some; the largest exit code is this command's own."""
-    from manyhands.lab.lab import DESK, Lab
+    from manyhands.lab.lab import Lab
+    from manyhands.lab.spaces import COORDINATOR_SPACE
 
     found = Lab.find(lab)
     devices = device or list(found.played.network.names)
@@ -119,7 +120,9 @@ def run(
         sys.exit(_code(subprocess.call([*words[0], *command])))
     codes: dict[str, int] = {}
     threads = [
-        threading.Thread(target=_run_one, args=(one, [*before, *command], codes, max(map(len, (*devices, DESK)))))
+        threading.Thread(
+            target=_run_one, args=(one, [*before, *command], codes, max(map(len, (*devices, COORDINATOR_SPACE))))
+        )
         for one, before in zip(devices, words)
     ]
     for thread in threads:
@@ -320,13 +323,13 @@ def _pairs_that_differ(cluster: Cluster) -> int:
 def _links_text(cluster: Cluster) -> str:
     from manyhands.facts.units import format_seconds
 
-    desk = "The desk has no limit and no delay."
+    coordinator = "The coordinator has no limit and no delay."
     if len(cluster.devices) < 2:
-        return desk
+        return coordinator
     link, others = cluster.link, _pairs_that_differ(cluster)
     delay = f"{format_seconds(link.delay_seconds)} one way" if link.delay_seconds else "no delay"
     differ = f"; {others} pair{'s differ' if others > 1 else ' differs'}" if others else ""
-    return f"Any pair: {_rate(link.bytes_per_second)}, {delay}{differ}. {desk}"
+    return f"Any pair: {_rate(link.bytes_per_second)}, {delay}{differ}. {coordinator}"
 
 
 def _status_document(lab: Lab) -> dict[str, Any]:
@@ -343,8 +346,8 @@ def _status_document(lab: Lab) -> dict[str, Any]:
         )  # fmt: skip
     cluster = lab.played.network
     return {
-        "name": lab.name, "source": lab.known.source, "scale": lab.played.scale, "slots": lab.played.slots,
-        "kept": lab.is_kept, "traces": dict(lab.played.traces), "devices": devices,
+        "name": lab.name, "source": lab.record.source, "scale": lab.played.scale, "slots": lab.played.slots,
+        "kept": lab.is_supervised, "traces": dict(lab.played.traces), "devices": devices,
         "link": {"bytes_per_second": cluster.link.bytes_per_second, "delay_seconds": cluster.link.delay_seconds},
         "pairs_that_differ": _pairs_that_differ(cluster),
     }  # fmt: skip
@@ -367,5 +370,7 @@ def _print_status(lab: Lab) -> None:
     headings = ["device", "address", "speed", "memory", "up", "down", "processes", "state"]
     print_table(f"Lab {lab.name}, {_scale(lab)}", headings, rows, numbers=["memory", "up", "down", "processes"])
     typer.echo(_links_text(lab.played.network))
-    if not lab.is_kept:
-        typer.echo(f"Its keeper is gone: links with a delay carry nothing. Take it down: manyhands lab down {lab.name}")
+    if not lab.is_supervised:
+        typer.echo(
+            f"Its supervisor is gone: links with a delay carry nothing. Take it down: manyhands lab down {lab.name}"
+        )

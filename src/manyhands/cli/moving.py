@@ -30,7 +30,7 @@ from manyhands.cli.live_rows import (
     rate_text,
 )
 from manyhands.cli.show import plain
-from manyhands.observe.watching import Watch
+from manyhands.observe.watching import RunWatch
 
 if TYPE_CHECKING:
     from manyhands.observe.live import Live
@@ -59,13 +59,13 @@ class Moving:
         """What it looks like now, where there is no folder."""
         self._typical = statistics.fmean if is_bursty else statistics.median
         self._seconds: deque[float] = deque(maxlen=LAST_STEPS * (10 if is_bursty else 1))
-        self._watch: Watch | None = None
+        self._watch: RunWatch | None = None
         self._seen_events = -1
         self._looked_at = 0.0
 
     def follow(self, folder: Path) -> None:
         """From now on its folder is looked at; what has happened there before is no news."""
-        self._watch = Watch(folder, with_metrics=False)
+        self._watch = RunWatch(folder, with_metrics=False)
         self._seen_events = len(self._watch.look().events)
 
     def step(self, seconds: float, loss: float | None = None) -> None:

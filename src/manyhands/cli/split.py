@@ -63,7 +63,7 @@ def serve(
     confine: Confine = True,
 ) -> None:
     """Listen for edges, and work for one at a time until Ctrl-C. Encrypted beyond this machine."""
-    from manyhands.facts.cluster import NAME_HINT
+    from manyhands.facts.device import NAME_HINT
     from manyhands.facts.errors import BadValue
     from manyhands.session.joining import DEVICE_NAME, parse_compute, reachable, token_text
 

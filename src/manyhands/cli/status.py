@@ -28,9 +28,9 @@ def status(
     json: Json = False,
 ) -> None:
     """How a run is doing. Exit code 0: it goes on, ended, or was stopped; 20: it failed; 4: there is none."""
-    from manyhands.observe.watching import Watch
+    from manyhands.observe.watching import RunWatch
 
-    view = Watch(run_named(run)).look()
+    view = RunWatch(run_named(run)).look()
     if pid:
         typer.echo(worker_pid(view, pid))
         return

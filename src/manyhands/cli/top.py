@@ -39,9 +39,9 @@ def top(run: Run = "") -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from manyhands.observe.watching import Watch
+    from manyhands.observe.watching import RunWatch
 
-    watch, flows = Watch(run_named(run)), rows.Flows()
+    watch, flows = RunWatch(run_named(run)), rows.Flows()
     if not sys.stdout.isatty():
         view = watch.look()
         flows.look(view.live)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from manyhands.dashboard.page import page_files
-from manyhands.engine.http_handler import PatientHandler, Refusal
+from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
 
 if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
 
 BEAT_SECONDS = 3.0
-"""The page takes the connection for lost when it hears nothing for a few of these."""
+"""The page takes the connection for lost when nothing comes for a few of these."""
 STREAM_BUFFER_BYTES = 1 << 16
 TURN_SECONDS = 1.0
 LONGEST_PATH = 2000
@@ -30,39 +30,41 @@ HEADERS = {
 }
 
 
-class PageHandler(PatientHandler):
+class PageHandler(DeadlineHandler):
     def __init__(self, dashboard: Dashboard, *connected: Any) -> None:
         self.dashboard = dashboard
         self._cookie = ""
         super().__init__(*connected)
 
     def check(self) -> None:
-        if not self.dashboard.turnstiles.passes(self.client_address[0], TURN_SECONDS):
-            raise Refusal(429, "Too much is asked at once.", "Try again in a moment.")
+        if not self.dashboard.rate_limiter.passes(self.client_address[0], TURN_SECONDS):
+            raise HttpRefusal(429, "Too much is asked at once.", "Try again in a moment.")
         if len(self.path) > LONGEST_PATH:
-            raise Refusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")
+            raise HttpRefusal(414, f"The address has {len(self.path)} characters; at most {LONGEST_PATH} are read.")
         if self.dashboard.token:
             self._check_token()
         elif not self.is_from_here():
-            raise Refusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
+            raise HttpRefusal(403, "Only this machine may look, and no web page of elsewhere.", self.dashboard.url)
 
     def _check_token(self) -> None:
-        """In the address at the first visit, then in a cookie."""
+        """Check the token: in the address at the first visit, then in a cookie."""
         if self._is_token(self._query().get("token", "")):
             self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
             return
-        cookies = [one.strip().partition("=") for one in self.headers.get("Cookie", "").split(";")]
+        cookies = [cookie.strip().partition("=") for cookie in self.headers.get("Cookie", "").split(";")]
         given = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
         if not self._is_token(given):
-            raise Refusal(401, "The token is missing, or another.", "Open the address that was printed at the start.")
+            raise HttpRefusal(
+                401, "The token is missing, or another.", "Open the address that was printed at the start."
+            )
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.dashboard.token.encode())
 
     def _query(self) -> dict[str, str]:
         try:
-            found = parse_qs(self.path.partition("?")[2], max_num_fields=8)
-            return {key: values[-1] for key, values in found.items()}
+            fields = parse_qs(self.path.partition("?")[2], max_num_fields=8)
+            return {key: values[-1] for key, values in fields.items()}
         except ValueError:
             return {}
 
@@ -76,7 +78,7 @@ class PageHandler(PatientHandler):
         elif path == "/api/stream":
             self._stream()
         else:
-            raise Refusal(404, f"There is nothing at {path:.100}.", "GET /, /api/view or /api/stream")
+            raise HttpRefusal(404, f"There is nothing at {path:.100}.", "GET /, /api/view or /api/stream")
 
     def end_headers(self) -> None:
         for name, value in HEADERS.items():
@@ -86,7 +88,7 @@ class PageHandler(PatientHandler):
         super().end_headers()
 
     def _stream(self) -> None:
-        """Server-sent events. One update is under way at a time, so whoever is slow gets fewer and keeps nothing."""
+        """Server-sent events. One update is under way at a time, so a slow viewer gets fewer and holds up nothing."""
         reader = self.dashboard.reader
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES)
         self.close_connection = True

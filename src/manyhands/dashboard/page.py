@@ -25,10 +25,10 @@ class File(NamedTuple):
 def page_files() -> dict[str, File]:
     """Path in the address -> file."""
     root = resources.files("manyhands.dashboard") / "assets"
-    found = {}
+    files = {}
     for folder in FOLDERS:
         for entry in (root / folder if folder else root).iterdir():
             kind = KINDS.get(entry.name[entry.name.rfind(".") :])
             if kind is not None and entry.is_file():
-                found[f"/{folder}{entry.name}"] = File(entry.read_bytes(), kind)
-    return {**found, "/": found[START]}
+                files[f"/{folder}{entry.name}"] = File(entry.read_bytes(), kind)
+    return {**files, "/": files[START]}

@@ -1,4 +1,4 @@
-"""Looks at a run's folder while somebody watches, once for all who do, and tells each what is new to them."""
+"""Reads a run's folder while anyone views the page, once for all viewers, and sends each what is new to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from manyhands.dashboard.sections import COLUMNS, NAMES, rows_between, sections, told_events
+from manyhands.dashboard.sections import COLUMNS, NAMES, rows_between, sections, shown_events
 from manyhands.observe.live import Live
-from manyhands.observe.watching import View, Watch
+from manyhands.observe.watching import RunWatch, View
 
 LOOK_SECONDS, IDLE_LOOK_SECONDS = 1.0, 3.0
 """Between two looks at a run that goes on, and at one that is over."""
@@ -26,11 +26,11 @@ _CURSOR = re.compile(r"([0-9a-f]{8})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunSnapshot:
     """One look. Lists may be longer by now; what was there at the look does not change."""
 
     story: str
-    """Another where what was told before is void: another folder, or a file that was begun anew."""
+    """Changes where what was sent before is void: another folder, or a file that was begun anew."""
     number: int
     changed: Mapping[str, int] = field(default_factory=dict)
     """Section -> the look at which it became what it is."""
@@ -50,9 +50,9 @@ class Reader:
 
     def __init__(self, folder: Path | None) -> None:
         self._changed = threading.Condition()
-        self._watch = Watch(folder) if folder is not None else None
-        self._seen = Seen(_new_story(), 0)
-        self._whole: tuple[Seen | None, bytes] = (None, b"")
+        self._watch = RunWatch(folder) if folder is not None else None
+        self._seen = RunSnapshot(_new_story(), 0)
+        self._whole: tuple[RunSnapshot | None, bytes] = (None, b"")
         self._telling = threading.Lock()
         self._looks = 0
         """How often the folder was looked at: 0 until the first."""
@@ -67,8 +67,8 @@ class Reader:
         """Another folder from now on."""
         with self._changed:
             if self._watch is None or self._watch.folder != folder:
-                self._watch, self._looks = Watch(folder), 0
-                self._seen = Seen(_new_story(), self._seen.number + 1)
+                self._watch, self._looks = RunWatch(folder), 0
+                self._seen = RunSnapshot(_new_story(), self._seen.number + 1)
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -90,21 +90,21 @@ class Reader:
             self._changed.wait_for(lambda: self._looks or self._watch is None or self.is_over, FIRST_LOOK_SECONDS)
             seen = self._seen
         place = _place(seen, cursor)
-        return seen.cursor, self._all_of(seen) if place is None else _told(seen, place)
+        return seen.cursor, self._all_of(seen) if place is None else _answer(seen, place)
 
-    def _all_of(self, seen: Seen) -> bytes:
+    def _all_of(self, seen: RunSnapshot) -> bytes:
         """Everything, put together once for all who ask."""
-        known, content = self._whole
-        if known is not seen:
+        key, content = self._whole
+        if key is not seen:
             with self._telling:
-                known, content = self._whole
-                if known is not seen:
-                    content = _told(seen, None)
+                key, content = self._whole
+                if key is not seen:
+                    content = _answer(seen, None)
                     self._whole = (seen, content)
         return content
 
     def wait(self, cursor: str, seconds: float) -> bool:
-        """Until there is something newer than `cursor`; False: there is not."""
+        """Wait until there is something newer than `cursor`; False: there is not."""
         with self._changed:
             self._wanted_until = time.monotonic() + seconds + INTEREST_SECONDS
             self._changed.notify_all()
@@ -131,20 +131,20 @@ class Reader:
     def _is_wanted(self) -> bool:
         return time.monotonic() < self._wanted_until
 
-    def _look(self, watch: Watch) -> None:
+    def _look(self, watch: RunWatch) -> None:
         try:
             view = watch.look()
             contents = sections(view)
-        except Exception as error:  # whatever lies in the folder, those who watch are told, and it is looked at again
+        except Exception as error:  # whatever lies in the folder: viewers see the error, and it is read again
             view = View(watch.folder, Live(state="failed", text=f"The folder cannot be read: {error}"[:300]))
             contents = sections(view)
         with self._changed:
             if self._watch is not watch:
                 return
             self._looks += 1
-            found = _next(self._seen, view, contents)
-            if found is not self._seen:
-                self._seen = found
+            snapshot = _next(self._seen, view, contents)
+            if snapshot is not self._seen:
+                self._seen = snapshot
             self._changed.notify_all()
             pause = IDLE_LOOK_SECONDS if view.live.is_over else LOOK_SECONDS
             self._changed.wait_for(lambda: self._is_closing or self._watch is not watch, pause)
@@ -154,7 +154,7 @@ def _new_story() -> str:
     return secrets.token_hex(4)
 
 
-def _next(before: Seen, view: View, contents: Mapping[str, bytes]) -> Seen:
+def _next(before: RunSnapshot, view: View, contents: Mapping[str, bytes]) -> RunSnapshot:
     """What is known after a look; `before` itself where nothing is new."""
     rows = min((len(view.metrics[name]) for name in COLUMNS if name in view.metrics), default=0)
     event_count = len(view.events)
@@ -166,10 +166,10 @@ def _next(before: Seen, view: View, contents: Mapping[str, bytes]) -> Seen:
         return before
     number = before.number + 1
     changed = {**before.changed, **dict.fromkeys(other, number)}
-    return Seen(story, number, changed, contents, dict(view.metrics), rows, view.events, event_count)
+    return RunSnapshot(story, number, changed, contents, dict(view.metrics), rows, view.events, event_count)
 
 
-def _place(seen: Seen, cursor: str) -> tuple[int, int, int] | None:
+def _place(seen: RunSnapshot, cursor: str) -> tuple[int, int, int] | None:
     """What whoever has this cursor knows: up to which look, row and event. None: nothing of this story."""
     match = _CURSOR.fullmatch(cursor)
     if match is None or match.group(1) != seen.story:
@@ -179,12 +179,12 @@ def _place(seen: Seen, cursor: str) -> tuple[int, int, int] | None:
     return (number, rows, events) if is_ours else None
 
 
-def _told(seen: Seen, place: tuple[int, int, int] | None) -> bytes:
+def _answer(seen: RunSnapshot, place: tuple[int, int, int] | None) -> bytes:
     number, rows, events = place or (-1, 0, 0)
-    told: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
+    answer: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
     for name, content in seen.contents.items():
         if seen.changed[name] > number:
-            told[name] = msgspec.Raw(content)
-    told["metrics"] = rows_between(seen.metrics, rows, seen.rows)
-    told["events"] = [msgspec.Raw(event) for event in told_events(seen.events[events : seen.event_count])]
-    return msgspec.json.encode(told)
+            answer[name] = msgspec.Raw(content)
+    answer["metrics"] = rows_between(seen.metrics, rows, seen.rows)
+    answer["events"] = [msgspec.Raw(event) for event in shown_events(seen.events[events : seen.event_count])]
+    return msgspec.json.encode(answer)

@@ -21,11 +21,11 @@ from manyhands.observe.watching import View
 NAMES = ("live", "devices", "links", "stages", "round", "plan", "cluster")
 COLUMNS = ("step", "loss", "seconds", "samples_per_second")
 MOST_BYTES = 2_000_000
-"""Of one section."""
+"""The most bytes of one section."""
 MOST_SPANS = 4000
-"""Of a round, measured and predicted each: the longest, of more."""
+"""The most spans of a round, measured and predicted each: the longest are kept."""
 MOST_ROWS = 4000
-"""Of a first answer: of more steps the means of several are sent."""
+"""The most rows of a first answer: beyond it the means of several steps are sent."""
 MOST_EVENTS = 300
 UNTOLD = frozenset({"looked"})
 """At the link of an edge and a cloud, every few seconds: it would push out what is of interest to people."""
@@ -38,7 +38,7 @@ def sections(view: View) -> dict[str, bytes]:
     live = msgspec.to_builtins(msgspec.structs.replace(view.live, devices=(), links=(), stages=(), round=None))
     for name in ("devices", "links", "stages", "round", "pid", "dashboard"):
         live.pop(name)  # who watches need not know the process, and knows the address
-    found = {
+    by_name = {
         "live": {
             **live,
             "is_live": view.is_live,
@@ -52,60 +52,70 @@ def sections(view: View) -> dict[str, bytes]:
         "plan": view.plan,
         "cluster": view.cluster,
     }
-    return {name: _encoded(found[name], MOST_BYTES) for name in NAMES}
+    return {name: _encoded(by_name[name], MOST_BYTES) for name in NAMES}
 
 
 def _encoded(content: Any, most: int) -> bytes:
     try:
-        found = msgspec.json.encode(content)
+        encoded = msgspec.json.encode(content)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return _NOTHING
-    return found if len(found) <= most else _NOTHING
+    return encoded if len(encoded) <= most else _NOTHING
 
 
 def _round(live: Live) -> Mapping[str, Any] | None:
     """Spans as short rows: device (its place in `names`), track, start, end, kind, text, stage."""
-    found: LiveRound | None = live.round
-    if found is None:
+    live_round: LiveRound | None = live.round
+    if live_round is None:
         return None
-    names = list(dict.fromkeys(one.device for one in (*found.measured, *found.predicted)))
+    names = list(dict.fromkeys(span.device for span in (*live_round.measured, *live_round.predicted)))
     place = {name: index for index, name in enumerate(names)}
 
     def rows(spans: Iterable[LiveSpan]) -> list[tuple[int, str, float, float, str, str, int]]:
         kept = list(spans)
         if len(kept) > MOST_SPANS:
-            kept = sorted(kept, key=lambda one: one.start - one.end)[:MOST_SPANS]
+            kept = sorted(kept, key=lambda span: span.start - span.end)[:MOST_SPANS]
         return [
-            (place[one.device], one.track, round(one.start, 7), round(one.end, 7), one.kind, one.text[:80], one.stage)
-            for one in kept
+            (
+                place[span.device],
+                span.track,
+                round(span.start, 7),
+                round(span.end, 7),
+                span.kind,
+                span.text[:80],
+                span.stage,
+            )
+            for span in kept
         ]
 
     return {
-        "step": found.step,
-        "seconds": found.seconds,
-        "predicted_seconds": found.predicted_seconds,
+        "step": live_round.step,
+        "seconds": live_round.seconds,
+        "predicted_seconds": live_round.predicted_seconds,
         "names": names,
-        "measured": rows(found.measured),
-        "predicted": rows(found.predicted),
+        "measured": rows(live_round.measured),
+        "predicted": rows(live_round.predicted),
     }
 
 
 # What grows
 
 
-def told_events(events: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """The last of those that people are told, each as JSON."""
+def shown_events(events: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return the last of the events that are shown, each as JSON."""
     kept = [event for event in events if event["event"] not in UNTOLD]
     return [event_bytes(event) for event in kept[-MOST_EVENTS:]]
 
 
 def event_bytes(event: Mapping[str, Any]) -> bytes:
     """An event as JSON; of one that is too long, when and what it was."""
-    found = _encoded(event, MOST_EVENT_BYTES)
-    if found != _NOTHING:
-        return found
-    known = {key: str(event.get(key, ""))[:200] for key in ("time", "event")}
-    return _encoded({**known, "number": event.get("number"), "text": "(too long to be shown here)"}, MOST_EVENT_BYTES)
+    encoded = _encoded(event, MOST_EVENT_BYTES)
+    if encoded != _NOTHING:
+        return encoded
+    essentials = {key: str(event.get(key, ""))[:200] for key in ("time", "event")}
+    return _encoded(
+        {**essentials, "number": event.get("number"), "text": "(too long to be shown here)"}, MOST_EVENT_BYTES
+    )
 
 
 def rows_between(
@@ -129,5 +139,5 @@ def rows_between(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None

@@ -19,9 +19,9 @@ from urllib.parse import urlencode
 from manyhands.dashboard.handler import PageHandler
 from manyhands.dashboard.page import page_files
 from manyhands.dashboard.reader import Reader
-from manyhands.engine.http_door import ConnectionLimits, Door
+from manyhands.engine.http_server import ConnectionLimits, HttpServer
+from manyhands.engine.rate_limiter import AddressRateLimiter
 from manyhands.engine.security import is_loopback, new_token, server_context
-from manyhands.engine.turnstile import AddressTurnstiles
 
 LIMITS = ConnectionLimits(connections=32, idle_seconds=10.0, drain_seconds=2.0)
 PER_SECOND, AT_ONCE = 60, 150
@@ -44,17 +44,17 @@ class Dashboard:
         host, port = address
         self.is_encrypted = not is_loopback(host)
         self.token = new_token() if self.is_encrypted else ""
-        self.turnstiles = AddressTurnstiles(PER_SECOND, AT_ONCE)
+        self.rate_limiter = AddressRateLimiter(PER_SECOND, AT_ONCE)
         page_files()
         context = server_context()[0] if self.is_encrypted else None
-        self._door = Door((host, port), self._handler, limits, context, self.turnstiles)
-        self.host, self.port = shown_host or host, int(self._door.server_address[1])
+        self._server = HttpServer((host, port), self._handler, limits, context, self.rate_limiter)
+        self.host, self.port = shown_host or host, int(self._server.server_address[1])
         self.cookie = f"manyhands-{self.port}"
         """Browsers do not tell ports apart; two dashboards of one machine must not take each other's."""
         self.reader = Reader(folder)
         self._closing = threading.Lock()
         self._is_closed = False
-        self._door.start()
+        self._server.start()
 
     def _handler(self, *connected: Any) -> PageHandler:
         return PageHandler(self, *connected)
@@ -71,12 +71,12 @@ class Dashboard:
         self.reader.show(folder)
 
     def close(self) -> None:
-        """Those who watch are told how it ended."""
+        """Send viewers how the run ended."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self.reader.close()
-                self._door.close()
+                self._server.close()
 
     def __enter__(self) -> Dashboard:
         return self

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.packed import check_room, reading, sizes_of
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 
@@ -89,13 +89,13 @@ def _read(path: Path) -> dict[str, numpy.ndarray]:
             return {key: _array(path, packed_arrays, key) for key in keys}
 
 
-def _wanted(path: Path, found: list[str]) -> list[str]:
-    pair = next((pair for pair in _KEYS if pair[0] in found), None)
-    pairs = [pair, _TEST_KEYS] if pair and set(found) & set(_TEST_KEYS) else [pair or ("x", "y")]
+def _wanted(path: Path, names: list[str]) -> list[str]:
+    pair = next((pair for pair in _KEYS if pair[0] in names), None)
+    pairs = [pair, _TEST_KEYS] if pair and set(names) & set(_TEST_KEYS) else [pair or ("x", "y")]
     keys = [key for pair in pairs for key in pair]
-    missing = [key for key in keys if key not in found]
+    missing = [key for key in keys if key not in names]
     if missing:
-        holds = ", ".join(sorted(found)[:20]) or "no arrays"
+        holds = ", ".join(sorted(names)[:20]) or "no arrays"
         raise BadData(f"{path}: has no {' and no '.join(missing)}; it holds {holds}.", hint=_HOW)
     return keys
 
@@ -167,17 +167,17 @@ def _misfit(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> str:
         return "Give samples of the model's shape, or the shape they have with --input, to a model that takes it."
     if shape[2] == wanted[0]:
         return "Channels come first: x.transpose(0, 3, 1, 2) moves them from last to first."
-    own = f"x.mean(axis=1, keepdims=True) makes {shape[0]} channels one" if wanted[0] == 1 else ""
-    own = f"x.repeat({wanted[0]}, axis=1) makes one channel {wanted[0]}" if shape[0] == 1 else own
+    remedy = f"x.mean(axis=1, keepdims=True) makes {shape[0]} channels one" if wanted[0] == 1 else ""
+    remedy = f"x.repeat({wanted[0]}, axis=1) makes one channel {wanted[0]}" if shape[0] == 1 else remedy
     size = "x".join(map(str, (shape[0], *wanted[1:])))
     return (
         f"Pictures are resized, but channels must agree: {shape[0]} are given, {wanted[0]} taken. For a model that can "
-        f"be built for {shape[0]}: --input {size}. {own}"
+        f"be built for {shape[0]}: --input {size}. {remedy}"
     ).strip()
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool:
-    """Where both ends could be channels, the first is taken."""
+    """Return whether the channels are the last axis; where both ends could be, the first is taken."""
     return shape[3] in (1, 3) and shape[1] not in (1, 3)
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.pictures import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, PictureData, check_all
 from manyhands.data.plain_files import entries
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData
 from manyhands.facts.extras import load

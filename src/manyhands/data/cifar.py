@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from manyhands.data.arrays import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, ArrayData
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.packed import check_room, check_texts, reading, sizes_of
 from manyhands.data.plain_files import read_bytes, read_text
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.extras import load
@@ -259,9 +259,9 @@ def _each(values: numpy.ndarray) -> numpy.ndarray:
 def _shape(what: str, input_shape: tuple[int, ...] | None, channels: tuple[int, ...] = (3,)) -> tuple[int, ...]:
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in channels or not 1 <= min(shape[1:]) <= max(shape[1:]) <= LARGEST_SIDE:
-        told = " or ".join(map(str, channels))
+        counts = " or ".join(map(str, channels))
         raise BadData(
-            f"{what}: pictures have {told} channels, a height and a width; the model takes {shape}.",
+            f"{what}: pictures have {counts} channels, a height and a width; the model takes {shape}.",
             hint="Use a model for colour pictures.",
         )
     return shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadData, BadValue
 
 LARGEST_CLASS = 100_000
@@ -17,14 +17,14 @@ LARGEST_CLASS = 100_000
 
 def parse_classes(text: str) -> tuple[int, ...]:
     """'0-4' or '0,2,5-7'."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, sign, last = part.partition("-")
         ends = (first, last if sign else first)
         if not all(end.isdecimal() and int(end) < LARGEST_CLASS for end in ends) or int(ends[1]) < int(ends[0]):
             raise BadValue(f"'{text:.40}' names no classes.", hint="Write 0-4, or 0,2,5-7.")
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    return tuple(found)
+        numbers += range(int(ends[0]), int(ends[1]) + 1)
+    return tuple(numbers)
 
 
 def only(sets: DataSets, classes: Sequence[int]) -> DataSets:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.pictures import PIXEL_MEAN, PIXEL_STANDARD_DEVIATION, PictureData, check_all
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
@@ -62,13 +62,13 @@ class BoxData(Dataset[tuple[Tensor, Tensor]]):
 
 def detection_root(path: Path) -> Path | None:
     """Where, at most two folders below `path`, pictures lie beside annotations."""
-    found = [folder for folder in _folders(path, SEARCHED_DEPTH) if _is_root(folder)]
-    if len(found) > 1:
+    roots = [folder for folder in _folders(path, SEARCHED_DEPTH) if _is_root(folder)]
+    if len(roots) > 1:
         raise BadData(
-            f"{path}: holds {len(found)} data sets of pictures with boxes: {', '.join(map(str, found[:5]))}.",
-            hint=f"Name one of them: --data {found[0]}",
+            f"{path}: holds {len(roots)} data sets of pictures with boxes: {', '.join(map(str, roots[:5]))}.",
+            hint=f"Name one of them: --data {roots[0]}",
         )
-    return found[0] if found else None
+    return roots[0] if roots else None
 
 
 def load_detection(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
@@ -85,13 +85,13 @@ def load_detection(root: Path, *, input_shape: tuple[int, ...] | None = None) ->
         )
     parts = _names(root)
     files = {file.stem: file for file in _listed(root / _PICTURES)}
-    paths = [[_picture(root, files, name, told) for name, told in part] for part in parts]
-    objects = [[_objects(root, name, told) for name, told in part] for part in parts]
-    everything = [one for part in objects for of_picture in part for one in of_picture]
+    paths = [[_picture(root, files, name, size_text) for name, size_text in part] for part in parts]
+    objects = [[_objects(root, name, size_text) for name, size_text in part] for part in parts]
+    everything = [item for part in objects for of_picture in part for item in of_picture]
     if not everything:
         raise BadData(f"{root / _ANNOTATIONS}: there is no box in any of the annotations.", hint=_LAYOUT)
     check_all(root, sorted({path for part in paths for path in part}))
-    classes = tuple(sorted({one.name for one in everything}))
+    classes = tuple(sorted({item.name for item in everything}))
     most = max(len(of_picture) for part in objects for of_picture in part)
     sets = [BoxData(files, _table(part, classes, most), shape) for files, part in zip(paths, objects)]
     return DataSets(
@@ -193,14 +193,14 @@ def _objects(root: Path, name: str, told: str) -> list[_Object]:
         raise BadFile(f"{file}: is not XML: {error}.", hint="Repair it, or take its name off the lists.") from error
     if annotation.tag != "annotation":
         raise BadFile(f"{file}: the outermost tag is '{annotation.tag[:_LONGEST_NAME]}', not 'annotation'.")
-    found = annotation.findall("object")
-    if len(found) > LARGEST_BOX_COUNT:
-        raise BadData(f"{file}: has {len(found)} objects; at most {LARGEST_BOX_COUNT} are taken.")
+    elements = annotation.findall("object")
+    if len(elements) > LARGEST_BOX_COUNT:
+        raise BadData(f"{file}: has {len(elements)} objects; at most {LARGEST_BOX_COUNT} are taken.")
     size = [_number(file, annotation, f"size/{side}") for side in ("width", "height")]
     if min(size) < 1:
         raise BadData(f"{file}: size is {size[0]:g} x {size[1]:g}; both must be 1 or more.")
     kept = []
-    for place, thing in enumerate(found, start=1):
+    for place, thing in enumerate(elements, start=1):
         label = f"object {place}: "
         kind = _field(file, thing, "name", label)
         box = _box(file, thing, label, size[0], size[1])
@@ -263,6 +263,6 @@ def _table(part: list[list[_Object]], classes: tuple[str, ...], most: int) -> Te
     number = {name: float(place) for place, name in enumerate(classes)}
     table = torch.zeros(len(part), most, 5)
     for place, of_picture in enumerate(part):
-        for row, one in enumerate(of_picture):
-            table[place, row] = torch.tensor((number[one.name], *one.box))
+        for row, item in enumerate(of_picture):
+            table[place, row] = torch.tensor((number[item.name], *item.box))
     return table

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Subset
 
 from manyhands.data.arrays import ArrayData
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData
 

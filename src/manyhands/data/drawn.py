@@ -6,13 +6,13 @@ import numpy
 
 
 class Draws:
-    """Of numpy only the raw numbers of Philox are used, which it promises for ever."""
+    """Draws that never change: only the raw numbers of numpy's Philox are used, which it promises to keep."""
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         self._raw = numpy.random.Philox(key=numpy.array([seed, stream], dtype=numpy.uint64))
 
     def uniform(self, *shape: int) -> numpy.ndarray:
-        """From 0 to, without, 1."""
+        """Draw from [0, 1)."""
         raw = self._raw.random_raw(int(numpy.prod(shape, dtype=numpy.int64)))
         numbers: numpy.ndarray = (raw >> numpy.uint64(11)).astype(numpy.float64) * 2.0**-53
         return numbers.reshape(shape)

@@ -21,7 +21,7 @@ from manyhands.facts.units import format_bytes
 
 MOST_BYTES = 2 * 10**9
 MOST_SAMPLES = 1_000_000
-"""Of a stream that nobody has limited: an endless one is found out before memory ends."""
+"""The most samples of a stream without a limit: an endless one is noticed before memory ends."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Given:
 
     def shuffles(self, asked: bool | None) -> bool:
         """What the caller says, else as the DataLoader does, else yes."""
-        return next((one for one in (asked, self.shuffle) if one is not None), True)
+        return next((choice for choice in (asked, self.shuffle) if choice is not None), True)
 
 
 def given(data: Any) -> Given:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.plain_files import entries, has_any, read_text
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData
 from manyhands.facts.units import format_bytes
@@ -42,7 +42,7 @@ _LAYOUT = "Lay it out as aclImdb: train/pos/*.txt and train/neg/*.txt, and the s
 _DRAWN_REVIEWS = (4000, 1000)
 _DRAWN_WORDS = 800
 _TELLING_WORDS = 60
-"""So many words are used rather by one side, and as many rather by the other."""
+"""How many words are used mostly by one side, and as many mostly by the other."""
 _TELLING_SHARE = 0.12
 _SEED = 2011
 
@@ -105,7 +105,7 @@ def synthetic_imdb(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
 
 
 def words_of(text: str) -> list[str]:
-    """In small letters, without signs; an apostrophe within a word belongs to it."""
+    """Return the words of a text in lower case, without punctuation; an apostrophe within a word belongs to it."""
     return _WORD.findall(text.replace(_LINE_BREAK, " ").lower())
 
 

@@ -56,15 +56,15 @@ class Prefetcher:
             raise BadData(f"The batch order is for {order.samples} samples; the data set has {len(samples)}.")
         self._limit_seconds = limit_seconds
         self._next_step = first_step
-        self._shelf = _Shelf(ahead)
-        # The thread knows the shelf, not this object: so one that is dropped unclosed is still cleared away.
+        self._ready = _ReadyBatches(ahead)
+        # The thread knows the ready batches, not this object: so a loader that is dropped unclosed is still freed.
         self._thread = threading.Thread(
             target=_fill,
-            args=(self._shelf, samples, order, range(first_step, last_step)),
+            args=(self._ready, samples, order, range(first_step, last_step)),
             daemon=True,
             name="prefetcher",
         )
-        self._end = weakref.finalize(self, _end, self._shelf, self._thread)
+        self._end = weakref.finalize(self, _end, self._ready, self._thread)
         self._thread.start()
 
     def __iter__(self) -> Prefetcher:
@@ -72,7 +72,7 @@ class Prefetcher:
 
     def __next__(self) -> Batch:
         try:
-            batch = self._shelf.take(self._limit_seconds)
+            batch = self._ready.take(self._limit_seconds)
         except TimeoutError:
             raise TimedOut(
                 f"The batch of step {self._next_step} was not loaded within {self._limit_seconds:g} s.",
@@ -112,8 +112,8 @@ def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, A
     return _collate([_sample(held, index) for index in indices], indices)
 
 
-class _Shelf:
-    """Where batches wait between the thread that loads and the one that takes. Closing it wakes both."""
+class _ReadyBatches:
+    """The batches that wait between the thread that loads and the one that takes. Closing it wakes both."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -163,24 +163,24 @@ class _Shelf:
             self._changed.notify_all()
 
 
-def _fill(shelf: _Shelf, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
-    """The background thread: whatever happens, the shelf learns that no more will come."""
+def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
+    """Load batches in the background; whatever happens, whoever takes them learns that no more will come."""
     try:
         for step in steps:
             indices = order.indices(step)
             samples = []
             for index in indices:
-                if shelf.closed:
+                if ready.closed:
                     return
                 samples.append(_sample(dataset, index))
-            shelf.put((step, *_collate(samples, indices)))
-        shelf.finish()
+            ready.put((step, *_collate(samples, indices)))
+        ready.finish()
     except BaseException as error:
-        shelf.finish(error)
+        ready.finish(error)
 
 
-def _end(shelf: _Shelf, thread: threading.Thread) -> None:
-    shelf.close()
+def _end(ready: _ReadyBatches, thread: threading.Thread) -> None:
+    ready.close()
     if thread is not threading.current_thread():
         with contextlib.suppress(RuntimeError):  # it was never started
             thread.join(_JOIN_SECONDS)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from manyhands.data.data_sets import DataSets
 from manyhands.data.drawn import Draws
 from manyhands.data.plain_files import read_text
-from manyhands.data.sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
@@ -57,7 +57,7 @@ class Ratings:
     films: numpy.ndarray
     clicks: numpy.ndarray
     genres: numpy.ndarray
-    """By a film's number."""
+    """Indexed by a film's number."""
     starts: numpy.ndarray
     """Where each person's films begin, and where the last one's end."""
 
@@ -101,10 +101,10 @@ def movielens_root(path: Path) -> Path | None:
 def load_movielens(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
     """One sample for every rating but each person's first; a fifth of the people is held out."""
     length = _length(str(root), input_shape)
-    found = [(root / ratings, root / movies) for ratings, movies in _NAMES if (root / ratings).is_file()]
-    if not found:
+    files = [(root / ratings, root / movies) for ratings, movies in _NAMES if (root / ratings).is_file()]
+    if not files:
         raise BadFile(f"{root}: there is no ratings.csv and no ratings.dat.", hint=_LAYOUT)
-    ratings_file, movies_file = found[0]
+    ratings_file, movies_file = files[0]
     film_ids, genres = _movies(movies_file)
     people, ids, stars, times = _ratings(ratings_file)
     films = _numbered(ratings_file, movies_file, ids, film_ids)
@@ -194,10 +194,10 @@ def _movies(file: Path) -> tuple[numpy.ndarray, numpy.ndarray]:
         names.append(row[2].split("|", 1)[0].strip())
         if not 0 < len(names[-1]) <= _LONGEST_GENRE:
             raise BadData(f"{file}: line {line}: the first genre has {len(names[-1])} letters; 1 to 100 are needed.")
-    known = sorted(set(names))
-    if len(known) > LARGEST_GENRE_COUNT:
-        raise BadData(f"{file}: has {len(known)} genres; at most {LARGEST_GENRE_COUNT} are taken.")
-    number = {name: place for place, name in enumerate(known, start=1)}
+    movie_names = sorted(set(names))
+    if len(movie_names) > LARGEST_GENRE_COUNT:
+        raise BadData(f"{file}: has {len(movie_names)} genres; at most {LARGEST_GENRE_COUNT} are taken.")
+    number = {name: place for place, name in enumerate(movie_names, start=1)}
     return numpy.array(list(ids), dtype=numpy.int64), numpy.array([0, *(number[name] for name in names)])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from manyhands.data.sets import DataSets
+from manyhands.data.data_sets import DataSets
 from manyhands.data.split import held_out
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.extras import load
@@ -127,40 +127,40 @@ def _parts(path: Path) -> tuple[Path, Path | None]:
 
 def _classes(folder: Path) -> dict[str, list[Path]]:
     """The pictures of each class, both in the order of their names."""
-    found = {entry.name: _files(entry) for entry in _entries(folder) if entry.is_dir()}
-    if not found:
+    classes = {entry.name: _files(entry) for entry in _entries(folder) if entry.is_dir()}
+    if not classes:
         loose = sum(1 for entry in _entries(folder) if entry.is_file())
         beside = f", but {loose} files that belong to no class" if loose else ", and no pictures"
         raise BadData(f"{folder}: has no class folders{beside}.", hint=_LAYOUT)
-    if not any(found.values()):
-        raise BadData(f"{folder}: there is no picture in any of its {len(found)} class folders.", hint=_LAYOUT)
-    empty = [name for name, files in found.items() if not files]
+    if not any(classes.values()):
+        raise BadData(f"{folder}: there is no picture in any of its {len(classes)} class folders.", hint=_LAYOUT)
+    empty = [name for name, files in classes.items() if not files]
     if empty:
         raise BadData(
             f"{folder}: no picture in the class folder{'s' if len(empty) > 1 else ''} {_some(empty)}.",
             hint="Add pictures, or delete the folder.",
         )
-    return found
+    return classes
 
 
 def _entries(folder: Path) -> list[Path]:
     """What lies in a folder, by name, without what systems leave there."""
     try:
-        found = sorted(folder.iterdir(), key=lambda entry: entry.name)
+        entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
         raise BadFile(f"{folder}: cannot be read: {error.strerror or error}.") from error
-    return [entry for entry in found if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER]
+    return [entry for entry in entries if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER]
 
 
 def _files(folder: Path) -> list[Path]:
     """All files below a class folder. Links to folders are not followed: they may lead in a circle."""
-    found: list[Path] = []
+    files: list[Path] = []
     for entry in _entries(folder):
         if not entry.is_dir():
-            found.append(entry)
+            files.append(entry)
         elif not entry.is_symlink():
-            found.extend(_files(entry))
-    return found
+            files.extend(_files(entry))
+    return files
 
 
 def check_all(root: Path, files: list[Path]) -> None:

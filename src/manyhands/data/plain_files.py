@@ -37,8 +37,8 @@ def entries(folder: Path, *, most: int) -> list[Path]:
     """What lies in a folder, by name, without what systems leave there; an error where it is more than `most`."""
     kept: list[str] = []
     try:
-        with os.scandir(folder) as found:
-            for entry in found:
+        with os.scandir(folder) as scanned:
+            for entry in scanned:
                 if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER:
                     kept.append(entry.name)
                 if len(kept) > most:
@@ -51,7 +51,7 @@ def entries(folder: Path, *, most: int) -> list[Path]:
 def has_any(folder: Path, suffix: str) -> bool:
     """A file of that suffix is in the folder; what may not be read has none."""
     try:
-        with os.scandir(folder) as found:
-            return any(entry.name.lower().endswith(suffix) for entry in found)
+        with os.scandir(folder) as scanned:
+            return any(entry.name.lower().endswith(suffix) for entry in scanned)
     except OSError:
         return False

@@ -11,7 +11,7 @@ import torch
 from manyhands.data.loader import Batch, Prefetcher
 
 MOST_BYTES = 512 * 2**20
-"""Of batches that are kept; those of earlier steps are loaded again."""
+"""The most bytes of batches that are kept; those of earlier steps are loaded again."""
 
 
 class Rewindable:
@@ -33,7 +33,7 @@ class Rewindable:
 
     def from_step(self, step: int) -> Iterator[Batch]:
         """Go on from there, forwards or backwards."""
-        if step > self._loaded or any(one not in self._kept for one in range(step, self._loaded)):
+        if step > self._loaded or any(earlier not in self._kept for earlier in range(step, self._loaded)):
             self._source.close()
             self._kept.clear()
             self._source = self._open_at(step)
@@ -58,7 +58,7 @@ class Rewindable:
 
     def forget_before(self, step: int) -> None:
         """Nobody will ask for earlier ones."""
-        for old in [one for one in self._kept if one < min(step, self._next)]:
+        for old in [kept_step for kept_step in self._kept if kept_step < min(step, self._next)]:
             del self._kept[old]
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from manyhands.data.arrays import LARGEST_ARRAYS_BYTES
 from manyhands.data.packed import check_room, reading
-from manyhands.data.wanted import Sample, Samples, Wanted, misfit
+from manyhands.data.wanted import Sample, SampleForm, SampleSource, misfit
 from manyhands.facts.errors import BadData, BadFile
 
 MAGIC = b"\x93NUMPY"
@@ -56,7 +56,7 @@ def shape_in(source: str) -> tuple[int, ...] | None:
             return _header(path.name, file)[0][1:]
 
 
-def read_array(content: bytes, name: str, wanted: Wanted) -> Samples:
+def read_array(content: bytes, name: str, wanted: SampleForm) -> SampleSource:
     """The bytes of a .npy file: one sample, or several on the first axis."""
     file = io.BytesIO(content)
     with _blamed(name):
@@ -71,7 +71,7 @@ def read_array(content: bytes, name: str, wanted: Wanted) -> Samples:
     return of_array(name, array, wanted)
 
 
-def read_npy(path: Path, wanted: Wanted) -> Samples:
+def read_npy(path: Path, wanted: SampleForm) -> SampleSource:
     """Its pages are read when a sample is asked for."""
     with reading(path, hint=HOW):
         if not path.is_file():
@@ -82,13 +82,13 @@ def read_npy(path: Path, wanted: Wanted) -> Samples:
     return of_array(str(path), array, wanted)
 
 
-def read_npz(path: Path, wanted: Wanted) -> Samples:
+def read_npz(path: Path, wanted: SampleForm) -> SampleSource:
     return of_array(str(path), _unpacked(path, "", wanted), wanted)
 
 
-def read_several(path: Path, wanted: Mapping[str, Wanted]) -> Samples:
+def read_several(path: Path, wanted: Mapping[str, SampleForm]) -> SampleSource:
     """An array for each of the network's arguments."""
-    arrays = {key: of_array(f"{path}: {key}", _unpacked(path, key, own), own) for key, own in wanted.items()}
+    arrays = {key: of_array(f"{path}: {key}", _unpacked(path, key, form), form) for key, form in wanted.items()}
     counts = {key: len(samples) for key, samples in arrays.items()}
     if len(set(counts.values())) > 1:
         raise BadData(f"{path}: the arrays have different numbers of samples: {counts}.")
@@ -97,10 +97,10 @@ def read_several(path: Path, wanted: Mapping[str, Wanted]) -> Samples:
         made: dict[str, Any] = {key: samples[index] for key, samples in arrays.items()}
         return made
 
-    return Samples(next(iter(counts.values())), make, lambda index: f"{path.name}[{index}]")
+    return SampleSource(next(iter(counts.values())), make, lambda index: f"{path.name}[{index}]")
 
 
-def _unpacked(path: Path, key: str, wanted: Wanted) -> numpy.ndarray:
+def _unpacked(path: Path, key: str, wanted: SampleForm) -> numpy.ndarray:
     """One array of a .npz file, after a look at its header."""
     with reading(path, hint=HOW):
         if not zipfile.is_zipfile(path):
@@ -124,7 +124,7 @@ def _unpacked(path: Path, key: str, wanted: Wanted) -> numpy.ndarray:
 
 def _chosen_key(path: Path, packed: zipfile.ZipFile, key: str = "") -> str:
     names = [name.removesuffix(".npy") for name in packed.namelist() if name.endswith(".npy")]
-    chosen = [key] if key else [known for known in _KEYS if known in names] or (names if len(names) == 1 else [])
+    chosen = [key] if key else [usual for usual in _KEYS if usual in names] or (names if len(names) == 1 else [])
     if not chosen or chosen[0] not in names:
         wanted = key or " or ".join(_KEYS)
         raise BadData(f"{path}: has no {wanted}; it holds {', '.join(names[:20]) or 'no arrays'}.", hint=HOW)
@@ -143,10 +143,10 @@ def _header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], numpy.dtype[An
     if major in (2, 3):
         length += int.from_bytes(file.read(2), "little") << 16
     text = file.read(length) if length <= _LONGEST_HEADER else b""
-    found = [pattern.search(text) for pattern in _FIELDS]
-    if major not in (1, 2, 3) or not all(found):
+    matches = [pattern.search(text) for pattern in _FIELDS]
+    if major not in (1, 2, 3) or not all(matches):
         raise BadFile(f"{name}: is no array of numbers.", hint=HOW)
-    kind, order, extents = (match.group(1).decode() for match in found if match is not None)
+    kind, order, extents = (match.group(1).decode() for match in matches if match is not None)
     if kind.endswith("O"):
         raise BadData(
             f"{name}: holds Python objects, which are not read: they could be programs.",
@@ -168,18 +168,18 @@ def _blamed(name: str) -> Iterator[None]:
         raise BadData(f"{name}: is no .npy array: {str(error)[:200]}.", hint=HOW) from error
 
 
-def of_array(name: str, array: numpy.ndarray, wanted: Wanted) -> Samples:
+def of_array(name: str, array: numpy.ndarray, wanted: SampleForm) -> SampleSource:
     """The samples of an array, each made when it is asked for."""
     fitted = _fitted(name, array, wanted)
     short = Path(name).name
-    return Samples(
+    return SampleSource(
         len(fitted),
         lambda index: _sample(f"{name}, sample {index}", numpy.asarray(fitted[index]), wanted),
         lambda index: f"{short}[{index}]",
     )
 
 
-def _fitted(name: str, array: numpy.ndarray, wanted: Wanted) -> numpy.ndarray:
+def _fitted(name: str, array: numpy.ndarray, wanted: SampleForm) -> numpy.ndarray:
     """A view with samples first, if the network can take them."""
     floats = wanted.dtype.is_floating_point
     if array.dtype.kind not in ("fiub" if floats else "iub"):
@@ -198,7 +198,7 @@ def _fitted(name: str, array: numpy.ndarray, wanted: Wanted) -> numpy.ndarray:
     return samples
 
 
-def _sample(name: str, array: numpy.ndarray, wanted: Wanted) -> Tensor:
+def _sample(name: str, array: numpy.ndarray, wanted: SampleForm) -> Tensor:
     if not wanted.dtype.is_floating_point:
         return torch.from_numpy(array.astype(numpy.int64)).to(wanted.dtype)
     kept = numpy.float64 if wanted.dtype == torch.float64 else numpy.float32

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from manyhands.data.sample_arrays import of_array
-from manyhands.data.wanted import Samples, Wanted
+from manyhands.data.wanted import SampleForm, SampleSource
 from manyhands.facts.errors import BadData, BadFile
 from manyhands.facts.units import format_bytes
 from manyhands.files.json_memory import structure_bytes
@@ -46,7 +46,7 @@ def looks_like_json(content: bytes) -> bool:
     return _SNIFFED.match(content) is not None
 
 
-def read_json_file(path: Path, wanted: Wanted) -> Samples:
+def read_json_file(path: Path, wanted: SampleForm) -> SampleSource:
     try:
         if not path.is_file():  # opening a pipe would wait for ever
             raise BadFile(f"{path}: is not a plain file.")
@@ -71,7 +71,7 @@ def decoded_bytes(content: bytes) -> int:
     return structure_bytes(content, _NUMBER_BYTES)
 
 
-def read_json(content: bytes, name: str, wanted: Wanted) -> Samples:
+def read_json(content: bytes, name: str, wanted: SampleForm) -> SampleSource:
     """The samples of a JSON text whose `decoded_bytes` are few enough, if they are what the network takes. Numbers are
     taken as they are: 0 to 255 are no pixels here."""
     try:
@@ -92,7 +92,7 @@ def _inputs_in(text: bytes) -> bytes | memoryview:
     return memoryview(msgspec.json.decode(text, type=_Inputs).inputs)
 
 
-def _array(text: bytes | memoryview, wanted: Wanted) -> numpy.ndarray:
+def _array(text: bytes | memoryview, wanted: SampleForm) -> numpy.ndarray:
     """An array of as many axes as the first number is in lists; another depth elsewhere is no array."""
     opening = _OPENING.match(text)
     depth = opening.group().count(b"[") if opening is not None else 0

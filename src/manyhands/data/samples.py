@@ -23,7 +23,7 @@ from manyhands.data.plain_files import entries
 from manyhands.data.sample_arrays import HOW, read_npy, read_npz, read_several
 from manyhands.data.sample_json import read_json_file
 from manyhands.data.sets import NAMES, STAND_INS, load
-from manyhands.data.wanted import Sample, Samples, Wanted, misfit, misfit_hint, shape_text
+from manyhands.data.wanted import Sample, SampleForm, SampleSource, misfit, misfit_hint, shape_text
 from manyhands.facts.errors import BadData, BadFile, ManyhandsError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
@@ -32,7 +32,7 @@ _NAMED = 5
 _THREADS = 8
 
 
-def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
+def read_samples(source: str, wanted: SampleForm | Mapping[str, SampleForm]) -> SampleSource:
     """A folder of pictures, one picture, .npy, .npz, .json, or the held-out samples of a data set by its name.
 
     `wanted` is one for each argument where the network takes several; then a .npz file has an array for each.
@@ -46,7 +46,7 @@ def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
             hint=f"Give a folder of pictures, a picture, a .npy, .npz or .json file, or {', '.join(NAMES)}.",
         )
     suffix = path.suffix.lower()
-    if not isinstance(wanted, Wanted):
+    if not isinstance(wanted, SampleForm):
         if suffix != ".npz":
             raise BadData(
                 f"{path}: the network takes several arrays for a sample: {', '.join(wanted)}.",
@@ -66,14 +66,14 @@ def read_samples(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
 
         return _data_set(source, wanted) if is_jpeg_copy(path) else read_npz(path, wanted)
     _check_pictures(str(path), wanted)
-    return Samples(1, lambda index: read_picture(path, str(path), wanted), lambda index: path.name)
+    return SampleSource(1, lambda index: read_picture(path, str(path), wanted), lambda index: path.name)
 
 
 # Pictures
 
 
 def read_picture(
-    source: Path | bytes, name: str, wanted: Wanted, *, largest_pixel_count: int = LARGEST_PIXEL_COUNT
+    source: Path | bytes, name: str, wanted: SampleForm, *, largest_pixel_count: int = LARGEST_PIXEL_COUNT
 ) -> Tensor:
     """One picture, decoded as for training. One of another height or width is resized where that was asked for."""
     _check_pictures(name, wanted)
@@ -111,14 +111,14 @@ def _opened(source: Path | bytes, name: str, largest_pixel_count: int = LARGEST_
         ) from error
 
 
-def _check_pictures(name: str, wanted: Wanted) -> None:
+def _check_pictures(name: str, wanted: SampleForm) -> None:
     if not wanted.takes_pictures:
         raise BadData(
             f"{name}: pictures have 1 or 3 channels, a height and a width; the network takes {wanted.text}.", hint=HOW
         )
 
 
-def _folder(folder: Path, wanted: Wanted) -> Samples:
+def _folder(folder: Path, wanted: SampleForm) -> SampleSource:
     """Every picture below a folder, by name; all are looked at first, so that the last one cannot end a long job."""
     _check_pictures(str(folder), wanted)
     files, others = _below(folder)
@@ -128,7 +128,7 @@ def _folder(folder: Path, wanted: Wanted) -> Samples:
     check_all(folder, files)
     if not wanted.resize:
         _check_sizes(folder, files, wanted)
-    return Samples(
+    return SampleSource(
         len(files),
         lambda index: read_picture(files[index], str(files[index]), wanted),
         lambda index: files[index].relative_to(folder).as_posix(),
@@ -136,7 +136,7 @@ def _folder(folder: Path, wanted: Wanted) -> Samples:
     )
 
 
-def _check_sizes(folder: Path, files: list[Path], wanted: Wanted) -> None:
+def _check_sizes(folder: Path, files: list[Path], wanted: SampleForm) -> None:
     """All pictures have the network's height and width, as their headers say."""
 
     def shape(file: Path) -> tuple[int, ...]:
@@ -172,14 +172,14 @@ def _below(folder: Path) -> tuple[list[Path], int]:
     return files, others
 
 
-def _data_set(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
+def _data_set(source: str, wanted: SampleForm | Mapping[str, SampleForm]) -> SampleSource:
     """The held-out samples; all of them where none are."""
-    sets = load(source, input_shape=wanted.shape if isinstance(wanted, Wanted) else None)
+    sets = load(source, input_shape=wanted.shape if isinstance(wanted, SampleForm) else None)
     data: Any = sets.test if sets.test is not None else sets.train
 
     def make(index: int) -> Sample:
         value = data[index][0]
-        if isinstance(wanted, Wanted) and isinstance(value, Tensor):
+        if isinstance(wanted, SampleForm) and isinstance(value, Tensor):
             if tuple(value.shape) != wanted.shape:
                 raise misfit(f"{source}: sample {index}", tuple(value.shape), wanted)
             return value.to(wanted.dtype)
@@ -188,7 +188,7 @@ def _data_set(source: str, wanted: Wanted | Mapping[str, Wanted]) -> Samples:
 
     targets = [int(data[index][1]) for index in range(len(data))] if sets.num_classes and not sets.has_boxes else ()
     part = "held-out " if sets.test is not None else ""
-    return Samples(
+    return SampleSource(
         len(data), make, lambda index: f"{sets.name}[{index}]", targets=targets,
         note=f"The {len(data)} {part}samples of {sets.name}.",
     )  # fmt: skip

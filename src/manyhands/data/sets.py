@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadFile, UnknownName, unknown
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
 
 NAMES: tuple[str, ...] = ("digits",)
 STAND_INS: tuple[str, ...] = ("synthetic-cifar10", "synthetic-imdb", "synthetic-movielens", "synthetic-3dchair")
@@ -38,24 +33,6 @@ _UNPACKING = {
 }
 _CHOSEN = re.compile(r"(.+):(\d[\d,-]*)")
 """A data set and some of its classes: digits:0-4."""
-
-
-@dataclass(frozen=True)
-class DataSets:
-    """What to train on and, where there is enough, what to test on. `num_classes` is 0 where targets are numbers."""
-
-    name: str
-    train: Dataset[Any]
-    test: Dataset[Any] | None
-    num_classes: int
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    has_boxes: bool = False
-    """Targets are boxes, as the region loss takes them, in place of one class for each sample."""
-    kind: str = ""
-    """Which of the papers' data sets this is, or stands in for: what `facts.hyper` knows it by."""
-    model_options: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that follow from the data, by the names under which a model's factory takes them."""
 
 
 def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
@@ -102,7 +79,7 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
 
 def _not_data(path: Path) -> BadFile:
     """What to say of a file that is no .npz file."""
-    suffix = next((one for one in _UNPACKING if path.name.lower().endswith(one)), "")
+    suffix = next((ending for ending in _UNPACKING if path.name.lower().endswith(ending)), "")
     if not suffix:
         return BadFile(
             f"{path}: '{path.suffix}' is not the suffix of a data file.", hint="Give a .npz file or a folder of data."

@@ -32,8 +32,8 @@ _HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a device has in its silo, as whoever feeds it knows it."""
+class SiloContent:
+    """What a device has in its silo, as the coordinator knows it."""
 
     names: frozenset[str]
     rows: torch.Tensor
@@ -53,12 +53,12 @@ class Silo:
     def read(cls, path: str | Path) -> Silo:
         """A file, checked: numbers only, nothing is unpickled."""
         path = Path(path)
-        found = _read(path)
-        ids = found.pop(IDS)
+        content = _read(path)
+        ids = content.pop(IDS)
         _check_ids(path, ids)
-        if not found:
+        if not content:
             raise BadData(f"{path}: holds ids and nothing else.", hint=_HOW)
-        for name, array in found.items():
+        for name, array in content.items():
             if array.dtype.kind not in _KINDS:
                 raise BadData(f"{path}: {name} holds {array.dtype}; arrays of a silo are numbers.", hint=_HOW)
             if array.ndim == 0 or len(array) != len(ids):
@@ -66,10 +66,10 @@ class Silo:
                     f"{path}: {name} has the shape {array.shape}; there are {len(ids)} ids, and a row for each.",
                     hint=_HOW,
                 )
-        return cls(ids, {name: _tensor(path, name, array) for name, array in found.items()}, str(path))
+        return cls(ids, {name: _tensor(path, name, array) for name, array in content.items()}, str(path))
 
     def digests(self) -> bytes:
-        """Of the ids, one after another."""
+        """Return the digests of the ids, one after another."""
         return digests_of(self.ids.tolist())
 
     def take(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def check_rows(where: str, rows: torch.Tensor, count: int) -> None:
 
 def digests_of(ids: Sequence[Any]) -> bytes:
     """7 and '7' are one sample."""
-    return b"".join(hashlib.blake2b(str(one).encode(), digest_size=DIGEST_BYTES).digest() for one in ids)
+    return b"".join(hashlib.blake2b(str(sample_id).encode(), digest_size=DIGEST_BYTES).digest() for sample_id in ids)
 
 
 def agreed(told: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
@@ -106,13 +106,13 @@ def agreed(told: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
         if len(tables[name]) < len(places):
             raise BadData(f"{name} has {len(places) - len(tables[name])} of its ids twice.")
     first, *others = tables.values()
-    common = [one for one in first if all(one in other for other in others)]
+    common = [digest for digest in first if all(digest in other for other in others)]
     if not common:
         counts = ", ".join(f"{name} {len(table):,}" for name, table in tables.items())
         raise BadData(
             f"There is no sample that all have; ids: {counts}.", hint="Ids are compared as text: 007 is not 7."
         )
-    rows = {name: torch.tensor([table[one] for one in common]) for name, table in tables.items()}
+    rows = {name: torch.tensor([table[digest] for digest in common]) for name, table in tables.items()}
     return hashlib.blake2b(b"".join(common), digest_size=DIGEST_BYTES).hexdigest(), rows
 
 

@@ -22,7 +22,7 @@ Sample = Tensor | dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleForm:
     """One sample as the network takes it, and how a pixel becomes a number."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Wanted:
         """float32, int64, ..."""
         return str(self.dtype).removeprefix("torch.")
 
-    def resizing(self) -> Wanted:
+    def resizing(self) -> SampleForm:
         """The same, with pictures of another height and width resized. Refused where samples have none."""
         if not self.can_resize:
             raise BadData(
@@ -69,7 +69,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-class Samples:
+class SampleSource:
     """Samples by number, each made when it is asked for."""
 
     def __init__(
@@ -100,23 +100,23 @@ class Samples:
         return self._name(index)
 
 
-def misfit(name: str, shape: tuple[int, ...], wanted: Wanted) -> BadData:
+def misfit(name: str, shape: tuple[int, ...], wanted: SampleForm) -> BadData:
     """The error for an array or a picture of another shape than the network takes."""
-    several = f"Nx{wanted.text}" if wanted.shape else "N numbers"
+    batch_text = f"Nx{wanted.text}" if wanted.shape else "N numbers"
     return BadData(
-        f"{name} is {shape_text(shape)}; the network takes {wanted.text} (one sample) or {several} (several).",
+        f"{name} is {shape_text(shape)}; the network takes {wanted.text} (one sample) or {batch_text} (several).",
         hint=misfit_hint(shape, wanted),
     )
 
 
-def misfit_hint(shape: tuple[int, ...], wanted: Wanted) -> str:
+def misfit_hint(shape: tuple[int, ...], wanted: SampleForm) -> str:
     """What to type for samples of another shape."""
-    own = shape if len(shape) == len(wanted.shape) or len(shape) < 2 else shape[1:]
-    other_shape = f"{wanted.shape_option} {shape_text(own)}" if wanted.shape_option else ""
-    if wanted.can_resize and len(own) == 3 and own[0] == wanted.shape[0]:
+    sample_shape = shape if len(shape) == len(wanted.shape) or len(shape) < 2 else shape[1:]
+    other_shape = f"{wanted.shape_option} {shape_text(sample_shape)}" if wanted.shape_option else ""
+    if wanted.can_resize and len(sample_shape) == 3 and sample_shape[0] == wanted.shape[0]:
         taken = f"\nOr have the network take them as they are: {other_shape}" if other_shape else ""
         return f"To have them resized to {wanted.text}: {wanted.resize_words}{taken}"
-    if len(own) == len(wanted.shape) == 3 and own[2] == wanted.shape[0]:
+    if len(sample_shape) == len(wanted.shape) == 3 and sample_shape[2] == wanted.shape[0]:
         order = "0, 3, 1, 2" if len(shape) == 4 else "2, 0, 1"
         return f"Channels come first: x.transpose({order})"
     if math.prod(wanted.shape) in (math.prod(shape), math.prod(shape[1:])):

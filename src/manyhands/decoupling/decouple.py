@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from manyhands.decoupling.grouping import ALL, candidates, choose, group_layers, keeps_width, stays_dense
 from manyhands.decoupling.reading import Reading
-from manyhands.decoupling.report import DecoupleReport, Shuffle, totals
+from manyhands.decoupling.report import DecoupleReport, ShuffleReport, totals
 from manyhands.decoupling.rewriting import Rewriting
 from manyhands.decoupling.tracing import example, propagate, shape_of, trace
 from manyhands.decoupling.widths import Widths
@@ -27,8 +27,8 @@ class Decoupled(fx.GraphModule):
 
     @property
     def report(self) -> DecoupleReport:
-        found: DecoupleReport = self.meta["decoupled"]
-        return found
+        report: DecoupleReport = self.meta["decoupled"]
+        return report
 
 
 def decouple(
@@ -61,8 +61,8 @@ def decouple(
     grouped = group_layers(reading, widths)
     possible = candidates(reading, widths, grouped) if groups > 1 else []
     chosen = choose(reading, shuffles, possible, sum(len(reading.layers[name].calls) for name in grouped))
-    for one in chosen:
-        widths.require(reading.forms[one.convolution.all_input_nodes[0]].width, groups**2)
+    for candidate in chosen:
+        widths.require(reading.forms[candidate.convolution.all_input_nodes[0]].width, groups**2)
     widths.spread()
     grouped = group_layers(reading, widths)
     writing = Rewriting(model, reading, widths, grouped, original=weights == "original")
@@ -84,12 +84,16 @@ def decouple(
         before=before,
         after=totals(made),
         convolutions=len(grouped),
-        grouped=sum(not own.dense for own in grouped.values()),
+        grouped=sum(not layer.dense for layer in grouped.values()),
         shuffles=tuple(
-            Shuffle(
-                name, str(one.convolution.target), shapes[name], prod(shapes[name]) * batch.dtype.itemsize, one.depth
+            ShuffleReport(
+                name,
+                str(candidate.convolution.target),
+                shapes[name],
+                prod(shapes[name]) * batch.dtype.itemsize,
+                candidate.depth,
             )
-            for name, one in zip(writing.shuffles, chosen, strict=True)
+            for name, candidate in zip(writing.shuffles, chosen, strict=True)
         ),
         dense=tuple(stays_dense(reading, grouped)),
         kept=tuple(keeps_width(reading, grouped, widths)),

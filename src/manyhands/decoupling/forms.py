@@ -23,13 +23,13 @@ class Form:
     width: int
     is_flat: bool = False
     places: int = 1
-    """Of a flat tensor: numbers per channel."""
+    """In a flat tensor, the numbers per channel."""
     is_pooled: bool = False
     """Whether it was made of means over whole maps alone."""
 
 
 @dataclass
-class Layer:
+class WeightedLayer:
     """A layer with weights: the widths it reads and makes, over all the places where it is called."""
 
     module: nn.Module

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reshape:
+class RewrittenView:
     """A view written anew, since it may have old widths in it: flattened from an axis on, or the channels unfolded."""
 
     axis: int
@@ -33,7 +33,7 @@ class Reshape:
     """Extents after the channels."""
 
 
-SAME, FLAT, PLACES = Reshape(0), Reshape(1), Reshape(2)
+SAME, FLAT, PLACES = RewrittenView(0), RewrittenView(1), RewrittenView(2)
 
 
 def reshape(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
@@ -46,7 +46,7 @@ def reshape(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
         reading.reshapes[node] = FLAT
         return Form(form.width, is_flat=True, places=math.prod(before[2:]), is_pooled=form.is_pooled)
     if before[0] == after[0] and form.is_flat and len(after) > 2:
-        reading.reshapes[node] = Reshape(1, after[2:])
+        reading.reshapes[node] = RewrittenView(1, after[2:])
         if after[1] == reading.widths.old(form.width) and math.prod(after[2:]) == form.places:
             return Form(form.width, is_pooled=form.is_pooled)
         reading.widths.pin(form.width, CLASSIFIER)

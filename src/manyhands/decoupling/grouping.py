@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from manyhands.decoupling import operators
-from manyhands.decoupling.forms import Layer
+from manyhands.decoupling.forms import WeightedLayer
 from manyhands.decoupling.reading import Reading
 from manyhands.decoupling.report import Noted
 from manyhands.decoupling.tracing import CONVOLUTIONS, operator_name, shape_of
@@ -32,7 +32,7 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ShuffleCandidate:
     """A tensor that may be shuffled before a convolution reads it."""
 
     convolution: fx.Node
@@ -42,14 +42,14 @@ class Candidate:
 
 def group_layers(reading: Reading, widths: Widths) -> dict[str, Grouped]:
     """What becomes of every convolution."""
-    found = {}
+    grouped = {}
     for name, layer in reading.layers.items():
         if isinstance(layer.module, CONVOLUTIONS):
-            found[name] = _grouped(name, layer, reading, widths)
-    return found
+            grouped[name] = _grouped(name, layer, reading, widths)
+    return grouped
 
 
-def _grouped(name: str, layer: Layer, reading: Reading, widths: Widths) -> Grouped:
+def _grouped(name: str, layer: WeightedLayer, reading: Reading, widths: Widths) -> Grouped:
     module: nn.Conv2d = layer.module  # type: ignore[assignment]
     if module.groups > 1 and module.groups == module.in_channels:
         return Grouped(widths.width(layer.reads))  # depthwise, as before
@@ -90,10 +90,10 @@ def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -
             yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {why}")
 
 
-def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[Candidate]:
+def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[ShuffleCandidate]:
     """Inputs of grouped convolutions that groups have worked on alone since they were last mixed."""
     mixed: dict[fx.Node, bool] = {}
-    found: list[Candidate] = []
+    candidates: list[ShuffleCandidate] = []
     depth = 0
     for node in reading.graph.nodes:
         if node not in reading.forms:
@@ -103,45 +103,47 @@ def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) ->
         name = str(node.target)
         if node.op != "call_module" or name not in grouped:
             continue
-        own, module = grouped[name], reading.layers[name].module
-        if own.dense:
+        layer, module = grouped[name], reading.layers[name].module
+        if layer.dense:
             mixed[node] = not reading.gates.intersection([node])
-        elif own.groups != module.in_channels or module.groups != own.groups:
+        elif layer.groups != module.in_channels or module.groups != layer.groups:
             form = reading.forms[sources[0]]
             if not mixed[sources[0]] and len(reading.layers[name].calls) == 1 and widths.can_shuffle(form.width):
                 places = math.prod((shape_of(sources[0]) or ())[2:])
-                found.append(Candidate(node, depth, widths.width(form.width) * places))
+                candidates.append(ShuffleCandidate(node, depth, widths.width(form.width) * places))
             mixed[node] = False
         depth += 1
-    return found
+    return candidates
 
 
-def choose(reading: Reading, wanted: int | str, possible: list[Candidate], convolutions: int) -> list[Candidate]:
+def choose(
+    reading: Reading, wanted: int | str, possible: list[ShuffleCandidate], convolutions: int
+) -> list[ShuffleCandidate]:
     """The shuffles, in order of depth."""
     if wanted == ALL:
         return _one_in_every_block(reading, possible)
     assert isinstance(wanted, int)
-    chosen: list[Candidate] = []
+    chosen: list[ShuffleCandidate] = []
     left = list(possible)
     spacing = convolutions / (wanted + 1)
     for number in range(1, min(wanted, len(possible)) + 1):
         target = number * spacing
-        near = [one for one in left if abs(one.depth - target) <= spacing / 2] or [
-            min(left, key=lambda one: (abs(one.depth - target), one.depth))
+        near = [candidate for candidate in left if abs(candidate.depth - target) <= spacing / 2] or [
+            min(left, key=lambda candidate: (abs(candidate.depth - target), candidate.depth))
         ]
-        best = min(near, key=lambda one: (one.elements, abs(one.depth - target), one.depth))
+        best = min(near, key=lambda candidate: (candidate.elements, abs(candidate.depth - target), candidate.depth))
         chosen.append(best)
         left.remove(best)
-    return sorted(chosen, key=lambda one: one.depth)
+    return sorted(chosen, key=lambda candidate: candidate.depth)
 
 
-def _one_in_every_block(reading: Reading, possible: list[Candidate]) -> list[Candidate]:
+def _one_in_every_block(reading: Reading, possible: list[ShuffleCandidate]) -> list[ShuffleCandidate]:
     """The smallest tensor of every residual branch; elsewhere, before every convolution."""
-    blocks: dict[fx.Node, list[Candidate]] = {}
-    for one in possible:
-        blocks.setdefault(_end_of_block(reading, one.convolution), []).append(one)
-    best = [min(block, key=lambda one: (one.elements, one.depth)) for block in blocks.values()]
-    return sorted(best, key=lambda one: one.depth)
+    blocks: dict[fx.Node, list[ShuffleCandidate]] = {}
+    for candidate in possible:
+        blocks.setdefault(_end_of_block(reading, candidate.convolution), []).append(candidate)
+    best = [min(block, key=lambda candidate: (candidate.elements, candidate.depth)) for block in blocks.values()]
+    return sorted(best, key=lambda candidate: candidate.depth)
 
 
 def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:

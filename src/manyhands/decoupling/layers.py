@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class ChannelShuffle(nn.Module):
+class GroupShuffle(nn.Module):
     """Every group's channels dealt out to all groups: the only place where groups speak to each other."""
 
     def __init__(self, groups: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.decoupling import functions, operators
-from manyhands.decoupling.forms import CLASSIFIER, FLATTENED, OUTPUT, PICTURE, Form, Layer, given, refused
+from manyhands.decoupling.forms import CLASSIFIER, FLATTENED, OUTPUT, PICTURE, Form, WeightedLayer, given, refused
 from manyhands.decoupling.tracing import CONVOLUTIONS, makes_tensors, operator_name, shape_of
 from manyhands.decoupling.widths import Widths
 
@@ -27,9 +27,9 @@ class Reading:
         self.graph = graph
         self.widths = widths
         self.forms: dict[fx.Node, Form] = {}
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, WeightedLayer] = {}
         self.concats: list[fx.Node] = []
-        self.reshapes: dict[fx.Node, functions.Reshape] = {}
+        self.reshapes: dict[fx.Node, functions.RewrittenView] = {}
         self.weights: dict[str, tuple[int, int]] = {}
         """Weights that no layer has: width, and the axis of channels."""
         self.mixing: dict[str, str] = {}
@@ -129,19 +129,19 @@ class Reading:
         raise refused(node, f"is a {type(module).__name__}, which is not understood")
 
     def _layer(self, node: fx.Node, module: nn.Module, reads: int, makes: int, places: int = 1) -> None:
-        known = self.layers.setdefault(str(node.target), Layer(module, reads, makes, places))
-        known.calls.append(node)
-        self.widths.same(known.reads, reads)
-        self.widths.same(known.makes, makes)
+        layer = self.layers.setdefault(str(node.target), WeightedLayer(module, reads, makes, places))
+        layer.calls.append(node)
+        self.widths.same(layer.reads, reads)
+        self.widths.same(layer.makes, makes)
 
     def _convolution(self, node: fx.Node, module: Any, form: Form) -> Form:
         if form.is_flat:
             raise refused(node, "is a convolution over numbers that were flattened")
-        known = self.layers.get(str(node.target))
+        layer = self.layers.get(str(node.target))
         is_depthwise = module.groups > 1 and module.groups == module.in_channels
         multiple = module.out_channels // module.groups if is_depthwise else 0
-        if known is not None:
-            makes = known.makes
+        if layer is not None:
+            makes = layer.makes
         elif multiple:
             makes = form.width if multiple == 1 else self.widths.scaled(form.width, multiple)
         else:
@@ -158,8 +158,8 @@ class Reading:
             raise refused(node, "is linear over another axis than the channels", "Flatten the maps before it.")
         if form.places > 1:
             self.widths.pin(form.width, FLATTENED)
-        known = self.layers.get(str(node.target))
-        makes = known.makes if known is not None else self.widths.new(module.out_features)
+        layer = self.layers.get(str(node.target))
+        makes = layer.makes if layer is not None else self.widths.new(module.out_features)
         self._layer(node, module, form.width, makes, form.places)
         return Form(makes, is_flat=True, is_pooled=form.is_pooled)
 
@@ -252,10 +252,10 @@ def _works_on_each_channel(module: nn.Module, shape: Sequence[int]) -> bool:
     changed = x.clone()
     changed[:, 2] += 1.0
     try:
-        one, other = resting(x), resting(changed)
+        before, after = resting(x), resting(changed)
     except Exception:
         return False
-    if not isinstance(one, Tensor) or one.shape != x.shape:
+    if not isinstance(before, Tensor) or before.shape != x.shape:
         return False
-    differs = (one != other).flatten(2).any(2).any(0) if one.dim() > 2 else (one != other).any(0)
-    return bool(torch.equal(one, resting(x))) and not bool(differs[[0, 1, 3, 4, 5]].any())
+    differs = (before != after).flatten(2).any(2).any(0) if before.dim() > 2 else (before != after).any(0)
+    return bool(torch.equal(before, resting(x))) and not bool(differs[[0, 1, 3, 4, 5]].any())

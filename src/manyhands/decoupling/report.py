@@ -25,7 +25,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class ShuffleReport:
     """One channel shuffle."""
 
     name: str
@@ -60,7 +60,7 @@ class DecoupleReport:
     convolutions: int
     grouped: int
     """Convolutions that are divided among the groups, depthwise ones included."""
-    shuffles: tuple[Shuffle, ...]
+    shuffles: tuple[ShuffleReport, ...]
     dense: tuple[Noted, ...]
     """Layers that are not grouped, and operators that read all channels."""
     kept: tuple[Noted, ...]
@@ -77,7 +77,7 @@ class DecoupleReport:
 
 
 def totals(module: fx.GraphModule) -> Totals:
-    """Of a graph whose shapes are known."""
+    """Return the costs of a graph whose shapes are known."""
     parameters = list(module.parameters())
     macs = elements = size = 0
     for node in module.graph.nodes:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.decoupling import weights as making
-from manyhands.decoupling.forms import Layer
-from manyhands.decoupling.grouping import Candidate, Grouped
-from manyhands.decoupling.layers import ChannelShuffle, GroupedConcat, dealt_order
+from manyhands.decoupling.forms import WeightedLayer
+from manyhands.decoupling.grouping import Grouped, ShuffleCandidate
+from manyhands.decoupling.layers import GroupedConcat, GroupShuffle, dealt_order
 from manyhands.decoupling.reading import Reading
 from manyhands.decoupling.tracing import CONVOLUTIONS
 from manyhands.decoupling.widths import Widths
@@ -35,8 +35,8 @@ class Rewriting:
         self._original = original
         self._shuffled: set[str] = set()
 
-    def rewrite(self, chosen: Iterable[Candidate]) -> None:
-        shuffles = [self._shuffle(one.convolution) for one in chosen]
+    def rewrite(self, chosen: Iterable[ShuffleCandidate]) -> None:
+        shuffles = [self._shuffle(candidate.convolution) for candidate in chosen]
         for node in self._reading.concats:
             self._concat(node)
         for node in self._reading.reshapes:
@@ -76,7 +76,7 @@ class Rewriting:
 
     def _shuffle(self, convolution: fx.Node) -> fx.Node:
         name = self._name("shuffle")
-        self.parts[name] = ChannelShuffle(self._widths.groups)
+        self.parts[name] = GroupShuffle(self._widths.groups)
         source = convolution.all_input_nodes[0]
         with self._reading.graph.inserting_before(convolution):
             made = self._reading.graph.create_node("call_module", name, (source,))
@@ -92,7 +92,7 @@ class Rewriting:
         node = shuffle.next
         while node.op not in ("output", "root"):
             following = node.next
-            needs = [one in after for one in node.all_input_nodes if one.op != "get_attr"]
+            needs = [source in after for source in node.all_input_nodes if source.op != "get_attr"]
             if needs and all(needs):
                 after.add(node)
             elif any(needs) or shuffle.all_input_nodes[0] in node.all_input_nodes:
@@ -124,7 +124,7 @@ class Rewriting:
 
     # Layers and weights
 
-    def _layer(self, name: str, layer: Layer) -> nn.Module:
+    def _layer(self, name: str, layer: WeightedLayer) -> nn.Module:
         old: Any = layer.module
         made, read = self._widths.origin(layer.makes), self._widths.origin(layer.reads)
         if isinstance(old, CONVOLUTIONS):

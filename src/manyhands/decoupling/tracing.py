@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.facts.errors import BadValue, CaptureFailed
 
 SAMPLES = 2
-"""In the batch that shapes are found with: with one, squeeze() would take the wrong axis too."""
+"""Samples in the batch that finds shapes: with one, squeeze() would take the wrong axis too."""
 SIDE = 224
 _DROPOUTS: dict[str, type[nn.Module]] = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
@@ -65,10 +65,10 @@ def _check_ties(model: nn.Module) -> None:
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
         for name, weight in module._parameters.items():
-            own = f"{path}.{name}".lstrip(".")
-            if weight is not None and owners.setdefault(id(weight), own) != own:
+            full_name = f"{path}.{name}".lstrip(".")
+            if weight is not None and owners.setdefault(id(weight), full_name) != full_name:
                 raise CaptureFailed(
-                    f"This network cannot be decoupled: '{own}' and '{owners[id(weight)]}' are one weight.",
+                    f"This network cannot be decoupled: '{full_name}' and '{owners[id(weight)]}' are one weight.",
                     hint="Call one layer twice, or give both layers weights of their own.",
                 )
 
@@ -109,13 +109,13 @@ def _where_stopped(tracer: fx.Tracer) -> str:
 def _compare(training: fx.Graph, resting: fx.Graph, name: str) -> None:
     """Refuse what differs between both graphs, but for dropouts, of which `training` gets layers."""
     ours, theirs = list(training.nodes), list(resting.nodes)
-    for one, other in zip(ours, theirs):
-        alike = (one.op, one.target) == (other.op, other.target)
-        if alike and str((one.args, one.kwargs)) == str((other.args, other.kwargs)):
+    for ours_node, theirs_node in zip(ours, theirs):
+        alike = (ours_node.op, ours_node.target) == (theirs_node.op, theirs_node.target)
+        if alike and str((ours_node.args, ours_node.kwargs)) == str((theirs_node.args, theirs_node.kwargs)):
             continue
-        if not (alike and one.op == "call_function" and getattr(one.target, "__name__", "") in _DROPOUTS):
+        if not (alike and ours_node.op == "call_function" and getattr(ours_node.target, "__name__", "") in _DROPOUTS):
             raise CaptureFailed(
-                f"{name} does something else in training than in evaluation, at {place(one)}.",
+                f"{name} does something else in training than in evaluation, at {place(ours_node)}.",
                 hint="Put what depends on self.training into a layer without weights of its own.",
             )
     if len(ours) != len(theirs):
@@ -123,9 +123,9 @@ def _compare(training: fx.Graph, resting: fx.Graph, name: str) -> None:
             f"{name} has {len(ours)} operators in training and {len(theirs)} in evaluation.",
             hint="Put what depends on self.training into a layer without weights of its own.",
         )
-    for one, other in zip(ours, theirs):
-        if str((one.args, one.kwargs)) != str((other.args, other.kwargs)):
-            one.meta["dropout"] = _dropout(one)
+    for ours_node, theirs_node in zip(ours, theirs):
+        if str((ours_node.args, ours_node.kwargs)) != str((theirs_node.args, theirs_node.kwargs)):
+            ours_node.meta["dropout"] = _dropout(ours_node)
 
 
 def _dropout(node: fx.Node) -> nn.Module:

@@ -22,7 +22,7 @@ _MOST_SCALE = 2.0
 
 
 def start_fresh(module: Any) -> None:
-    """As the zoo's networks start: He's normal for convolutions, by what each group makes; PyTorch's for others."""
+    """Initialise as the zoo's networks do: He's normal by each group's outputs for convolutions, else PyTorch's."""
     if not isinstance(module, CONVOLUTIONS):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

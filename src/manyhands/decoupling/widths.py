@@ -18,7 +18,7 @@ from manyhands.facts.errors import CaptureFailed
 
 
 @dataclass(frozen=True)
-class Parts:
+class ConcatenatedParts:
     """What a concatenation is made of."""
 
     widths: tuple[int, ...]
@@ -32,7 +32,7 @@ class _Class:
     pinned: str = ""
     is_picture: bool = False
     multiple: int = 1
-    parts: list[Parts] = field(default_factory=list)
+    parts: list[ConcatenatedParts] = field(default_factory=list)
     times: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -80,18 +80,18 @@ class Widths:
 
     def pin(self, width: int, why: str, *, is_picture: bool = False) -> None:
         """It keeps its old width."""
-        own = self._of(width)
-        own.pinned = own.pinned or why
-        own.is_picture = own.is_picture or is_picture
+        width_class = self._of(width)
+        width_class.pinned = width_class.pinned or why
+        width_class.is_picture = width_class.is_picture or is_picture
 
     def require(self, width: int, multiple: int) -> None:
-        own = self._of(width)
-        own.multiple = math.lcm(own.multiple, multiple)
+        width_class = self._of(width)
+        width_class.multiple = math.lcm(width_class.multiple, multiple)
 
     def joined(self, parts: tuple[int, ...], *, by_group: bool) -> int:
         """The width of some tensors one after the other: in every group, or as a whole."""
         made = self.new(sum(self.old(part) for part in parts))
-        self._classes[made].parts.append(Parts(parts, by_group))
+        self._classes[made].parts.append(ConcatenatedParts(parts, by_group))
         return made
 
     def scaled(self, width: int, factor: int) -> int:
@@ -112,19 +112,19 @@ class Widths:
         """Carry what is asked of widths over to those they are made of."""
         changed = True
         while changed:
-            before = [(own.pinned, own.multiple) for own in self._classes]
-            for index, own in enumerate(self._classes):
+            before = [(width_class.pinned, width_class.multiple) for width_class in self._classes]
+            for index, width_class in enumerate(self._classes):
                 if self.find(index) != index:
                     continue
-                for part in (part for parts in own.parts for part in parts.widths):
-                    if own.pinned:
-                        self.pin(part, own.pinned)
-                    self.require(part, own.multiple)
-                for base, factor in own.times:
-                    if own.pinned:
-                        self.pin(base, own.pinned)
-                    self.require(base, own.multiple // math.gcd(own.multiple, factor))
-            changed = before != [(own.pinned, own.multiple) for own in self._classes]
+                for part in (part for parts in width_class.parts for part in parts.widths):
+                    if width_class.pinned:
+                        self.pin(part, width_class.pinned)
+                    self.require(part, width_class.multiple)
+                for base, factor in width_class.times:
+                    if width_class.pinned:
+                        self.pin(base, width_class.pinned)
+                    self.require(base, width_class.multiple // math.gcd(width_class.multiple, factor))
+            changed = before != [(width_class.pinned, width_class.multiple) for width_class in self._classes]
         self._origins.clear()
 
     def width(self, width: int) -> int:
@@ -133,52 +133,56 @@ class Widths:
 
     def is_grouped(self, width: int) -> bool:
         """Whether its channels are divided among the groups, evenly and in order."""
-        own = self._of(width)
-        if own.parts or own.times:
-            apart = all(parts.by_group and self.is_grouped(part) for parts in own.parts for part in parts.widths)
-            return apart and all(self.is_grouped(base) for base, _ in own.times)
-        return not own.is_picture and self.width(width) % self.groups == 0
+        width_class = self._of(width)
+        if width_class.parts or width_class.times:
+            apart = all(
+                parts.by_group and self.is_grouped(part) for parts in width_class.parts for part in parts.widths
+            )
+            return apart and all(self.is_grouped(base) for base, _ in width_class.times)
+        return not width_class.is_picture and self.width(width) % self.groups == 0
 
     def can_shuffle(self, width: int) -> bool:
         """Whether it is, or may be made, a multiple of groups²."""
-        own = self._of(width)
-        if own.pinned:
-            return self.is_grouped(width) and own.old % self.groups**2 == 0
-        inner = [part for parts in own.parts for part in parts.widths] + [base for base, _ in own.times]
+        width_class = self._of(width)
+        if width_class.pinned:
+            return self.is_grouped(width) and width_class.old % self.groups**2 == 0
+        inner = [part for parts in width_class.parts for part in parts.widths] + [base for base, _ in width_class.times]
         return all(self.can_shuffle(part) for part in inner)
 
     def origin(self, width: int) -> list[int]:
-        """For every new channel, the old one it stands for. Group by group they are the old groups' channels."""
+        """Return, for every new channel, the old one it stands for: group by group the old groups' channels."""
         root = self.find(width)
         if root not in self._origins:
             self._origins[root] = self._origin(self._classes[root])
         return self._origins[root]
 
-    def _origin(self, own: _Class) -> list[int]:
-        found = [self._joined(parts) for parts in own.parts]
-        found += [[old * factor + k for old in self.origin(base) for k in range(factor)] for base, factor in own.times]
-        if own.pinned:
-            found.append(list(range(own.old)))
-        if not found:
-            count = math.ceil(own.old * self.widen - 1e-9)
-            count = math.ceil(count / own.multiple) * own.multiple
-            found.append([channel * own.old // count for channel in range(count)])
-        if any(other != found[0] for other in found[1:]):
+    def _origin(self, width_class: _Class) -> list[int]:
+        origins = [self._joined(parts) for parts in width_class.parts]
+        origins += [
+            [old * factor + k for old in self.origin(base) for k in range(factor)] for base, factor in width_class.times
+        ]
+        if width_class.pinned:
+            origins.append(list(range(width_class.old)))
+        if not origins:
+            count = math.ceil(width_class.old * self.widen - 1e-9)
+            count = math.ceil(count / width_class.multiple) * width_class.multiple
+            origins.append([channel * width_class.old // count for channel in range(count)])
+        if any(other != origins[0] for other in origins[1:]):
             raise CaptureFailed(
-                f"A tensor of {own.old} channels is added to one that is put together otherwise: their channels "
-                "cannot be widened alike.",
+                f"A tensor of {width_class.old} channels is added to one that is put together otherwise: their "
+                "channels cannot be widened alike.",
                 hint="Use widen=1, or give both a convolution of their own before they are added.",
             )
-        return found[0]
+        return origins[0]
 
-    def _joined(self, parts: Parts) -> list[int]:
+    def _joined(self, parts: ConcatenatedParts) -> list[int]:
         starts = [sum(self.old(part) for part in parts.widths[:number]) for number in range(len(parts.widths))]
         apart = parts.by_group and all(self.is_grouped(part) for part in parts.widths)
         groups = self.groups if apart else 1
         made: list[int] = []
         for group in range(groups):
             for start, part in zip(starts, parts.widths):
-                own = self.origin(part)
-                size = len(own) // groups
-                made += [start + old for old in own[group * size : (group + 1) * size]]
+                origin = self.origin(part)
+                size = len(origin) // groups
+                made += [start + old for old in origin[group * size : (group + 1) * size]]
         return made

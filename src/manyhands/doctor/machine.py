@@ -362,7 +362,7 @@ def _read(path: Path) -> str:
 
 
 def lab_check() -> Check:
-    from manyhands.lab.lab import missing
+    from manyhands.lab.removal import missing
 
     return lab_verdict(missing())
 

@@ -11,8 +11,8 @@ from manyhands.doctor.confinement import confinement_check
 from manyhands.doctor.firewall import firewall_here, remedy
 from manyhands.doctor.machine import WORKER_BYTES
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.facts.link import Link
 from manyhands.facts.units import format_bytes, format_rate, format_seconds
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator

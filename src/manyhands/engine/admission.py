@@ -1,7 +1,7 @@
 """Which connections stay while they have not shown yet that they may be here: fair per client address.
 
 Opening a connection is free for an attacker, so every listener bounds the connections that have proven nothing, and the
-bound must not lock out whoever comes next. Two rules hold at every listener of manyhands, for peers and for HTTP:
+bound must not lock out the next client. Two rules hold at every listener of manyhands, for peers and for HTTP:
 
 - one client address holds at most `most_per_address` pending connections; a further one replaces its own oldest;
 - where `most` are reached over all addresses, the oldest pending connection of the address that holds most of them
@@ -9,7 +9,7 @@ bound must not lock out whoever comes next. Two rules hold at every listener of 
 
 So a flood from one address replaces only itself, and a client that shares the attacker's address still has as long as
 it takes the attacker to open `most_per_address` further connections. An address is an IPv4 address or an IPv6 /64,
-since whoever has one address of a /64 usually has all of them.
+since a client with one address of a /64 usually has all of them.
 """
 
 from __future__ import annotations
@@ -42,53 +42,53 @@ class Admission:
         self._most, self._most_per_address = most, most_per_address
         self._lock = threading.Lock()
         self._pending: dict[Pending, None] = {}
-        """In the order they came."""
+        """Pending connections in the order they came."""
 
     def enter(self, connected: socket.socket, host: str) -> Pending | None:
         """Register a new connection, for which another may be shut down; None where all who are here are authorized."""
-        found = Pending(connected, host, client_network(host))
+        pending = Pending(connected, host, client_network(host))
         with self._lock:
-            crowds = Counter(one.network for one in self._pending if not one.is_authorized)
-            if crowds[found.network] >= self._most_per_address:
-                self._evict(found.network)
+            crowds = Counter(other.network for other in self._pending if not other.is_authorized)
+            if crowds[pending.network] >= self._most_per_address:
+                self._evict(pending.network)
             elif len(self._pending) >= self._most:
                 if not crowds:
                     return None
                 largest = max(crowds.values())
                 self._evict(*(network for network, count in crowds.items() if count == largest))
-            self._pending[found] = None
-        return found
+            self._pending[pending] = None
+        return pending
 
     def _evict(self, *networks: str) -> None:
         """Shut down the oldest pending connection of these. With the lock held."""
-        oldest = next(one for one in self._pending if not one.is_authorized and one.network in networks)
+        oldest = next(pending for pending in self._pending if not pending.is_authorized and pending.network in networks)
         oldest.evicted.set()
         shut_down(oldest.connected)  # the thread that serves it wakes up and ends
         del self._pending[oldest]
 
     def replace(self, pending: Pending, connected: socket.socket) -> None:
-        """The same connection is another object from now on, as when encryption begins."""
+        """Replace a connection's socket, as when encryption begins."""
         with self._lock:
             pending.connected = connected
             if pending.evicted.is_set():
                 shut_down(connected)
 
     def authorize(self, pending: Pending) -> None:
-        """It still counts, and no longer makes room for others."""
+        """Keep counting a connection, but no longer let it make room for others."""
         with self._lock:
             pending.is_authorized = True
 
     def leave(self, pending: Pending) -> None:
-        """It no longer counts here: it ended, or somebody else counts it."""
+        """Stop counting a connection: it ended, or another object counts it."""
         with self._lock:
             self._pending.pop(pending, None)
 
     def shut_down_pending(self) -> None:
         """End all connections that have not been authorized."""
         with self._lock:
-            for one in self._pending:
-                if not one.is_authorized:
-                    shut_down(one.connected)
+            for pending in self._pending:
+                if not pending.is_authorized:
+                    shut_down(pending.connected)
 
 
 def client_network(host: str) -> str:
@@ -105,6 +105,6 @@ def client_network(host: str) -> str:
 
 
 def shut_down(connected: socket.socket) -> None:
-    """End a connection from any thread: whoever waits on it wakes up. TLS is told nothing, which would wait."""
+    """End a connection from any thread: waiting threads wake up. TLS's own goodbye is left out: it would wait."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -4,7 +4,7 @@
     channel = listener.accept(limit_seconds=1.0)          # the coordinator
     channel = connect("coordinator", 8765, security, 30.0)  # a worker
 
-What a message says is not its matter: bytes go in, the same bytes come out.
+The content of a message is opaque: bytes go in, the same bytes come out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from manyhands.engine.door import Door, knock
+from manyhands.engine.dialling import dial
+from manyhands.engine.listener import PeerListener
 from manyhands.engine.security import Purpose, Security
 from manyhands.engine.wire import Broken, Wire, wait, write_all
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
@@ -29,7 +30,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """One end. Threads may send at once, and one may receive meanwhile."""
+    """One end of a control channel. Threads may send at once, and one may receive meanwhile."""
 
     def __init__(self, wire: Wire, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._wire, self._largest_bytes = wire, largest_bytes
@@ -47,7 +48,10 @@ class Channel:
         self._lost: WorkerLost | None = None
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
-        """The message has left. WorkerLost where the connection broke; TimedOut ends it too, for half has left."""
+        """Send a message and return when it has left.
+
+        WorkerLost where the connection broke; TimedOut ends it too, since half of the message may have left.
+        """
         if len(data) > self._largest_bytes:
             raise BadValue(f"A control message of {len(data)} bytes; at most {self._largest_bytes} are sent.")
         deadline = time.monotonic() + limit_seconds
@@ -73,11 +77,11 @@ class Channel:
             self._sending.release()
 
     def limit_received(self, largest_bytes: int) -> None:
-        """From now on longer messages break the connection."""
+        """Break the connection where a longer message comes from now on."""
         self._largest_received_bytes = largest_bytes
 
     def receive(self, limit_seconds: float) -> bytes | None:
-        """The next message; None where the limit passed, whatever had come of it is kept for the next call.
+        """Return the next message; None where the limit passed. What had come of it is kept for the next call.
 
         Memory grows with what arrives: a peer that announces a long message and sends nothing has cost nothing.
         """
@@ -107,7 +111,7 @@ class Channel:
             self._receiving.release()
 
     def _fill(self, size: int, deadline: float) -> None:
-        """Read until the buffer holds so many bytes."""
+        """Read until the buffer holds `size` bytes."""
         while self._filled < size:
             if self._filled == len(self._buffer):
                 self._buffer += bytes(min(_PIECE_BYTES, size - self._filled))
@@ -119,7 +123,7 @@ class Channel:
 
     @property
     def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not whole yet: one who is still speaking is not silent."""
+        """How much has come of a message that is not whole yet: a peer that is still sending is not silent."""
         return self._filled if self._size is None else _LENGTH.size + self._filled
 
     def _check(self) -> None:
@@ -133,48 +137,48 @@ class Channel:
         return self._lost
 
     def close(self) -> None:
-        """From any thread; whoever waits gets WorkerLost."""
+        """Close the channel from any thread; waiting threads get WorkerLost."""
         self._lose("it was closed on this side")
         with self._sending, self._receiving:
             self._wire.close()
 
 
 class Listener:
-    """Where workers join. Guests without the token are dropped and counted."""
+    """Where workers join. Peers without the token are dropped and counted."""
 
     def __init__(self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._largest_bytes = largest_bytes
         self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.door = Door(host, port, security, Purpose.CONTROL, self._admit)
-        """Others may be received at it too, for another purpose."""
-        self.address = self.door.address
+        self.peer_listener = PeerListener(host, port, security, Purpose.CONTROL, self._admit)
+        """Peers of another purpose may be received at it too."""
+        self.address = self.peer_listener.address
 
     def _admit(self, wire: Wire) -> None:
         self._ready.put(Channel(wire, largest_bytes=self._largest_bytes))
 
-    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
-        """From now on `told` hears of every handshake that failed: the address, and why."""
-        self.door.on_turned_away = told
+    def tell_of_failures(self, on_failure: Callable[[str, ManyhandsError], None]) -> None:
+        """Call `on_failure` with the address and the reason of every handshake that fails from now on."""
+        self.peer_listener.on_turned_away = on_failure
 
     @property
     def dropped(self) -> int:
-        """How many were turned away."""
-        return self.door.dropped
+        """How many peers were turned away."""
+        return self.peer_listener.dropped
 
     @property
     def reasons(self) -> list[str]:
-        """Why the last ones were."""
-        return list(self.door.reasons)
+        """Why the last of them were turned away."""
+        return list(self.peer_listener.reasons)
 
     def accept(self, limit_seconds: float) -> Channel | None:
-        """The next who passed; None where nobody came."""
+        """Return the channel of the next peer that passed; None where none came within the limit."""
         try:
             return self._ready.get(timeout=max(0.0, limit_seconds))
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        self.door.close()
+        self.peer_listener.close()
         while (channel := self.accept(0.0)) is not None:
             channel.close()
 
@@ -189,8 +193,8 @@ def connect(
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Channel:
-    """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it will not
-    have us."""
+    """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it does not
+    admit this device."""
     deadline = time.monotonic() + limit_seconds
-    wire = knock(host, port, security, Purpose.CONTROL, deadline, is_cancelled, once=once)
+    wire = dial(host, port, security, Purpose.CONTROL, deadline, is_cancelled, once=once)
     return Channel(wire, largest_bytes=largest_bytes)

@@ -1,4 +1,4 @@
-"""A device's place in the exchange: what executors ask of an engine, whichever carries the bytes.
+"""A device's place in the exchange: what executors ask of a transport, whichever carries the bytes.
 
 `tcp.py` carries them between processes and machines; `inprocess.py` between threads of one process, for tests whose
 faults come at an exact moment.
@@ -10,19 +10,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from manyhands.engine.mailbox import Mailbox, Memory
+from manyhands.engine.mailbox import Mailbox
+from manyhands.engine.memory import Memory
 from manyhands.engine.security import Security
 
 
 class Address(NamedTuple):
-    """Where one device's endpoint is, as another is to meet it."""
+    """The address of one device's endpoint, as another device connects to it."""
 
     host: str
     port: int
     is_dialled: bool | None = None
     """Whether the reader connects to it, or waits for it to connect. None: of two names the smaller one connects."""
     security: Security | None = None
-    """What it asks of those who connect; None: the same as the reader does."""
+    """What it asks of connecting peers; None: the same as the reader does."""
 
     @classmethod
     def of(cls, given: Address | tuple[str, int]) -> Address:
@@ -34,7 +35,7 @@ class Address(NamedTuple):
 
 
 Peers = Mapping[str, Address | tuple[str, int]]
-"""Names and where they are."""
+"""Peers' names and addresses."""
 
 
 class Endpoint(Protocol):

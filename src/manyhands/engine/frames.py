@@ -23,10 +23,10 @@ PRELUDE = struct.Struct("<4sI")
 LARGEST_HEADER_BYTES = 4096
 LARGEST_CHUNK_BYTES = 4 * 2**20
 LONGEST_TOPIC = LARGEST_HEADER_BYTES // 4
-"""In letters, of four bytes at most."""
+"""In characters, of four bytes at most."""
 CHUNK_BYTES = 512 * 1024
 SHARED_CHUNK_BYTES = 2 * CHUNK_BYTES
-"""Where payloads go through memory in common: copying takes less time than a frame's way otherwise."""
+"""The chunk size where payloads go through shared memory: copying takes less time than a frame otherwise."""
 LARGEST_MESSAGE_BYTES = 2**36
 
 
@@ -39,15 +39,15 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unkn
     topic: str
     """The message in words: what it is, and the boxes of the tensors in it."""
     bytes: int
-    """Of the whole message."""
+    """The size of the whole message."""
     offset: int
     length: int
     place: int = -1
-    """Where the payload lies in memory that both ends have in common (`shared_memory`); -1: behind the header."""
+    """Where the payload lies in shared memory (`shared_memory`); -1: behind the header."""
 
 
 def control(topic: str, size: int) -> Header:
-    """Of a frame between the engines themselves. Never delivered."""
+    """Return the header of a frame between the transports themselves, which is never delivered."""
     return Header("", -1, 0, topic, size, 0, size)
 
 

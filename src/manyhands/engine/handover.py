@@ -44,16 +44,16 @@ class Handover:
     def _serve(self) -> None:
         while True:
             try:
-                guest, _ = self._listening.accept()
+                peer, _ = self._listening.accept()
             except OSError:  # closed
                 return
-            with guest, contextlib.suppress(OSError):
-                if _user_of(guest) == os.geteuid():
-                    guest.settimeout(FETCH_SECONDS)
-                    socket.send_fds(guest, [b"\0"], [self._descriptor])
+            with peer, contextlib.suppress(OSError):
+                if _user_of(peer) == os.geteuid():
+                    peer.settimeout(FETCH_SECONDS)
+                    socket.send_fds(peer, [b"\0"], [self._descriptor])
 
     def close(self) -> None:
-        """From now on nobody gets it; the descriptor stays open."""
+        """Stop handing the descriptor over; it stays open."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()

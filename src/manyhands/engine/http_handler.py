@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
-from manyhands.engine.http_door import Door, PatientReader
+from manyhands.engine.http_server import DeadlineReader, HttpServer
 from manyhands.engine.security import is_loopback
 
 LINGER_BYTES, LINGER_SECONDS = 4 * 10**6, 2.0
@@ -18,35 +18,35 @@ LINGER_BYTES, LINGER_SECONDS = 4 * 10**6, 2.0
 _RETRY_SECONDS = 2
 
 
-class Refusal(Exception):
+class HttpRefusal(Exception):
     """A request that is not answered as asked: the status, and why."""
 
     def __init__(self, status: int, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.status, self.message, self.hint = status, message, hint
 
-    def told(self) -> dict[str, str]:
+    def document(self) -> dict[str, str]:
         return {"error": self.message, **({"hint": self.hint} if self.hint else {})}
 
 
-class PatientHandler(BaseHTTPRequestHandler):
-    """One request after another, each within the door's limits."""
+class DeadlineHandler(BaseHTTPRequestHandler):
+    """Answers one request after another, each within the server's limits."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "manyhands", ""
     disable_nagle_algorithm = True
-    server: Door
+    server: HttpServer
     is_unread = False
     """A body was announced of which not everything was taken."""
 
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.limits.idle_seconds)
-        self.patience = PatientReader(self.connection, self.server.limits.idle_seconds)
+        self.patience = DeadlineReader(self.connection, self.server.limits.idle_seconds)
         self.rfile = io.BufferedReader(self.patience)
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # whoever went away is not told
+        with contextlib.suppress(OSError):  # a client that went away gets no answer
             super().handle()
 
     def handle_one_request(self) -> None:
@@ -82,27 +82,27 @@ class PatientHandler(BaseHTTPRequestHandler):
         self._guarded(self.post)
 
     def get(self) -> None:
-        raise Refusal(405, "Nothing is got here.")
+        raise HttpRefusal(405, "Nothing is got here.")
 
     def post(self) -> None:
-        raise Refusal(405, "Nothing is taken here.", "GET only.")
+        raise HttpRefusal(405, "Nothing is taken here.", "GET only.")
 
     def _guarded(self, answer: Callable[[], None]) -> None:
         """A refusal is an answer too."""
         try:
             self.authorize()
             answer()
-        except Refusal as refusal:
+        except HttpRefusal as refusal:
             self.refuse(refusal)
 
     # Who may ask
 
     def authorize(self) -> None:
-        """Refuse who may not ask; whoever may has a place from now on, if there is one."""
+        """Refuse a client that may not ask; give one that may a place, if there is one."""
         self.check()
         if not self.server.serves(self.connection):
             most = self.server.limits.connections
-            raise Refusal(503, f"There are {most} connections already.", "Try again in a moment.")
+            raise HttpRefusal(503, f"There are {most} connections already.", "Try again in a moment.")
 
     def check(self) -> None:
         """Refuse a client that may not ask."""
@@ -138,8 +138,8 @@ class PatientHandler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
 
-    def refuse(self, refusal: Refusal) -> None:
-        self.send(refusal.status, _json(refusal.told()), "application/json")
+    def refuse(self, refusal: HttpRefusal) -> None:
+        self.send(refusal.status, _json(refusal.document()), "application/json")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base finds wrong with a request, as JSON too."""

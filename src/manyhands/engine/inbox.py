@@ -2,7 +2,7 @@
 
 A small frame costs one system call: header and payload are read together and copied from there. Of a large one only
 the first bytes are; the rest goes straight to its destination, and the header behind it comes with the same call.
-A payload in memory in common is copied from there, straight to its destination too.
+A payload in shared memory is copied from there, straight to its destination too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUFFER_BYTES = 32 * 1024
 
 
 class Inbox:
-    """The reading side of one connection; used by the engine's thread only."""
+    """The reading side of one connection; used only by the thread that runs the event loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Inbox:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._header: Header | None = None
-        """Of the frame whose payload is coming; None where it is thrown away."""
+        """The header of the frame whose payload is coming; None where it is discarded."""
         self._views: list[memoryview] = []
         self._left = 0
         self._came = 0
@@ -49,11 +49,11 @@ class Inbox:
         """Take in what has come, up to about `most_bytes`; how much it was. Broken and BadFrame end the connection."""
         total = 0
         while total < most_bytes:
-            asked, count = self._read_payload() if self._left else self._read_ahead()
+            room_bytes, count = self._read_payload() if self._left else self._read_ahead()
             total += count
             if self._start < self._end:
                 self._parse()
-            if count < asked and not (self._is_encrypted and self._wire.has_unread):
+            if count < room_bytes and not (self._is_encrypted and self._wire.has_unread):
                 break
         header = self._header
         if header is not None and self._left and header.bytes >= SMALLEST_TIMED_BYTES:
@@ -78,18 +78,18 @@ class Inbox:
         with self._mailbox.writing:
             if self._header is None or not self._mailbox.wants(self._header):
                 self._header = None
-                asked = min(self._left, _BUFFER_BYTES)
-                count = self._wire.read([self._buffer[:asked]])
+                room_bytes = min(self._left, _BUFFER_BYTES)
+                count = self._wire.read([self._buffer[:room_bytes]])
                 self._left -= count
                 self._came += count
-                return asked, count
+                return room_bytes, count
             views = self._views
             if len(views) < MOST_BUFFERS:
                 targets = [*views, self._buffer]
-                asked = self._left + _BUFFER_BYTES
+                room_bytes = self._left + _BUFFER_BYTES
             else:
                 targets = views[:MOST_BUFFERS]
-                asked = sum(map(len, targets))
+                room_bytes = sum(map(len, targets))
             count = self._wire.read(targets)
         self._came += count
         fallen = min(count, self._left)
@@ -98,7 +98,7 @@ class Inbox:
         self._left -= fallen
         if not self._left:
             self._finish()
-        return asked, count
+        return room_bytes, count
 
     def _advance(self, count: int) -> None:
         views, place = self._views, 0
@@ -149,7 +149,7 @@ class Inbox:
         ring, size = self.ring, self.ring.size if self.ring is not None else 0
         if ring is None or header.length > size or header.place >= size:
             place = f"{header.length} bytes at {header.place}"
-            raise BadFrame(f"{place} of memory in common, of which there are {size}")
+            raise BadFrame(f"{place} of shared memory, of which there are {size}")
         views = self._mailbox.accept(self._peer, header)
         with self._mailbox.writing:
             is_wanted = views is not None and self._mailbox.wants(header)

@@ -53,17 +53,17 @@ class KeyBook(Protocol):
     """The keys that this device remembers."""
 
     def find(self, public: bytes) -> Pinned | None:
-        """What is known of a key now; None: nothing."""
+        """Return what is known of a key now; None: nothing."""
 
     def join(self, public: bytes, name: str, role: Role) -> bool:
         """The owner of a key has joined under this name: remember it. Returns whether it is new; Refused where the
         name is another key's."""
 
     def public_keys(self, role: Role) -> list[bytes]:
-        """Of those who may act in this role."""
+        """Return the keys of the devices that may act in this role."""
 
     def is_taken(self, name: str, public: bytes) -> bool:
-        """Whether a name belongs to another key than this."""
+        """Return whether a name belongs to another key than this."""
 
 
 class DeviceKey:
@@ -81,13 +81,13 @@ class DeviceKey:
 
     @functools.cached_property
     def server_side(self) -> tuple[ssl.SSLContext, bytes]:
-        """For connections in which this device is the server: the context, and its certificate."""
+        """The TLS context and certificate of connections in which this device is the server."""
         return certified_context(self._key)
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """As whom this device connects or listens, and whom it knows."""
+    """The key and role with which this device connects or listens, and the keys it knows."""
 
     key: DeviceKey = field(repr=False)
     role: Role
@@ -125,10 +125,10 @@ def key_of(certificate: bytes) -> bytes:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        found = x509.load_der_x509_certificate(certificate).public_key()
+        key = x509.load_der_x509_certificate(certificate).public_key()
     except (ValueError, UnsupportedAlgorithm):
         return b""
-    return found.public_bytes_raw() if isinstance(found, Ed25519PublicKey) else b""
+    return key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else b""
 
 
 def certified_context(key: object) -> tuple[ssl.SSLContext, bytes]:

@@ -33,7 +33,7 @@ _MOST_ADDRESSES = 4096
 
 
 class Limited(Exception):
-    """No proof is taken now; says for how many seconds."""
+    """Raised where no proof is taken now; `seconds` says for how long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"too many proofs of the token have failed: wait {seconds:.0f} s")
@@ -48,7 +48,7 @@ class _Address:
     failed_at: float = 0.0
 
 
-class Attempt:
+class ProofAttempt:
     """One proof under way."""
 
     def __init__(self) -> None:
@@ -68,17 +68,17 @@ class ProofLimiter:
         self._left, self._refilled_at = total, clock()
 
     @contextmanager
-    def attempt(self, origin: str) -> Iterator[Attempt]:
+    def attempt(self, origin: str) -> Iterator[ProofAttempt]:
         """One proof from this address; it has failed unless `succeeded` is called. Limited where none is taken now."""
         place = network_of(origin)
         with self._lock:
-            own = self._begin(place)
-        attempt = Attempt()
+            address = self._begin(place)
+        attempt = ProofAttempt()
         try:
             yield attempt
         finally:
             with self._lock:
-                self._end(own, attempt.has_succeeded)
+                self._end(address, attempt.has_succeeded)
 
     def check(self, origin: str) -> None:
         """Limited where no proof from this address is taken now; nothing is charged."""
@@ -86,58 +86,58 @@ class ProofLimiter:
             self._look(network_of(origin))
 
     def _begin(self, place: str) -> _Address:
-        own = self._look(place)
+        address = self._look(place)
         self._left -= 1
-        own.pending += 1
-        return own
+        address.pending += 1
+        return address
 
     def _look(self, place: str) -> _Address:
         now = self._clock()
         self._left = min(self._total, self._left + (now - self._refilled_at) / REFILL_SECONDS)
         self._refilled_at = now
-        own = self._addresses.get(place)
-        if own is None:
+        address = self._addresses.get(place)
+        if address is None:
             self._make_room()
-            own = self._addresses[place] = _Address()
+            address = self._addresses[place] = _Address()
         self._addresses.move_to_end(place)
-        if own.failures and now - own.failed_at > _FORGET_SECONDS:
-            own.failures = 0
-        if now < own.until:
-            raise Limited(own.until - now)
-        if own.pending >= _MOST_PENDING:
+        if address.failures and now - address.failed_at > _FORGET_SECONDS:
+            address.failures = 0
+        if now < address.until:
+            raise Limited(address.until - now)
+        if address.pending >= _MOST_PENDING:
             raise Limited(_BUSY_SECONDS)
         if self._left < 1:
             raise Limited((1 - self._left) * REFILL_SECONDS)
-        return own
+        return address
 
-    def _end(self, own: _Address, has_succeeded: bool) -> None:
-        own.pending -= 1
+    def _end(self, address: _Address, has_succeeded: bool) -> None:
+        address.pending -= 1
         if has_succeeded:
             self._left = min(self._total, self._left + 1)
-            own.failures, own.until = 0, 0.0
+            address.failures, address.until = 0, 0.0
             return
         now = self._clock()
-        own.failures, own.failed_at = own.failures + 1, now
-        over = own.failures - FREE_FAILURES
+        address.failures, address.failed_at = address.failures + 1, now
+        over = address.failures - FREE_FAILURES
         if over >= 0:
-            own.until = now + min(LONGEST_WAIT_SECONDS, 2.0 ** min(over, 30))
+            address.until = now + min(LONGEST_WAIT_SECONDS, 2.0 ** min(over, 30))
 
     def _make_room(self) -> None:
-        """Forget the address that was heard of longest ago; the total goes on counting."""
+        """Forget the address that was used longest ago; the total goes on counting."""
         if len(self._addresses) >= _MOST_ADDRESSES:
-            place = next((place for place, one in self._addresses.items() if not one.pending), None)
+            place = next((place for place, address in self._addresses.items() if not address.pending), None)
             if place is not None:
                 del self._addresses[place]
 
     def reset(self) -> None:
-        """As if nothing had failed."""
+        """Forget every failure."""
         with self._lock:
             self._addresses.clear()
             self._left = self._total
 
 
 def network_of(origin: str) -> str:
-    """What counts as one address: of IPv6 the /64, all of which one device can take for itself."""
+    """Return what counts as one address: for IPv6 the /64, all of which one device can take for itself."""
     try:
         address = ipaddress.ip_address(origin.partition("%")[0])
     except ValueError:

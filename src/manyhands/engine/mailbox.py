@@ -1,8 +1,8 @@
-"""The receiving end: which messages may come, where their bytes go, and who waits for them.
+"""The receiving end: which messages may come, where their bytes go, and which threads wait for them.
 
-A message is expected (told by `open`, from the plan), posted (its destination is known) and received (waited for), in
+A message is expected (`open` takes it from the plan), posted (its destination is known) and received (waited for), in
 any order with its arrival. What is not expected is refused and noted; it harms nobody. Every wait ends: the message
-arrives, its sender is lost, somebody interrupts, or the limit passes.
+arrives, its sender is lost, it is interrupted, or the limit passes.
 """
 
 from __future__ import annotations
@@ -11,63 +11,21 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy
-import torch
 
 from manyhands.engine.frames import Header
-from manyhands.engine.timing import SMALLEST_TIMED_BYTES, Seen, Timed, Timing
-from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
+from manyhands.engine.memory import Memory, as_bytes, copy_into, window
+from manyhands.engine.timing import SMALLEST_TIMED_BYTES, Seen, TimedTransfer, TransferTiming
+from manyhands.engine.waiting import ANOTHER_THREAD, Helper, Key, WaitingThreads, title
+from manyhands.facts.errors import BadValue, ManyhandsError
 
-Key = tuple[str, int, str]
-"""Source, step, topic."""
-_ANOTHER_THREAD: Key = ("", 0, "")
 WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
 """How many rounds before its time a message is taken in: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
-_NAP_SECONDS = 0.01
-"""How long a thread sleeps while another does the engine's work: that one may have left just before."""
-KNOWN_TO_NUMPY = frozenset(
-    {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
-    | {torch.int8, torch.int16, torch.int32, torch.int64}
-)
-
-
-Memory = torch.Tensor | memoryview
-"""What is sent, or filled: a contiguous tensor on the CPU, or the bytes of one."""
-
-
-def as_bytes(tensor: Memory) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
-    if isinstance(tensor, memoryview):
-        return tensor
-    assert tensor.is_cpu, "only memory of the CPU travels"
-    assert tensor.is_contiguous(), "tensor must be contiguous"
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    array: Any = (tensor if tensor.dtype in KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
-    if array.size and array.dtype.char in "fBlq?d":
-        return memoryview(array).cast("B")
-    return memoryview(array.reshape(-1).view(numpy.uint8))
-
-
-def byte_count(parts: Sequence[Memory]) -> int:
-    return sum(part.nbytes for part in parts)
-
-
-class Helper(Protocol):
-    """See `wheel.Wheel`."""
-
-    def begin_waiting(self) -> None: ...
-
-    def end_waiting(self) -> None: ...
-
-    def help(self, is_over: Callable[[], bool], limit_seconds: float) -> bool: ...
-
-    def wake(self) -> None: ...
 
 
 class _Message:
@@ -90,7 +48,7 @@ class _Message:
 
 
 class Mailbox:
-    """Everything that may arrive at one device."""
+    """The messages that may arrive at one device."""
 
     def __init__(self, name: str, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
         self.name, self.limit_seconds = name, limit_seconds
@@ -106,22 +64,21 @@ class Mailbox:
         """Peer -> messages of this generation that it sent and that were refused: it does not follow the plan."""
         self.moved = 0
         """Rises whenever a part of an expected message arrives; see `runtime.stalls`."""
-        self._waiting: dict[int, Key | None] = {}
-        """Thread -> the message it waits for; None: any news."""
         self.writing = threading.Lock()
-        """Held by an engine while it writes into a destination, and by whoever takes destinations away from it."""
-        self._timing = Timing()
+        """Held by a transport while it writes into a destination, and while destinations are taken away from it."""
+        self._timing = TransferTiming()
         self._messages: dict[Key, _Message] = {}
         self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
         self.interruption: ManyhandsError | None = None
         """Why every wait fails; see `interrupt`."""
         self._news = 0
-        self._sleepers = 0
         self._lock = threading.RLock()
-        self._change = threading.Condition(self._lock)
-        self.helper: Helper | None = None
-        """An engine that lets waiting threads do its reading."""
+        self._threads = WaitingThreads(self._lock)
+
+    def let_help(self, helper: Helper) -> None:
+        """Have waiting threads do a transport's reading from now on."""
+        self._threads.helper = helper
 
     # What may come
 
@@ -145,13 +102,13 @@ class Mailbox:
             self._tell()
 
     def expect(self, source: str, topic: str, size: int) -> None:
-        """One more message that may come, at any step of this generation."""
+        """Expect one more message, at any step of this generation."""
         with self._lock:
             self.expected[(source, topic)] = size
             self._standing.add((source, topic))
 
     def join(self, peer: str) -> None:
-        """The peer is connected (again): it is no longer lost."""
+        """Note that the peer is connected (again): it is no longer lost."""
         with self._lock:
             self._lost.pop(peer, None)
             self._timing.forget(peer)
@@ -167,7 +124,7 @@ class Mailbox:
     # The engine's side
 
     def accept(self, peer: str, header: Header) -> list[memoryview] | None:
-        """Where the payload of a frame goes; None where it is refused and must be thrown away."""
+        """Return where the payload of a frame goes; None where it is refused and must be discarded."""
         with self._lock:
             key = (header.origin, header.step, header.topic)
             message = self._messages.get(key)
@@ -214,11 +171,11 @@ class Mailbox:
         return self.step <= step < self.step + STEPS_AHEAD * self.stride
 
     def wants(self, header: Header) -> bool:
-        """Whether the views of an accepted frame may still be written to. Asked with `writing` held."""
+        """Return whether the views of an accepted frame may still be written to. Call it with `writing` held."""
         return header.generation == self.generation and (header.origin, header.step, header.topic) in self._messages
 
     def progressed(self, header: Header, came: int) -> None:
-        """Of an accepted frame all was read that is there. `came`: bytes of its connection so far."""
+        """Note that a part of an accepted frame was read. `came`: bytes of its connection so far."""
         with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
@@ -229,7 +186,7 @@ class Mailbox:
             self.moved += 1
 
     def wrote(self, header: Header, came: int = 0) -> None:
-        """The payload of an accepted frame is in place. `came`: bytes of its connection so far; 0: not counted."""
+        """Note that an accepted frame's payload is in place. `came`: bytes of its connection so far; 0: not counted."""
         with self._lock:
             message = self._messages.get((header.origin, header.step, header.topic))
             if message is None or header.generation != self.generation:
@@ -243,14 +200,14 @@ class Mailbox:
                 if came and message.seen is not None:
                     self._time((header.origin, header.topic), message, came)
                 self._news += 1
-                self._wake()
+                self._threads.wake()
 
     def _time(self, kind: tuple[str, str], message: _Message, came: int) -> None:
         if message.seen is not None and message.size >= SMALLEST_TIMED_BYTES and kind not in self._standing:
             self._timing.add(kind[0], message.seen, came)
 
-    def take_timed(self) -> list[Timed]:
-        """How fast messages came since this was last asked; of one that takes long, what has come of it so far."""
+    def take_timed(self) -> list[TimedTransfer]:
+        """Return how fast messages came since the last call; for one that takes long, what has come of it so far."""
         with self._lock:
             for (source, _, topic), message in self._messages.items():
                 if message.seen and not message.complete and self._timing.is_due(source, message.seen):
@@ -258,30 +215,30 @@ class Mailbox:
             return self._timing.take()
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
-        """Whoever waits for this peer fails at once with `error`."""
+        """Have every wait for this peer fail at once with `error`."""
         with self._lock:
             self._lost.setdefault(peer, error)
             self._tell()
 
     def interrupt(self, error: ManyhandsError) -> None:
-        """Every wait, now and later, fails with `error`, until the next generation opens."""
+        """Have every wait, now and later, fail with `error`, until the next generation opens."""
         with self._lock:
             self.interruption = self.interruption or error
             self._tell()
 
     def deliver(self, peer: str, header: Header, payload: memoryview, came: int = 0) -> None:
-        """A frame that is here as a whole: most are small, and this way they pass quickly."""
+        """Take a frame that is here as a whole: most are small, and this way they pass quickly."""
         with self._lock:
             views = self.accept(peer, header)
             if views is not None:
-                _copy(payload, views)
+                copy_into(payload, views)
                 self.wrote(header, came)
 
     def _tell(self) -> None:
         self._news += 1
-        self._wake()
-        if self.helper is not None:
-            self.helper.wake()
+        self._threads.wake()
+        if self._threads.helper is not None:
+            self._threads.helper.wake()
 
     # The receiver's side
 
@@ -311,7 +268,7 @@ class Mailbox:
         message = self._post(key, views)
         self._finish(key, message)
         if message.early is not None:
-            _copy(message.early, views)
+            copy_into(message.early, views)
 
     def take(self, source: str, step: int, topic: str) -> memoryview:
         """Wait for a message nobody posted a place for, and have the memory it came into."""
@@ -343,7 +300,7 @@ class Mailbox:
             return False
 
     def collect(self, source: str, step: int, topic: str) -> bool:
-        """Whether a message has come to the place that was posted for it; then it is done with. Never waits."""
+        """Return whether a message has come to the place that was posted for it; then it is forgotten. Never waits."""
         with self._lock:
             key = (source, step, topic)
             message = self._messages.get(key)
@@ -365,33 +322,27 @@ class Mailbox:
             return self._news
 
     def nudge(self) -> None:
-        """Whoever waits for news has some."""
+        """Wake the threads that wait for news."""
         with self._lock:
             self._tell()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Have it known that this thread waits for another one of this device, which waits for messages."""
-        thread = threading.get_ident()
-        self._waiting[thread] = _ANOTHER_THREAD
-        try:
-            yield
-        finally:
-            self._waiting.pop(thread, None)
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Announce that this thread waits for another one of this device, which waits for messages."""
+        return self._threads.announced()
 
     def is_waiting(self, thread: int) -> bool:
-        """Whether the thread of this identifier waits for a message, or for another thread that does."""
-        return thread in self._waiting
+        """Return whether the thread of this identifier waits for a message, or for another thread that does."""
+        return self._threads.has(thread)
 
     def waited_for(self) -> set[str]:
         """The devices whose messages are waited for now. Where any news will do, all whose messages of this step are
         still to come."""
         with self._lock:
-            keys = list(self._waiting.values())
-            found = {key[0] for key in keys if key is not None and key is not _ANOTHER_THREAD}
+            keys = self._threads.keys()
+            sources = {key[0] for key in keys if key is not None and key is not ANOTHER_THREAD}
             if None in keys:
-                found |= {source for source, topic in self.expected if self._is_missing(source, topic)}
-            return found
+                sources |= {source for source, topic in self.expected if self._is_missing(source, topic)}
+            return sources
 
     def _is_missing(self, source: str, topic: str) -> bool:
         key = (source, self.step, topic)
@@ -411,92 +362,21 @@ class Mailbox:
             raise self._lost[source]
 
     def _wait(self, is_done: Callable[[], bool], key: Key | None, progress: Callable[[], int] = lambda: 0) -> None:
-        """With the lock held, until it is done. Waiting means to do the engine's work, or to sleep while others do.
-
-        The limit is one of inactivity: it starts anew whenever `progress` has moved.
-        """
+        """With the lock held, wait until it is done; fail where the sender is lost or the generation ends."""
         if is_done():
             self.check()
             return
         source = key[0] if key is not None else ""
         generation = self.generation
-        helper = self.helper
-        thread = threading.get_ident()
-        self._waiting[thread] = key
-        if helper is not None:
-            helper.begin_waiting()
 
         def is_over() -> bool:
             return is_done() or self.interruption is not None or source in self._lost or self.generation != generation
 
-        until, seen = time.monotonic() + self.limit_seconds, progress()
-        left, may_help = self.limit_seconds, helper is not None
-        try:
-            while not is_over():
-                if left <= 0 and progress() != seen:
-                    until, seen = time.monotonic() + self.limit_seconds, progress()
-                    left = self.limit_seconds
-                if left <= 0:
-                    raise self._too_late(key)
-                if may_help and helper is not None:
-                    self._lock.release()
-                    try:
-                        may_help = helper.help(is_over, left)
-                    finally:
-                        self._lock.acquire()
-                else:
-                    self._sleepers += 1
-                    self._change.wait(left if helper is None else min(left, _NAP_SECONDS))
-                    self._sleepers -= 1
-                    may_help = helper is not None
-                left = until - time.monotonic()
-            if not is_done():
-                self._check(source)
-                raise ManyhandsError(
-                    f"{self.name} waited for {_title(key)} in generation {generation}; now it is {self.generation}.",
-                    hint="A thread of the last generation was still waiting when the next one opened.",
-                )
-            self.check()
-        finally:
-            self._waiting.pop(thread, None)
-            if helper is not None:
-                helper.end_waiting()
-                self._wake()  # another who waits may help now
-
-    def _wake(self) -> None:
-        if self._sleepers:
-            self._change.notify_all()
-
-    def _too_late(self, key: Key | None) -> TimedOut:
-        return TimedOut(
-            f"{self.name} has waited {self.limit_seconds:g} s for {_title(key)}.",
-            hint="The sender is connected but does not get there: see its events in the run folder.",
-        )
-
-
-def _title(key: Key | None) -> str:
-    return "anything" if key is None else f"'{key[2]:.200}' of step {key[1]} from {key[0]}"
-
-
-def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
-    """Bytes [offset, offset + length) of some views laid end to end."""
-    found = []
-    for view in views:
-        size = len(view)
-        if offset >= size:
-            offset -= size
-            continue
-        if not length:
-            break
-        part = view if not offset and size <= length else view[offset : offset + length]
-        found.append(part)
-        length -= len(part)
-        offset = 0
-    return found
-
-
-def _copy(source: memoryview, views: list[memoryview]) -> None:
-    place = 0
-    for view in views:
-        view[:] = source[place : place + len(view)]
-        place += len(view)
+        self._threads.wait(self.name, is_over, key, progress, self.limit_seconds)
+        if not is_done():
+            self._check(source)
+            raise ManyhandsError(
+                f"{self.name} waited for {title(key)} in generation {generation}; now it is {self.generation}.",
+                hint="A thread of the last generation was still waiting when the next one opened.",
+            )
+        self.check()

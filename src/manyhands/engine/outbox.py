@@ -3,9 +3,10 @@
 Bulk (gradients of weights, weights) also stands back while urgent messages wait at the device's other connections: a
 port that both share is theirs first (`Precedence`).
 
-Whoever adds a message writes it himself if nobody else is writing: a small message then leaves without waking a thread.
-What the link does not take at once is left to the engine's thread; all of it where the link is shaped (see `shaping`).
-Payloads go through memory in common where there is some, with room for them, and the link is not shaped.
+The thread that adds a message writes it itself if no other is writing: a small message then leaves without waking a
+thread. What the link does not take at once is left to the event loop's thread; all of it where the link is shaped (see
+`shaping`).
+Payloads go through shared memory where there is some, with room for them, and the link is not shaped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.engine.frames import BEAT, Header, encode, is_control
-from manyhands.engine.mailbox import window
+from manyhands.engine.memory import window
 from manyhands.engine.shaping import Shaper
 from manyhands.engine.shared_memory import FillingRing
 from manyhands.engine.wire import MOST_BUFFERS, Wire
@@ -60,8 +61,10 @@ class Outgoing:
 
 
 class Precedence:
-    """Which outboxes of a device have urgent messages. `on_gone`: called, by whoever took the last one out, where bulk
-    may have stood back for it."""
+    """Which outboxes of a device have urgent messages.
+
+    `on_gone` is called, by the thread that took the last one out, where bulk may have stood back for it.
+    """
 
     def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
         self._waiting: set[Outbox] = set()
@@ -108,10 +111,10 @@ class Outbox:
         self.writing = threading.Lock()
         """Held while the wire is written to; hold it to close the wire."""
         self.is_blocked = False
-        """The link is full: the engine's thread goes on when it is not."""
+        """The link is full: the event loop's thread goes on when it is not."""
         self.frames = 0
         self.is_shaped = False
-        """Only whoever holds the wheel writes, with `pump_shaped`."""
+        """Only the thread that runs the event loop writes, with `pump_shaped`."""
         self.shaper: Shaper | None = None
         self._awaits_shape = False
         self._must_queue = wire.encrypted
@@ -120,12 +123,12 @@ class Outbox:
 
     def put(self, message: Outgoing, *, urgent: bool) -> None:
         message.handed_at = time.monotonic()
-        if urgent:  # said before it can leave: whoever takes it out says so too
+        if urgent:  # noted before it can leave: the thread that takes it out notes that too
             self._precedence.begin(self)
         (self._urgent if urgent else self._bulk).append(message)
 
     def put_beat(self) -> None:
-        """The next frame is a beat, unless somebody is writing. No shaper holds it back: a slow link is not dead."""
+        """Make the next frame a heartbeat, unless a thread is writing. No shaper delays it: a slow link is not dead."""
         if not self.writing.acquire(blocking=False):
             return
         try:
@@ -138,7 +141,7 @@ class Outbox:
             self.writing.release()
 
     def release(self) -> None:
-        """What has not left is copied, so that the senders' memory may change."""
+        """Copy what has not left, so that the senders' memory may change."""
         with self.writing:
             self._frame = [memoryview(bytes(view)) for view in self._frame]
             for message in (*self._urgent, *self._bulk, *self._turns):
@@ -261,10 +264,10 @@ class Outbox:
             self._turns.append(message)
         return message
 
-    # Where the link is shaped: called by whoever holds the wheel
+    # Where the link is shaped: called by the thread that runs the event loop
 
     def expect_shaping(self) -> None:
-        """From any thread: what is put from now on does not leave before `shape` was called."""
+        """Hold back what is put from now on until `shape` is called. May be called from any thread."""
         with self.writing:
             self._must_queue = self.is_shaped = self._awaits_shape = True
 
@@ -273,10 +276,10 @@ class Outbox:
         self._must_queue = self._is_encrypted or self.is_shaped
 
     def pump_shaped(self, now: float) -> float:
-        """Write what is due, a segment at most. When to call again; never (inf) where somebody will say so."""
+        """Write what is due, a segment at most. Returns when to call again; inf where another event will trigger it."""
         shaper = self.shaper
         if shaper is None or self.is_blocked or not self.writing.acquire(blocking=False):
-            return math.inf  # whoever has the lock asks for more afterwards
+            return math.inf  # the thread that has the lock asks for more afterwards
         try:
             if self._awaits_shape:
                 return math.inf

@@ -41,19 +41,19 @@ class Poller(Generic[T]):
             self._selector.unregister(ready)
 
     def poll(self, limit_seconds: float) -> list[tuple[T, int]]:
-        """What is ready, and for what; an error or a hang-up counts as both, so that whoever looks finds it."""
+        """Return what is ready, and for what; an error or a hang-up counts as both, so that the next read finds it."""
         if self._epoll is None:
             assert self._selector is not None
             return [(key.data, mask) for key, mask in self._selector.select(limit_seconds)]
         data = self._data
-        found = []
+        ready = []
         for descriptor, events in self._epoll.poll(limit_seconds):
             if events == select.EPOLLIN:
-                found.append((data[descriptor], READ))
+                ready.append((data[descriptor], READ))
             else:
                 mask = (WRITE if events & ~select.EPOLLIN else 0) | (READ if events & ~select.EPOLLOUT else 0)
-                found.append((data[descriptor], mask))
-        return found
+                ready.append((data[descriptor], mask))
+        return ready
 
     def poll_precisely(self, limit_seconds: float) -> list[tuple[T, int]]:
         """The same, and a limit is over in time: epoll alone counts whole milliseconds."""

@@ -16,9 +16,9 @@
     signature
                                               verdict
 
-The transcript is everything said before, and the server's certificate as each end sees it. Somebody in the middle has
-another certificate, so nothing he could pass on fits. The signature is the client's, over the transcript; the server's
-key is in its certificate, and TLS has proven it.
+The transcript is every byte sent before, and the server's certificate as each end sees it. A man in the middle has
+another certificate, so nothing that it could pass on fits. The signature is the client's, over the transcript; the
+server's key is in its certificate, and TLS has proven it.
 
 Why not client certificates: Python's `ssl` takes a client's certificate only if a CA it was given has signed it, before
 the program can ask the book of keys. A signature over fresh nonces and the server's certificate, inside the connection,
@@ -61,8 +61,8 @@ class Proof(enum.IntEnum):
     LATER = 4
 
 
-class Verdict(enum.IntEnum):
-    """What the server thinks of a proof."""
+class ProofVerdict(enum.IntEnum):
+    """What the server answers to a proof."""
 
     WELCOME = 1
     WRONG = 2
@@ -75,11 +75,11 @@ class WrongToken(Refused):
 
 
 class WrongProof(Refused):
-    """Somebody at this device's door has shown another token."""
+    """A peer has proven another token than this device's."""
 
 
 class KeyRefused(Refused):
-    """Somebody has shown a key that is known, and not for this."""
+    """A peer has shown a key that is known, but not for this role."""
 
     def __init__(self, message: str, public: bytes, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -105,7 +105,7 @@ class Knowledge:
 
 
 @dataclass
-class Meeting:
+class Handshake:
     """One connection on which proofs are exchanged."""
 
     wire: Wire
@@ -121,12 +121,12 @@ class Meeting:
     def read(self, size: int) -> bytes:
         return read_exactly(self.wire, size, self.deadline)
 
-    def heard(self, *more: bytes) -> None:
+    def record(self, *more: bytes) -> None:
         self.transcript += b"".join(more)
 
     @property
     def digest(self) -> bytes:
-        """Of all that was said, and of the certificate."""
+        """The hash of the transcript and the certificate."""
         certificate = hashlib.sha256(self.certificate).digest() if self.certificate else b""
         return hashlib.sha256(b"manyhands\0" + certificate + b"\0" + self.transcript).digest()
 
@@ -137,32 +137,32 @@ class Meeting:
 # The client
 
 
-def prove(meeting: Meeting, own: Knowledge, where: str, server_key: bytes) -> bytes:
-    """The client's side; returns the server's key, empty where it has none. Refused says what does not fit.
+def prove(handshake: Handshake, knowledge: Knowledge, where: str, server_key: bytes) -> bytes:
+    """Run the client's side; returns the server's key, empty where it has none. Refused says what does not fit.
 
     `server_key`: of its certificate.
     """
-    credentials = own.credentials
+    credentials = knowledge.credentials
     is_known = _check_server(credentials, server_key, where)
     public = credentials.key.public if credentials is not None else NO_KEY
     role = credentials.role if credentials is not None else 0
     hello = CLIENT_HELLO.pack(secrets.token_bytes(NONCE_BYTES), role, is_known, public)
-    meeting.write(hello)
-    answer = meeting.read(SERVER_HELLO.size)
-    meeting.heard(hello, answer)
+    handshake.write(hello)
+    answer = handshake.read(SERVER_HELLO.size)
+    handshake.record(hello, answer)
     _, wanted, seconds = SERVER_HELLO.unpack(answer)
     if wanted == Proof.LATER:
         raise TakesNoProofs(max(1, min(seconds, 3600)))
     if wanted == Proof.BY_KEY and is_known:
         assert credentials is not None, "it is how the key is known"
-        meeting.write(credentials.key.sign(meeting.digest))
-        _obey(meeting.read(1), where)
-    elif wanted == Proof.BY_SECRET and own.is_secret:  # never with what a person has typed: it could be guessed
-        key = own.token.encode()
-        meeting.write(meeting.proof(key, b"client"))
-        _check_answer(meeting, key, where)
-    elif wanted == Proof.BY_TOKEN and own.token:
-        _prove_token(meeting, own, where)
+        handshake.write(credentials.key.sign(handshake.digest))
+        _obey(handshake.read(1), where)
+    elif wanted == Proof.BY_SECRET and knowledge.is_secret:  # never with what a person has typed: it could be guessed
+        key = knowledge.token.encode()
+        handshake.write(handshake.proof(key, b"client"))
+        _check_answer(handshake, key, where)
+    elif wanted == Proof.BY_TOKEN and knowledge.token:
+        _prove_token(handshake, knowledge, where)
     elif wanted == Proof.BY_TOKEN:
         raise Refused(
             f"{where} does not know this device's key{' any more' if is_known else ''}, and asks for the token.",
@@ -175,18 +175,18 @@ def prove(meeting: Meeting, own: Knowledge, where: str, server_key: bytes) -> by
 
 def _check_server(credentials: Credentials | None, server_key: bytes, where: str) -> bool:
     """Whether the server's key is known, and may be used for what it does."""
-    found = credentials.book.find(server_key) if credentials is not None and server_key else None
-    if credentials is None or found is None:
+    pinned = credentials.book.find(server_key) if credentials is not None and server_key else None
+    if credentials is None or pinned is None:
         return False
-    name, wanted = found.name, credentials.role.other
-    if found.is_revoked:
+    name, wanted = pinned.name, credentials.role.other
+    if pinned.is_revoked:
         raise KeyRefused(
             f"{where} is {name}, whose key {fingerprint(server_key)} was revoked on this device.", server_key,
             hint=f"To let it in again: manyhands devices forget {name}, then join with the token.",
         )  # fmt: skip
-    if wanted not in found.roles:
+    if wanted not in pinned.roles:
         raise KeyRefused(
-            f"{where} is {name}, whose key is known here as a {_roles(found.roles)}: it may not act as a "
+            f"{where} is {name}, whose key is known here as a {_roles(pinned.roles)}: it may not act as a "
             f"{wanted.text}.",
             server_key, hint=f"If it should: manyhands devices allow {name} {wanted.text}",
         )  # fmt: skip
@@ -197,19 +197,21 @@ def _roles(roles: frozenset[Role]) -> str:
     return " and a ".join(sorted(role.text for role in roles)) or "stranger"
 
 
-def _prove_token(meeting: Meeting, own: Knowledge, where: str) -> None:
-    exchange = Exchange(own.token, is_client=True)
-    meeting.write(exchange.message)
-    point = meeting.read(MESSAGE_BYTES)
+def _prove_token(handshake: Handshake, knowledge: Knowledge, where: str) -> None:
+    exchange = Exchange(knowledge.token, is_client=True)
+    handshake.write(exchange.message)
+    point = handshake.read(MESSAGE_BYTES)
     if point == NO_POINT:
         raise TakesNoProofs(1.0)
-    meeting.heard(exchange.message, point)
+    handshake.record(exchange.message, point)
     try:
         key = exchange.key(point)
         with DIALLED.attempt(where) as attempt:
-            signature = own.credentials.key.sign(meeting.digest) if own.credentials else bytes(SIGNATURE_BYTES)
-            meeting.write(meeting.proof(key, b"client") + signature)
-            _check_answer(meeting, key, where)
+            signature = (
+                knowledge.credentials.key.sign(handshake.digest) if knowledge.credentials else bytes(SIGNATURE_BYTES)
+            )
+            handshake.write(handshake.proof(key, b"client") + signature)
+            _check_answer(handshake, key, where)
             attempt.succeeded()
     except NotAgreed as error:
         raise Refused(f"{where} is not to be trusted: it does not know the token itself ({error}).") from error
@@ -220,9 +222,9 @@ def _prove_token(meeting: Meeting, own: Knowledge, where: str) -> None:
         ) from error
 
 
-def _check_answer(meeting: Meeting, key: bytes, where: str) -> None:
-    _obey(meeting.read(1), where)
-    if not hmac.compare_digest(meeting.read(DIGEST_BYTES), meeting.proof(key, b"server")):
+def _check_answer(handshake: Handshake, key: bytes, where: str) -> None:
+    _obey(handshake.read(1), where)
+    if not hmac.compare_digest(handshake.read(DIGEST_BYTES), handshake.proof(key, b"server")):
         raise Refused(
             f"{where} is not to be trusted: it does not know the token itself.",
             hint="Copy the token that it printed when it started.",
@@ -230,15 +232,15 @@ def _check_answer(meeting: Meeting, key: bytes, where: str) -> None:
 
 
 def _obey(verdict: bytes, where: str) -> None:
-    found = verdict[0]
-    if found == Verdict.WELCOME:
+    code = verdict[0]
+    if code == ProofVerdict.WELCOME:
         return
-    if found == Verdict.REVOKED:
+    if code == ProofVerdict.REVOKED:
         raise Refused(
             f"{where} refused: this device's key was revoked there.",
             hint="There: manyhands devices forget NAME. Then join here with the token.",
         )
-    if found == Verdict.WRONG_ROLE:
+    if code == ProofVerdict.WRONG_ROLE:
         raise Refused(
             f"{where} refused: it knows this device's key in another role.",
             hint="There: manyhands devices (shows the role), then manyhands devices allow NAME ROLE",
@@ -256,48 +258,51 @@ def _wrong_token(where: str) -> WrongToken:
 # The server
 
 
-def demand(meeting: Meeting, own: Knowledge, origin: str, limiter: ProofLimiter) -> bytes:
-    """The server's side; returns the client's key, empty where it has none. WrongProof and KeyRefused say why not."""
-    hello = meeting.read(CLIENT_HELLO.size)
+def demand(handshake: Handshake, knowledge: Knowledge, origin: str, limiter: ProofLimiter) -> bytes:
+    """Run the server's side; returns the client's key, empty where it has none.
+
+    WrongProof and KeyRefused say why a client is not admitted.
+    """
+    hello = handshake.read(CLIENT_HELLO.size)
     _, role, knows_us, public = CLIENT_HELLO.unpack(hello)
-    credentials = own.credentials
-    found = credentials.book.find(public) if credentials is not None and public != NO_KEY else None
-    if own.is_secret:
+    credentials = knowledge.credentials
+    pinned = credentials.book.find(public) if credentials is not None and public != NO_KEY else None
+    if knowledge.is_secret:
         wanted = Proof.BY_SECRET
     else:
-        wanted = Proof.BY_KEY if found is not None and knows_us else Proof.BY_TOKEN
+        wanted = Proof.BY_KEY if pinned is not None and knows_us else Proof.BY_TOKEN
 
     def answer(proof: Proof, seconds: float = 0.0) -> None:
-        said = SERVER_HELLO.pack(secrets.token_bytes(NONCE_BYTES), proof, min(3600, int(seconds + 0.999)))
-        meeting.write(said)
-        meeting.heard(hello, said)
+        sent = SERVER_HELLO.pack(secrets.token_bytes(NONCE_BYTES), proof, min(3600, int(seconds + 0.999)))
+        handshake.write(sent)
+        handshake.record(hello, sent)
 
     if wanted == Proof.BY_SECRET:
         answer(wanted)
-        key = own.token.encode()
-        if not hmac.compare_digest(meeting.read(DIGEST_BYTES), meeting.proof(key, b"client")):
-            raise _turned_away(meeting)
-        meeting.write(bytes([Verdict.WELCOME]) + meeting.proof(key, b"server"))
+        key = knowledge.token.encode()
+        if not hmac.compare_digest(handshake.read(DIGEST_BYTES), handshake.proof(key, b"client")):
+            raise _turned_away(handshake)
+        handshake.write(bytes([ProofVerdict.WELCOME]) + handshake.proof(key, b"server"))
         return b""
     if wanted == Proof.BY_KEY:
         answer(wanted)
-        if not is_signed(public, meeting.read(SIGNATURE_BYTES), meeting.digest):
-            raise _turned_away(meeting)
+        if not is_signed(public, handshake.read(SIGNATURE_BYTES), handshake.digest):
+            raise _turned_away(handshake)
         confirmation = b""
     else:
         try:
-            confirmation = _demand_token(meeting, own, public, answer, origin, limiter)
+            confirmation = _demand_token(handshake, knowledge, public, answer, origin, limiter)
         except Limited as error:
-            raise Refused(f"A guest came while no tokens are taken: {error}.") from error
+            raise Refused(f"A peer came while no tokens are taken: {error}.") from error
     if credentials is not None and public != NO_KEY:
-        _judge(meeting, credentials, public, role)
-    meeting.write(bytes([Verdict.WELCOME]) + confirmation)
+        _judge(handshake, credentials, public, role)
+    handshake.write(bytes([ProofVerdict.WELCOME]) + confirmation)
     return public if public != NO_KEY else b""
 
 
 def _demand_token(
-    meeting: Meeting,
-    own: Knowledge,
+    handshake: Handshake,
+    knowledge: Knowledge,
     public: bytes,
     answer: Callable[[Proof, float], None],
     origin: str,
@@ -310,56 +315,58 @@ def _demand_token(
         answer(Proof.LATER, error.seconds)
         raise
     answer(Proof.BY_TOKEN, 0.0)
-    point = meeting.read(MESSAGE_BYTES)  # one who has no token goes now, and is charged nothing
+    point = handshake.read(MESSAGE_BYTES)  # a client without a token leaves now, and is charged nothing
     try:
-        return _confirmed(meeting, own, public, point, origin, limiter)
+        return _confirmed(handshake, knowledge, public, point, origin, limiter)
     except Limited:  # another guess has failed since
-        meeting.write(NO_POINT)
+        handshake.write(NO_POINT)
         raise
 
 
 def _confirmed(
-    meeting: Meeting, own: Knowledge, public: bytes, point: bytes, origin: str, limiter: ProofLimiter
+    handshake: Handshake, knowledge: Knowledge, public: bytes, point: bytes, origin: str, limiter: ProofLimiter
 ) -> bytes:
     """The exchange itself, which is charged to the client's address until it has succeeded."""
     with limiter.attempt(origin) as attempt:
-        exchange = Exchange(own.token, is_client=False)
-        meeting.write(exchange.message)
-        meeting.heard(point, exchange.message)
+        exchange = Exchange(knowledge.token, is_client=False)
+        handshake.write(exchange.message)
+        handshake.record(point, exchange.message)
         try:
             key = exchange.key(point)
         except NotAgreed as error:
-            raise _turned_away(meeting) from error
-        proof, signature = meeting.read(DIGEST_BYTES), meeting.read(SIGNATURE_BYTES)
-        if not hmac.compare_digest(proof, meeting.proof(key, b"client")):
-            raise _turned_away(meeting)
-        if public != NO_KEY and not is_signed(public, signature, meeting.digest):
-            raise _turned_away(meeting)
+            raise _turned_away(handshake) from error
+        proof, signature = handshake.read(DIGEST_BYTES), handshake.read(SIGNATURE_BYTES)
+        if not hmac.compare_digest(proof, handshake.proof(key, b"client")):
+            raise _turned_away(handshake)
+        if public != NO_KEY and not is_signed(public, signature, handshake.digest):
+            raise _turned_away(handshake)
         attempt.succeeded()
-    return meeting.proof(key, b"server")
+    return handshake.proof(key, b"server")
 
 
-def _judge(meeting: Meeting, credentials: Credentials, public: bytes, role: int) -> None:
-    """One who has proven that a key is his may not be welcome all the same; it is looked up after the proof, so that
-    nobody else learns of it and no false entry gets into the audit log."""
-    found = credentials.book.find(public)
+def _judge(handshake: Handshake, credentials: Credentials, public: bytes, role: int) -> None:
+    """Refuse a client that has proven its key where the key is revoked or has another role.
+
+    The key is looked up after the proof, so that nobody else learns of it and no false entry gets into the audit log.
+    """
+    pinned = credentials.book.find(public)
     acts_as, wanted = _ROLES.get(role), credentials.role.other
-    if found is not None and found.is_revoked:
-        meeting.write(bytes([Verdict.REVOKED]))
-        raise KeyRefused(f"{found.name} is refused: its key was revoked here.", public)
+    if pinned is not None and pinned.is_revoked:
+        handshake.write(bytes([ProofVerdict.REVOKED]))
+        raise KeyRefused(f"{pinned.name} is refused: its key was revoked here.", public)
     if acts_as != wanted:
-        meeting.write(bytes([Verdict.WRONG_ROLE]))
-        raise KeyRefused(f"A guest did not come as a {wanted.text}, which is who is let in here.", public)
-    if found is not None and wanted not in found.roles:
-        meeting.write(bytes([Verdict.WRONG_ROLE]))
+        handshake.write(bytes([ProofVerdict.WRONG_ROLE]))
+        raise KeyRefused(f"A peer did not come as a {wanted.text}, the only role that is admitted here.", public)
+    if pinned is not None and wanted not in pinned.roles:
+        handshake.write(bytes([ProofVerdict.WRONG_ROLE]))
         raise KeyRefused(
-            f"{found.name} is refused: its key is known here as a {_roles(found.roles)}, and it came as a "
+            f"{pinned.name} is refused: its key is known here as a {_roles(pinned.roles)}, and it came as a "
             f"{wanted.text}.",
             public,
-            hint=f"If it should: manyhands devices allow {found.name} {wanted.text}",
+            hint=f"If it should: manyhands devices allow {pinned.name} {wanted.text}",
         )
 
 
-def _turned_away(meeting: Meeting) -> WrongProof:
-    meeting.write(bytes([Verdict.WRONG]))
-    return WrongProof("A guest has another token.", hint="Copy the token that was printed here at the start.")
+def _turned_away(handshake: Handshake) -> WrongProof:
+    handshake.write(bytes([ProofVerdict.WRONG]))
+    return WrongProof("A peer has another token.", hint="Copy the token that was printed here at the start.")

@@ -1,4 +1,4 @@
-"""Who may connect: both sides prove who they are, over TLS wherever others might listen.
+"""Which peers may connect: both sides prove who they are, over TLS wherever others might listen.
 
     client                                    server
     preamble: magic, protocol, plain or encrypted, purpose
@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from manyhands.engine.keys import Credentials, certified_context, key_of
 from manyhands.engine.limiter import ProofLimiter
-from manyhands.engine.proofs import Knowledge, Meeting, demand, prove
+from manyhands.engine.proofs import Handshake, Knowledge, demand, prove
 from manyhands.engine.wire import Broken, EncryptedWire, Wire, read_exactly, write_all
 from manyhands.facts.errors import BadValue, Refused
 
@@ -43,7 +43,7 @@ OTHER_KIND = "Both must be encrypted, or both plain (only on one machine)."
 SHORTEST_TOKEN = 8
 """With a PAKE and a rate limiter, 8 characters drawn at random are out of reach: see `limiter`."""
 _FEWEST_SIGNS = 5
-"""Different ones, in a token that somebody chose."""
+"""The least different characters in a token that a person chose."""
 _TOKEN_BYTES = 20
 _SECRET_BYTES = 32
 _MADE = re.compile(r"[a-z2-7]{4}(-[a-z2-7]{4}){7}")
@@ -84,7 +84,7 @@ class Security:
 
     @property
     def knowledge(self) -> Knowledge:
-        """For the proofs; TimeoutError where it has not come in time."""
+        """What the proofs need; TimeoutError where the secret has not come in time."""
         return Knowledge(self.token, self.is_secret, self.credentials)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Security:
 
 @dataclass(frozen=True)
 class LaterSecurity(Security):
-    """A run's secret that this device has not been told yet; handshakes that need it wait for it.
+    """A run's secret that has not come yet; handshakes that need it wait for it.
 
     A worker listens for its peers before it joins, and learns the run's secret when it is welcomed; a peer may be
     quicker to connect.
@@ -124,7 +124,7 @@ class LaterSecurity(Security):
 
 @dataclass(frozen=True)
 class DeviceSecurity(Security):
-    """The same for a device with a key of its own, which others may know: then it needs no token to connect."""
+    """The security of a device with a key of its own, which others may know: then it needs no token to connect."""
 
     credentials: Credentials | None = field(default=None, repr=False, compare=False)  # type: ignore[misc]
 
@@ -134,7 +134,7 @@ class DeviceSecurity(Security):
 
 
 def check_token(token: str) -> None:
-    """Refuse a token that somebody could guess."""
+    """Refuse a token that could be guessed."""
     if not token:
         raise BadValue("The token is empty; it must be a text nobody can guess.", hint="Leave it out to get one.")
     if len(token) < SHORTEST_TOKEN or len(set(token)) < _FEWEST_SIGNS:
@@ -167,7 +167,7 @@ def is_secret(token: str) -> bool:
 
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Where one listens on all of a machine's addresses."""
+"""Hosts that stand for all of a machine's addresses."""
 
 
 def is_loopback(host: str) -> bool:
@@ -213,7 +213,7 @@ def _own_side(security: Security) -> tuple[ssl.SSLContext, bytes]:
 
 
 def prepare(security: Security) -> None:
-    """Make the certificate now rather than when somebody waits for it."""
+    """Make the certificate now rather than when a peer waits for it."""
     if security.encrypted:
         _own_side(security)
 
@@ -226,7 +226,7 @@ def preamble(security: Security, purpose: Purpose) -> bytes:
 
 
 def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str, str]:
-    """What is wrong with a preamble, and a hint; empty where nothing is."""
+    """Return what is wrong with a preamble, and a hint; empty where nothing is."""
     magic, protocol, encrypted, other_purpose = PREAMBLE.unpack(theirs)
     if magic != MAGIC:
         return f"is no manyhands: it begins with {magic!r}, not {MAGIC!r}", "Check the host and port."
@@ -237,7 +237,7 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
         message = f"is {kind[bool(encrypted)]}, this side {kind[security.encrypted]}"
         return message, OTHER_KIND
     if other_purpose != purpose:
-        names = {int(known): known.name.lower() for known in Purpose}
+        names = {int(member): member.name.lower() for member in Purpose}
         message = f"is for {names.get(other_purpose, other_purpose)}, not for {purpose.name.lower()}"
         return message, "Check the port: a worker joins at the coordinator's address."
     return "", ""
@@ -247,8 +247,8 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
     """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again, and
     TakesNoProofs later."""
     wire: Wire = Wire(connected, security.patience)
-    own = preamble(security, purpose)
-    write_all(wire, own, deadline)
+    ours = preamble(security, purpose)
+    write_all(wire, ours, deadline)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
     problem, hint = difference(theirs, security, purpose)
     if problem:
@@ -259,8 +259,8 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
             wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False, patience=security.patience)
             encrypted.shake_hands(deadline)
             certificate = encrypted.peer_certificate
-        meeting = Meeting(wire, own + theirs, certificate, deadline)
-        wire.peer_key = prove(meeting, security.knowledge, where, key_of(certificate) if certificate else b"")
+        handshake = Handshake(wire, ours + theirs, certificate, deadline)
+        wire.peer_key = prove(handshake, security.knowledge, where, key_of(certificate) if certificate else b"")
     except Broken as error:
         raise Refused(f"{where} ended the handshake: {error}.", hint="Its log says why.") from error
     return wire
@@ -272,32 +272,35 @@ def admit(
     deadline: float,
     limiter: ProofLimiter,
 ) -> tuple[Wire, Purpose]:
-    """The server's side, and which of these purposes the guest has; Refused, Broken or TimeoutError are his matter."""
+    """Run the server's side; returns the wire and which of these purposes the client has.
+
+    Refused, Broken or TimeoutError end this client's connection only.
+    """
     purpose, security = next(iter(securities.items()))
     wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
-    asked = PREAMBLE.unpack(theirs)[-1]
-    if asked in securities:
-        purpose = Purpose(asked)
+    wanted = PREAMBLE.unpack(theirs)[-1]
+    if wanted in securities:
+        purpose = Purpose(wanted)
         security = securities[purpose]
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):
-        raise Refused(f"A guest {problem}.", hint=hint)
-    own = preamble(security, purpose)
-    write_all(wire, own, deadline)
+        raise Refused(f"A peer {problem}.", hint=hint)
+    ours = preamble(security, purpose)
+    write_all(wire, ours, deadline)
     if problem:
-        raise Refused(f"A guest {problem}.", hint=hint)
+        raise Refused(f"A peer {problem}.", hint=hint)
     certificate = b""
     if security.encrypted:
         context, certificate = _own_side(security)
         wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
         encrypted.shake_hands(deadline)
-    meeting = Meeting(wire, theirs + own, certificate, deadline)
-    wire.peer_key = demand(meeting, security.knowledge, origin_of(connected), limiter)
+    handshake = Handshake(wire, theirs + ours, certificate, deadline)
+    wire.peer_key = demand(handshake, security.knowledge, origin_of(connected), limiter)
     return wire, purpose
 
 
 def origin_of(connected: socket.socket) -> str:
-    """The address of whoever is at the other end; empty where it has none."""
+    """Return the address of the other end; empty where it has none."""
     name = connected.getpeername()
     return str(name[0]) if isinstance(name, tuple) else ""

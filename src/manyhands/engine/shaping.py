@@ -7,20 +7,20 @@ device share, and leaves when the last of its bytes would have been through both
     link b         |--2--|     |--3--|    A port goes on with the next segment where the last one ended.
     port     |--1--|--2--|--4--|--3--|
 
-Times are those of an ideal link, not of whoever calls: who comes late catches up, by `GRACE_SECONDS` at most. So from
+Times are those of an ideal link, not of the caller: one that comes late catches up, by `GRACE_SECONDS` at most. So from
 any moment on, no more leaves than the rate allows, and `burst_bytes`.
 
 A rate may change at any moment (`cancel`): what would have been through by then leaves, the rest is booked anew. So
 along a rate that changes all the time, as much passes as its integral says.
 
-The first segment of a frame is a packet: whoever receives it sees when it began, and can tell the rate from the rest.
+The first segment of a frame is a packet: the receiver sees when it began, and can tell the rate from the rest.
 """
 
 from __future__ import annotations
 
 import math
 
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 
 GRACE_SECONDS = 0.05
 """How much lateness is made up for. More was not ours: the receiver did not read, or the machine slept."""
@@ -64,12 +64,12 @@ class Shaper:
         """The part of a byte that was through when a rate changed."""
 
     def begin(self, ready_at: float) -> None:
-        """A frame follows, of a message that was there from `ready_at` on."""
+        """Begin a frame of a message that was there from `ready_at` on."""
         self._free_at = max(self._free_at, ready_at)
         self._is_first = True
 
     def let_pass(self, count: int) -> None:
-        """A frame follows that need not wait and delays nobody."""
+        """Begin a frame that need not wait and delays no other."""
         self.room, self._due = count, -math.inf
 
     def due(self, left_bytes: int, now: float) -> float:
@@ -90,7 +90,7 @@ class Shaper:
         self._due = self._free_at = max(self._port.free_at, self._begun + left / link_rate)
 
     def spend(self, count: int) -> None:
-        """So many bytes of `room` have left."""
+        """Note that `count` bytes of `room` have left."""
         self.room -= count
 
     def cancel(self, now: float) -> None:

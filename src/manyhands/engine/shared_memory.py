@@ -38,11 +38,11 @@ _IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create") and hasa
 
 
 class Unshared(Exception):
-    """No memory in common; says why in a few words. Bytes go over the connection then."""
+    """Raised where there is no shared memory; says why in a few words. Bytes go over the connection then."""
 
 
 class Ring:
-    """One side's view of it. Used by one thread at a time."""
+    """One side's view of the ring. Used by one thread at a time."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -61,9 +61,9 @@ class Ring:
         return bytes(self._view[KEY_BYTES : KEY_BYTES + NONCE_BYTES])
 
     def _parts(self, place: int, length: int) -> list[memoryview]:
-        """So many bytes from there on: in one piece, or in two where the ring ends between them."""
-        assert 0 <= place < self.size, "checked by whoever reads headers"
-        assert 0 <= length <= self.size, "checked by whoever reads headers"
+        """Return `length` bytes from `place` on: in one piece, or in two where the ring ends between them."""
+        assert 0 <= place < self.size, "checked where headers are read"
+        assert 0 <= length <= self.size, "checked where headers are read"
         begin = HEAD_BYTES + place
         end = min(begin + length, HEAD_BYTES + self.size)
         rest = length - (end - begin)
@@ -76,7 +76,7 @@ class Ring:
 
 
 class FillingRing(Ring):
-    """The sender's side, who makes it."""
+    """The sender's side, which makes the ring."""
 
     def __init__(self, size: int) -> None:
         self._seen_taken = self._next = 0
@@ -94,7 +94,7 @@ class FillingRing(Ring):
             self.close()
             raise
         self.place = self._handover.place
-        """Where the other side gets it."""
+        """The place at which the other side fetches the memory."""
 
     def put(self, views: Sequence[memoryview], length: int) -> int:
         """Copy a payload into the ring; where it begins, or -1 where there is no room and nothing was done."""

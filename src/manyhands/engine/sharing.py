@@ -1,4 +1,4 @@
-"""How two ends of a connection agree on memory in common: by showing that they have it, not by guessing.
+"""How two ends of a connection agree on shared memory: by showing that they have it, not by guessing.
 
     sender, before its first large message        receiver
     offer: where the memory is handed over, its
@@ -30,7 +30,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.units import parse_bytes
 
 SHARING_VARIABLE = "MANYHANDS_SHARED_MEMORY"
-"""In the environment: how large a ring is; 0 for none at all."""
+"""The environment variable with a ring's size; 0 for none at all."""
 RING_BYTES = 4 * 2**20
 SMALLEST_SHARED_BYTES = 128 * 1024
 LARGEST_RING_BYTES = 2**30
@@ -39,7 +39,7 @@ _SMALLEST_RING_BYTES = SHARED_CHUNK_BYTES
 
 @dataclass(frozen=True)
 class SharingSetting:
-    """Whether and for what an endpoint uses memory in common."""
+    """Whether and for what an endpoint uses shared memory."""
 
     ring_bytes: int = RING_BYTES
     """Of each direction of each pair, taken from the system as it fills for the first time. 0: none, TCP for all."""
@@ -74,8 +74,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Offer)
 
 
-class Sharing:
-    """One connection's memory in common, both ways."""
+class MemorySharing:
+    """The shared memory of one connection, both ways."""
 
     def __init__(self, wire: Wire, setting: SharingSetting) -> None:
         self._wire, self._setting = wire, setting
@@ -131,7 +131,7 @@ class Sharing:
             ring.close()
 
     def close(self) -> None:
-        """Only when nobody fills or empties."""
+        """Release all memory; no thread may fill or empty it meanwhile."""
         self.may_offer = False
         for ring in (self._offered, self.filling, self.emptying):
             if ring is not None:

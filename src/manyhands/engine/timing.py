@@ -11,17 +11,17 @@ from collections import deque
 from typing import NamedTuple
 
 SMALLEST_TIMED_BYTES = 8 * 1024
-"""Of messages that are timed: smaller ones come at once."""
+"""The least size of messages that are timed: smaller ones come at once."""
 TOLD_EARLY_SECONDS = 1.0
-"""A message that takes longer is told of while it comes."""
+"""A message that takes longer is reported while it comes."""
 _MOST_TIMED = 256
 
 Seen = tuple[float, int]
 """A moment, and what had come over a connection by then."""
 
 
-class Timed(NamedTuple):
-    """So many bytes came from a peer in so many seconds, in which the link was never idle."""
+class TimedTransfer(NamedTuple):
+    """Bytes that came from a peer and the seconds they took, in which the link was never idle."""
 
     source: str
     bytes: int
@@ -30,31 +30,31 @@ class Timed(NamedTuple):
     """By time.monotonic()."""
 
 
-class Timing:
-    """Of all peers; kept under the mailbox's lock."""
+class TransferTiming:
+    """The timed transfers of all peers; used under the mailbox's lock."""
 
     def __init__(self) -> None:
-        self._timed: deque[Timed] = deque(maxlen=_MOST_TIMED)
+        self._timed: deque[TimedTransfer] = deque(maxlen=_MOST_TIMED)
         self._told: dict[str, Seen] = {}
-        """By source, where the last of what was timed ended."""
+        """Source -> where its last timed transfer ended."""
 
     def forget(self, source: str) -> None:
         """A new connection counts anew."""
         self._told.pop(source, None)
 
     def is_due(self, source: str, seen: Seen) -> bool:
-        """Whether a message that is still coming has taken so long that it is told of."""
+        """Return whether a message that is still coming has taken so long that it is reported."""
         return time.monotonic() - max(seen, self._told.get(source, seen))[0] > TOLD_EARLY_SECONDS
 
     def add(self, source: str, seen: Seen, came: int) -> None:
-        """Now `came` bytes have come from a source; the beginning of the message was `seen`."""
+        """Note that `came` bytes have come from a source; the beginning of the message was `seen`."""
         now = time.monotonic()
         began, before = max(seen, self._told.get(source, seen))
         if now > began and came >= before:
-            self._timed.append(Timed(source, came - before, now - began, now))
+            self._timed.append(TimedTransfer(source, came - before, now - began, now))
             self._told[source] = (now, came)
 
-    def take(self) -> list[Timed]:
-        found = list(self._timed)
+    def take(self) -> list[TimedTransfer]:
+        transfers = list(self._timed)
         self._timed.clear()
-        return found
+        return transfers

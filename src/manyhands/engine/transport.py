@@ -6,7 +6,7 @@
     channel = transport.reach("pi-1", "192.168.1.10", 7077, security, limit_seconds=30.0)
     endpoint = transport.endpoint("pi-1", security, host=channel.local_host)
 
-The first word is always who asks: TCP has no use for it, a transport that plays faults has.
+The first argument is always the caller's name: TCP has no use for it, a transport that plays faults has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from manyhands.engine.endpoint import Endpoint, Peers
 from manyhands.engine.keys import Credentials
 from manyhands.engine.security import OTHER_KIND, DeviceSecurity, Security, is_loopback, is_secret
 from manyhands.engine.tcp import TcpEndpoint
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import ManyhandsError, Refused
+from manyhands.facts.link import Link
 
 
 class ControlChannel(Protocol):
@@ -34,20 +34,20 @@ class ControlChannel(Protocol):
     """The public key that the other device has proven; empty where it has none."""
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
-        """The message has left. WorkerLost where the connection broke."""
+        """Send a message and return when it has left. WorkerLost where the connection broke."""
 
     def limit_received(self, largest_bytes: int) -> None:
-        """From now on longer messages break the connection."""
+        """Break the connection where a longer message comes from now on."""
 
     def receive(self, limit_seconds: float) -> bytes | None:
-        """The next message; None where the limit passed. WorkerLost where the connection broke."""
+        """Return the next message; None where the limit passed. WorkerLost where the connection broke."""
 
     @property
     def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not whole yet: one who is still speaking is not silent."""
+        """How much has come of a message that is not whole yet: a peer that is still sending is not silent."""
 
     def close(self) -> None:
-        """From any thread; whoever waits gets WorkerLost."""
+        """Close the channel from any thread; waiting threads get WorkerLost."""
 
 
 class ControlListener(Protocol):
@@ -55,16 +55,16 @@ class ControlListener(Protocol):
 
     address: tuple[str, int]
 
-    def tell_of_failures(self, told: Callable[[str, ManyhandsError], None]) -> None:
-        """From now on `told` hears of every handshake that failed: the address, and why."""
+    def tell_of_failures(self, on_failure: Callable[[str, ManyhandsError], None]) -> None:
+        """Call `on_failure` with the address and the reason of every handshake that fails from now on."""
 
     @property
     def dropped(self) -> int:
-        """How many were turned away."""
+        """How many peers were turned away."""
 
     @property
     def reasons(self) -> list[str]:
-        """Why the last ones were."""
+        """Why the last of them were turned away."""
 
     def accept(self, limit_seconds: float) -> ControlChannel | None: ...
 
@@ -97,7 +97,7 @@ class ConnectedEndpoint(Endpoint, Protocol):
 
 
 class Transport(Protocol):
-    """Makes all of these."""
+    """Makes listeners, channels and endpoints."""
 
     def listen(self, name: str, host: str, port: int, security: Security) -> ControlListener:
         """A place to join; port 0 takes any that is free. AddressTaken where it cannot be."""
@@ -144,17 +144,19 @@ class TcpTransport:
     def endpoint(
         self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
     ) -> TcpEndpoint:
-        return TcpEndpoint(name, security, host=host, door=listener.door if isinstance(listener, Listener) else None)
+        return TcpEndpoint(
+            name, security, host=host, peer_listener=listener.peer_listener if isinstance(listener, Listener) else None
+        )
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A connection between coordinator and worker, whoever made it."""
+class ControlConnection:
+    """A connection between coordinator and worker, whichever of the two made it."""
 
     channel: ControlChannel
     security: Security
     listener: ControlListener | None = None
-    """Where the coordinator came in and data comes in too; None: the worker went to the coordinator."""
+    """The listener at which the coordinator connected, and data connections arrive; None: the worker connected."""
 
 
 def reach_either(
@@ -169,19 +171,19 @@ def reach_either(
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
     credentials: Callable[[], Credentials | None] = lambda: None,
-) -> Reached:
-    """Somebody who listens, over an encrypted connection; on this very machine over whichever kind he has.
+) -> ControlConnection:
+    """Connect to a listener, over an encrypted connection; on this very machine over whichever kind it has.
 
     `credentials`: asked for where a connection is encrypted, and the token no secret of one run.
     """
     host, port = address
     kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) and token else [True]
     for kind in kinds:
-        own = credentials() if kind and not is_secret(token) else None
-        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=own)
+        key_ring = credentials() if kind and not is_secret(token) else None
+        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=key_ring)
         try:
             channel = transport.reach(name, host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
-            return Reached(channel, security)
+            return ControlConnection(channel, security)
         except Refused as error:
             if error.hint != OTHER_KIND or kind is kinds[-1]:
                 raise

@@ -91,18 +91,18 @@ class Wire:
         return count
 
     def shut(self) -> None:
-        """End it from any thread: whoever waits on it wakes up. The descriptor stays until `close`."""
+        """End the connection from any thread: waiting threads wake up. The descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only when nobody else is inside a call."""
+        """Close the socket; no other thread may be inside a call."""
         self.shut()
         self.socket.close()
 
 
 class EncryptedWire(Wire):
-    """The same under TLS 1.3."""
+    """A wire under TLS 1.3."""
 
     encrypted = True
 
@@ -225,7 +225,7 @@ def _records(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def wait(wire: Wire, events: int, deadline: float) -> None:
-    """Until the socket may be read or written; TimeoutError at the deadline."""
+    """Wait until the socket may be read or written; TimeoutError at the deadline."""
     left = deadline - time.monotonic()
     poll = select.poll()
     try:

@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import numpy
 import torch
 
-from manyhands.engine.mailbox import KNOWN_TO_NUMPY
+from manyhands.engine.memory import KNOWN_TO_NUMPY
 from manyhands.facts.boxes import Box
 
 

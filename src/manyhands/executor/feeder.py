@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from manyhands.data.laying import Laying
-from manyhands.data.silo import Kept
+from manyhands.data.preload import Preload
+from manyhands.data.silo import SiloContent
 from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
@@ -40,14 +40,14 @@ class Feeder:
         endpoint: Endpoint,
         *,
         with_targets: bool = True,
-        local: Mapping[str, Kept] | None = None,
-        laying: Laying | None = None,
+        local: Mapping[str, SiloContent] | None = None,
+        laying: Preload | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
         self.plan, self.local, self.laying = schedule.plan, dict(local or {}), laying
         if laying is not None:
             names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
-            self.local = {device: Kept(names, rows) for device in self.plan.devices}
+            self.local = {device: SiloContent(names, rows) for device in self.plan.devices}
         self._away = frozenset(name for one in self.local.values() for name in one.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts

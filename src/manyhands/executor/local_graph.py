@@ -15,7 +15,8 @@ from manyhands.executor.channel_messages import joined_shape
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import Op, TensorSpec
 from manyhands.facts.reads import Blocks
-from manyhands.graph.graph import Graph, Node, Samples, Value
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, SampleCount, Value
 from manyhands.schedule.channels import CHANNELS, Boxes, ChannelGeometry
 
 _GROUPS = 6
@@ -129,7 +130,7 @@ class LocalGraph:
             first, last = own.intervals[CHANNELS]
             arguments = (*arguments[:_GROUPS], max(1, (last - first) // rule.outputs), *arguments[_GROUPS + 1 :])
         elif op.channels == "shaped":
-            sizes = [Samples(spec.shape[0]), *spec.shape[1:]]
+            sizes = [SampleCount(spec.shape[0]), *spec.shape[1:]]
             target, arguments = "aten.reshape.default", (arguments[0], sizes)
         options = {} if op.channels == "shaped" else node.options
         return msgspec.structs.replace(node, target=target, arguments=arguments, options=options, outputs=(spec,))

@@ -19,7 +19,7 @@ from manyhands.executor.codec import pack, unpack
 from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
-from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.clock import TimedTrial, Timer, interleave, stopwatch
 from manyhands.profiler.this_machine import Machine, identify
 from manyhands.profiler.threads import with_threads
 
@@ -74,7 +74,7 @@ def measure_packing(threads: int | None = None, *, seconds: float = 1.0, timer: 
     return PackingCost(packing, per_byte, line("unpack")[1], line("feed back")[1], machine.text)
 
 
-def _trials(size: str, byte_count: int) -> list[Trial]:
+def _trials(size: str, byte_count: int) -> list[TimedTrial]:
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(byte_count // 4, generator=generator).relu_()
     gradient = torch.randn(byte_count // 4, generator=generator).mul_(0.01)
@@ -84,9 +84,9 @@ def _trials(size: str, byte_count: int) -> list[Trial]:
         gradient.copy_(gradient - (error * gradient).mul_(gradient))
 
     return [
-        Trial(f"pack {size}", lambda: pack(data, BITS, error)),
-        Trial(f"unpack {size}", lambda: unpack(packed, tuple(data.shape), data.dtype, BITS, "cpu")),
-        Trial(f"feed back {size}", feed_back),
+        TimedTrial(f"pack {size}", lambda: pack(data, BITS, error)),
+        TimedTrial(f"unpack {size}", lambda: unpack(packed, tuple(data.shape), data.dtype, BITS, "cpu")),
+        TimedTrial(f"feed back {size}", feed_back),
     ]
 
 

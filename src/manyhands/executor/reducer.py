@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from manyhands.engine.endpoint import Endpoint
-from manyhands.engine.mailbox import KNOWN_TO_NUMPY, as_bytes, window
+from manyhands.engine.memory import KNOWN_TO_NUMPY, as_bytes, window
 from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network

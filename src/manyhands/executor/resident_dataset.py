@@ -9,7 +9,7 @@ from math import prod
 import psutil
 import torch
 
-from manyhands.data.laying import HINT
+from manyhands.data.preload import HINT
 from manyhands.data.silo import check_rows
 from manyhands.executor.boxes import dtype_of
 from manyhands.executor.messages import FeedPart

@@ -13,7 +13,8 @@ import torch
 
 from manyhands.executor.segment_micro_batch import SegmentMicroBatch, SegmentTape
 from manyhands.executor.statistics import SharedBatchNorm
-from manyhands.graph.graph import Graph, Node, Value, records_of, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, Value, records_of, values_of
 from manyhands.graph.piece import Call, Context, Piece
 from manyhands.graph.weights import Weights, plain
 from manyhands.schedule.actions import Action, Backward, Forward

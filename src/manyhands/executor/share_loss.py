@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from manyhands.facts.plan import Plan
-from manyhands.graph.graph import Graph, tree_leaves, values_of
+from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_leaves, labels_of
+from manyhands.graph.nodes import values_of
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
 

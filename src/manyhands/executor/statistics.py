@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manyhands.graph.graph import Node, Value, Weight
+from manyhands.graph.nodes import Node, Value, Weight
 from manyhands.graph.weights import Weights
 
 _aten = torch.ops.aten

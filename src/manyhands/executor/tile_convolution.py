@@ -19,8 +19,11 @@ from manyhands.executor.tile_base import TileOperator, add_gradient, placed, wid
 from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall, WeightGradientCall
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.reads import Spread, Window
-from manyhands.graph.graph import Weight
-from manyhands.graph.kernels import Flags, Packed, by_groups, goes_by_groups, kernel_calls, product, takes_product
+from manyhands.graph.convolution_kernels import by_groups, goes_by_groups, product
+from manyhands.graph.kernel_flags import Flags
+from manyhands.graph.kernels import kernel_calls, takes_product
+from manyhands.graph.nodes import Weight
+from manyhands.graph.packed_convolution import PackedConvolution
 
 _aten = torch.ops.aten
 
@@ -45,7 +48,7 @@ class _TileConvolution(TileOperator):
         self.format = torch.channels_last if kernel is not None and kernel.channels_last else torch.contiguous_format
         self.has_flags = kernel is not None and not kernel.is_plain
         self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
-        self.packed: Packed | None = None
+        self.packed: PackedConvolution | None = None
         self.goes_by_groups = False
 
     def rest(self) -> None:
@@ -53,7 +56,7 @@ class _TileConvolution(TileOperator):
         self.goes_by_groups = is_plain and not self.transposed and goes_by_groups(self.groups)
         if self.kernel is not None and self.kernel.packed:
             call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
-            self.packed = call if isinstance(call, Packed) else None
+            self.packed = call if isinstance(call, PackedConvolution) else None
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """As its kernel wants it."""

@@ -28,7 +28,7 @@ from manyhands.executor.tile_call import (
 )
 from manyhands.executor.tile_statistics import PieceGradient, StatisticsOperator
 from manyhands.facts.boxes import Box
-from manyhands.graph.graph import Weight
+from manyhands.graph.nodes import Weight
 from manyhands.graph.piece import Context
 
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.executor.tile_base import TileOperator, is_dense, placed
 from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
-from manyhands.graph.graph import Node, Value, Weight
+from manyhands.graph.nodes import Node, Value, Weight
 
 _aten = torch.ops.aten
 

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 
 

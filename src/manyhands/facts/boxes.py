@@ -269,8 +269,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def hull(self, device: str) -> Box:
         """The smallest box around what one device holds: the shape of its buffer. Empty if it holds nothing."""
-        if own := self.boxes(device):
-            return reduce(Box.hull, own)
+        if boxes := self.boxes(device):
+            return reduce(Box.hull, boxes)
         if not self.rank:  # no box to take the rank from, or a scalar, of which no box is empty
             raise BadValue(f"Device '{device}' holds no box to put a hull around.")
         return Box.whole((0,) * self.rank)
@@ -285,7 +285,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return sum(box.volume for _, box in self.pieces())
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Whether every element of a tensor of this shape is held by somebody."""
+        """Return whether every element of a tensor of this shape is held by some device."""
         whole = Box.whole(shape)
         inside = first_come((device, box.intersect(whole)) for device, box in self.pieces())
         return sum(box.volume for _, box in inside) == whole.volume

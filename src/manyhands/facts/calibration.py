@@ -28,7 +28,7 @@ class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None of them: it broke off, its numbers were none."""
     is_enough: bool
     later: bool = False
-    """From the weights that the reference ended with."""
+    """Whether training starts from the weights that the reference ended with."""
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,7 +68,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def least_bits(self) -> dict[int, int]:
-        """As `split_profile` takes it."""
+        """Return the calibration as `split_profile` takes it."""
         return {int(cut): width for cut, width in self.bits.items()}
 
     def phases(self, later_epoch: int) -> tuple[tuple[int, int], ...]:

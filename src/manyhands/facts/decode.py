@@ -130,5 +130,5 @@ def _is_open(kind: Any) -> bool:
 
 
 def _fields(types: list[Any]) -> list[str]:
-    structs = [one for one in types if isinstance(one, type) and issubclass(one, msgspec.Struct)]
-    return sorted({info.encode_name for one in structs for info in msgspec.structs.fields(one)})
+    structs = [struct for struct in types if isinstance(struct, type) and issubclass(struct, msgspec.Struct)]
+    return sorted({info.encode_name for struct in structs for info in msgspec.structs.fields(struct)})

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_TEXT = 8000
-"""Of a message or hint: a name in a hostile file may be a book."""
+"""The most characters of a message or hint: a name in a hostile file may be very long."""
 
 
 def _page(text: str) -> str:
@@ -18,7 +18,7 @@ class ManyhandsError(Exception):
 
     exit_code = 1
     is_before_proof = False
-    """It was met on connecting to somebody who had not proven yet that he knows the token: what it says may be of any
+    """It was met on connecting to a peer that had not proven yet that it knows the token: what it says may be of any
     port of the network, and is for this device alone."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -157,7 +157,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
 
 def error_named(kind: str, message: str, hint: str) -> ManyhandsError:
     """An error that came over the wire as words; a kind nobody knows becomes a plain one."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, ManyhandsError):
-        return found(message, hint=hint)
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, ManyhandsError):
+        return error_class(message, hint=hint)
     return ManyhandsError(message, hint=hint)

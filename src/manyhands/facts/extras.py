@@ -46,11 +46,11 @@ def load(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         root = module.partition(".")[0]
-        extra = next((one for one in EXTRAS if root in one.modules), None)
+        extra = next((candidate for candidate in EXTRAS if root in candidate.modules), None)
         if extra is None or (error.name or "").partition(".")[0] != root:  # it is here, and something of its own is not
             raise
         raise NotInstalled(f"{what} needs {root}, which is not installed.", hint=f"Type: {extra.command}") from error
 
 
 def _extra(name: str) -> Extra:
-    return next(one for one in EXTRAS if one.name == name)
+    return next(extra for extra in EXTRAS if extra.name == name)

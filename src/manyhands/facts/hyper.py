@@ -85,19 +85,21 @@ HYPERS: tuple[Hyper, ...] = (
 def find_hyper(model: str, data: str, *, pretrained: str = "") -> Hyper | None:
     """The preset for a model and a data set, or what the data set stands in for; none where no paper has one."""
     real = data.removeprefix(STAND_IN)
-    return next((one for one in HYPERS if (one.model, one.data, one.pretrained) == (model, real, pretrained)), None)
+    return next(
+        (entry for entry in HYPERS if (entry.model, entry.data, entry.pretrained) == (model, real, pretrained)), None
+    )
 
 
 def hyper(model: str, data: str, *, pretrained: str = "") -> Hyper:
-    """As `find_hyper`, or an error that names what there is."""
-    found = find_hyper(model, data, pretrained=pretrained)
-    if found is None:
+    """Return what `find_hyper` does, or raise an error that names what there is."""
+    entry = find_hyper(model, data, pretrained=pretrained)
+    if entry is None:
         before = f", trained on {pretrained} before" if pretrained else ""
-        own = [_told(one) for one in HYPERS if one.model == model]
-        hint = f"There are: {', '.join(own)}." if own else did_you_mean(model, {one.model for one in HYPERS})
+        titles = [_title(other) for other in HYPERS if other.model == model]
+        hint = f"There are: {', '.join(titles)}." if titles else did_you_mean(model, {other.model for other in HYPERS})
         raise UnknownName(f"There are no hyper-parameters for {model} on {data}{before}.", hint=hint)
-    return found
+    return entry
 
 
-def _told(one: Hyper) -> str:
-    return f"{one.model} on {one.data}" + (f" after {one.pretrained}" if one.pretrained else "")
+def _title(entry: Hyper) -> str:
+    return f"{entry.model} on {entry.data}" + (f" after {entry.pretrained}" if entry.pretrained else "")

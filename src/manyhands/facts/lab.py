@@ -13,52 +13,26 @@ from collections.abc import Sequence
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device, DirectedLink, Link
-from manyhands.facts.errors import BadValue, LabError, unknown
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
+from manyhands.facts.errors import LabError, unknown
+from manyhands.facts.link import DirectedLink, Link
 
 BUSIEST = 0.8
-"""How much of a core devices may take: the rest is for the links between them and whoever watches."""
+"""How much of a core devices may take: the rest is for the links between them and for monitoring."""
 SLOWEST_SHARE = 0.001
-"""Of a core: the kernel gives no less than a millisecond in a second."""
-MOST_SLOTS = 16
+"""The least share of a core: the kernel gives no less than a millisecond in a second."""
 SLOWEST_BYTES_PER_SECOND = 1000.0
 """A recorded rate of nothing is this much: a queue that never moves cannot be told from a broken one."""
 LAB_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,31}")
 
 
-class LabCluster(msgspec.Struct, frozen=True):
-    """A cluster that is to be played on this machine: `Cluster.lab(...)`."""
-
-    cluster: Cluster
-    """As in real life."""
-    scale: float | None = None
-    """How many times slower; None: as slow as this machine's cores make it, and at least as in real life."""
-    slots: int = 1
-    """Workers on each device."""
-    traces: tuple[tuple[str, str], ...] = ()
-    """(device, file): the device's port follows a recorded rate."""
-
-    def __post_init__(self) -> None:
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise BadValue(f"The lab's scale is {self.scale}; it must be > 0.", hint="20: everything 20 times slower.")
-        if not 1 <= self.slots <= MOST_SLOTS:
-            raise BadValue(f"slots is {self.slots}; it must be 1 to {MOST_SLOTS}.")
-        hosted = [device.name for device in self.cluster.devices if device.host]
-        if hosted:
-            raise BadValue(
-                f"{hosted[0]} shares a host: in a lab every device has its own.", hint="Leave out host; use slots."
-            )
-        for device, _ in self.traces:
-            if device not in self.cluster.names:
-                raise unknown("device", device, self.cluster.names)
-
-
 class Seat(msgspec.Struct, frozen=True):
-    """What a device gets of this machine."""
+    """The part of this machine that a device gets."""
 
     device: str
     share: float
-    """Of one core; more than 1 where its slots sit on several."""
+    """The share of one core; more than 1 where its slots run on several."""
     cores: tuple[int, ...]
     memory_bytes: int
 
@@ -75,7 +49,7 @@ class Played(msgspec.Struct, frozen=True):
 
     @property
     def slowest_share(self) -> float:
-        """Of one core: so much the device has that has least."""
+        """The least share of one core that any device has."""
         return min(1.0, *(seat.share for seat in self.seats))
 
     def seat(self, device: str) -> Seat:
@@ -86,26 +60,26 @@ class Played(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> Cluster:
-        """What plans are made for: one device for each worker."""
+        """The cluster that plans are made for: one device for each worker."""
         return with_slots(self.network, self.slots)
 
     def workers_of(self, device: str) -> tuple[str, ...]:
         return slot_names(device, self.slots)
 
 
-def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
-    """How this machine, whose cores have these numbers and each this speed, plays a cluster."""
-    least = fitting_scale(asked.cluster, asked.slots, core_gflops, len(cores))
-    scale = asked.scale if asked.scale is not None else max(1.0, rounded_up(least))
+def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
+    """Return how this machine plays a cluster; `cores` are its cores' numbers, `core_gflops` the speed of each."""
+    least = fitting_scale(wanted.cluster, wanted.slots, core_gflops, len(cores))
+    scale = wanted.scale if wanted.scale is not None else max(1.0, rounded_up(least))
     if scale < least * (1 - 1e-9):
         raise LabError(
-            f"At scale {scale:g} the devices of {asked.cluster.name} need more than {BUSIEST:.0%} of this machine's "
+            f"At scale {scale:g} the devices of {wanted.cluster.name} need more than {BUSIEST:.0%} of this machine's "
             f"{len(cores)} core(s).",
             hint=f"Give scale={rounded_up(least):g} (--scale {rounded_up(least):g}) or more.",
         )
-    placed, _ = _packed(asked.cluster.devices, asked.slots, len(cores))
+    placed, _ = _packed(wanted.cluster.devices, wanted.slots, len(cores))
     seats = []
-    for device, places in zip(asked.cluster.devices, placed):
+    for device, places in zip(wanted.cluster.devices, placed):
         share = device.gflops / (core_gflops * scale)
         if share < SLOWEST_SHARE:
             raise LabError(
@@ -113,13 +87,13 @@ def play(asked: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Play
                 f"{SLOWEST_SHARE:g}.",
                 hint="The devices are too unequal for so few cores: leave out the fastest, or use more cores.",
             )
-        own = tuple(sorted({cores[place] for place in places}))
-        seats.append(Seat(device.name, share, own, device.memory_bytes))
-    return Played(scale, asked.slots, scaled(asked.cluster, scale), tuple(seats), asked.traces)
+        seat_cores = tuple(sorted({cores[place] for place in places}))
+        seats.append(Seat(device.name, share, seat_cores, device.memory_bytes))
+    return Played(scale, wanted.slots, scaled(wanted.cluster, scale), tuple(seats), wanted.traces)
 
 
 def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) -> float:
-    """The least scale at which no core is busier than `BUSIEST`."""
+    """Return the least scale at which no core is busier than `BUSIEST`."""
     _, busiest = _packed(cluster.devices, slots, cores)
     return busiest / (core_gflops * BUSIEST)
 
@@ -137,7 +111,7 @@ def _packed(devices: Sequence[Device], slots: int, cores: int) -> tuple[list[lis
 
 
 def rounded_up(number: float) -> float:
-    """Two digits are enough, and never less than was asked."""
+    """Return the number rounded up to two digits."""
     if number <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
@@ -145,15 +119,15 @@ def rounded_up(number: float) -> float:
 
 
 def scale_text(scale: float) -> str:
-    """For every result: what an hour here is outside."""
+    """Return the time scale in words, for every result."""
     if scale == 1:
-        return "time scale 1: as fast as in life"
+        return "time scale 1: real time"
     way = "slower" if scale > 1 else "faster"
-    return f"time scale {scale:g}: computing and links are {max(scale, 1 / scale):g} times {way} than in life"
+    return f"time scale {scale:g}: computing and links are {max(scale, 1 / scale):g} times {way} than real time"
 
 
 def scaled(cluster: Cluster, scale: float) -> Cluster:
-    """The same cluster, that many times slower."""
+    """Return the same cluster, `scale` times slower."""
     devices = tuple(
         msgspec.structs.replace(
             device, gflops=device.gflops / scale, memory_bytes_per_second=device.memory_bytes_per_second / scale,
@@ -164,7 +138,9 @@ def scaled(cluster: Cluster, scale: float) -> Cluster:
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(DirectedLink(one.sender, one.receiver, _scaled(one.link, scale)) for one in cluster.links)
+    links = tuple(
+        DirectedLink(directed.sender, directed.receiver, _scaled(directed.link, scale)) for directed in cluster.links
+    )
     return Cluster(cluster.name, devices, _scaled(cluster.link, scale), links)
 
 
@@ -197,9 +173,9 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         here = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
         inside += [DirectedLink(a, b, here) for a in names for b in names if a != b]
     between = [
-        DirectedLink(a, b, one.link)
-        for one in cluster.links
-        for a in slot_names(one.sender, slots)
-        for b in slot_names(one.receiver, slots)
+        DirectedLink(a, b, directed.link)
+        for directed in cluster.links
+        for a in slot_names(directed.sender, slots)
+        for b in slot_names(directed.receiver, slots)
     ]
     return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside))

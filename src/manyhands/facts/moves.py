@@ -102,14 +102,14 @@ def _partners(wanting: Iterable[tuple[str, Box]], holders: Layout) -> Iterator[t
     index = BoxIndex([cell for cell, _ in cells])
     load = dict.fromkeys(holders.devices, 0)
     for device, box in wanting:
-        found = index.meeting(box)
-        if sum(common.volume for _, common in found) < box.volume:  # cells are disjoint, so some is missing
-            raise _nobody(device, without([box], *(common for _, common in found))[0], holders)
-        for own in holders.boxes(device):
-            common = box.intersect(own)
+        partners = index.meeting(box)
+        if sum(common.volume for _, common in partners) < box.volume:  # cells are disjoint, so some is missing
+            raise _nobody(device, without([box], *(common for _, common in partners))[0], holders)
+        for held in holders.boxes(device):
+            common = box.intersect(held)
             if not common.is_empty:
                 yield device, device, common
-        for ordinal, common in found:
+        for ordinal, common in partners:
             candidates = cells[ordinal][1]
             if device not in candidates:
                 holder = min(candidates, key=load.__getitem__)
@@ -162,7 +162,7 @@ def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
 def _shared(source: Layout, target: Layout) -> Iterator[tuple[str, Box]]:
     """What each device holds in both layouts."""
     for device, box in target.pieces():
-        for own in source.boxes(device):
-            common = box.intersect(own)
+        for held in source.boxes(device):
+            common = box.intersect(held)
             if not common.is_empty:
                 yield device, common

@@ -176,11 +176,11 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Tensor -> indices of the operators that read it."""
-        found: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
             for name in dict.fromkeys(op.inputs):
-                found.setdefault(name, []).append(index)
-        return {name: tuple(indices) for name, indices in found.items()}
+                places.setdefault(name, []).append(index)
+        return {name: tuple(indices) for name, indices in places.items()}
 
     @cached_property
     def layer_of_op(self) -> tuple[int, ...]:

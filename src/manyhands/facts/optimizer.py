@@ -127,7 +127,7 @@ class Optimizer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Optimizer):
             return NotImplemented
-        mine, others = ((one.name, one.options, one.schedule, one.milestones) for one in (self, other))
+        mine, others = ((spec.name, spec.options, spec.schedule, spec.milestones) for spec in (self, other))
         return mine == others
 
     def __hash__(self) -> int:
@@ -214,7 +214,7 @@ def _checked_option(owner: str, option: object, value: object) -> Option:
     if not isinstance(option, str) or not _NAME.fullmatch(option):
         raise BadValue(f"{owner}: {option!r:.80} is not an option's name.")
     if isinstance(value, (list, tuple)):
-        return tuple(_scalar(owner, option, one) for one in value)
+        return tuple(_scalar(owner, option, item) for item in value)
     return _scalar(owner, option, value)
 
 
@@ -249,39 +249,41 @@ def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
 def _checked_milestones(given: object, schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
     """The steps at which each schedule but the first begins, as the caller gave them."""
     hint = "Each schedule but the first begins at one: schedule=[first, second], milestones=[5]."
-    if not isinstance(given, (list, tuple)) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
+    if not isinstance(given, (list, tuple)) or any(
+        isinstance(item, bool) or not isinstance(item, int) for item in given
+    ):
         raise BadValue(f"milestones is {given!r:.80}; it must be a list of steps.", hint=hint)
     if len(given) != max(len(schedules) - 1, 0):
         raise BadValue(f"There are {len(schedules)} schedule(s) and {len(given)} milestone(s).", hint=hint)
     if any(later <= earlier for earlier, later in zip((0, *given), given)):
         raise BadValue(f"milestones is {list(given)}; they must be above 0 and each above the one before it.")
-    return tuple(int(one) for one in given)
+    return tuple(int(item) for item in given)
 
 
 def _ends(schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
     """The steps at which each schedule but the last ends, by its own options; where none says so it is refused, since
     PyTorch has no rule for it."""
-    found: list[int] = []
+    ends: list[int] = []
     for name, options in schedules[:-1]:
         option = _LENGTHS.get(name.lower())
         length = dict(options).get(option) if option is not None else None
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            said = f"its {option} is {length!r}" if option is not None else "it has no end of its own"
+            length_text = f"its {option} is {length!r}" if option is not None else "it has no end of its own"
             raise BadValue(
-                f"Schedules follow one another, but nothing says where {name} ends: {said}.",
+                f"Schedules follow one another, but nothing says where {name} ends: {length_text}.",
                 hint=f"Say at which step each of the others begins: milestones=[...], {len(schedules) - 1} number(s).",
             )
-        found.append((found[-1] if found else 0) + length)
-    return tuple(found)
+        ends.append((ends[-1] if ends else 0) + length)
+    return tuple(ends)
 
 
 def _typed(options: _Options) -> list[str]:
     """option=value of each, as `parse` reads it."""
-    found = []
+    typed = []
     for option, value in options:
         text = f"[{','.join(map(_typed_scalar, value))}]" if isinstance(value, tuple) else _typed_scalar(value)
-        found.append(f"{option}={text}")
-    return found
+        typed.append(f"{option}={text}")
+    return typed
 
 
 def _typed_scalar(value: Scalar) -> str:

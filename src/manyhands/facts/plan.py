@@ -36,7 +36,7 @@ BatchNorm = Literal["synchronised", "local"]
 ReplayMode = Literal["grouped", "window"]
 EVERYWHERE = "everywhere"
 BUCKET_BYTES = 4_000_000
-"""Of gradients that are added up together, unless a plan says otherwise."""
+"""The bytes of gradients that are summed together, unless a plan says otherwise."""
 
 
 class Share(OpenUnion):
@@ -191,7 +191,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: tuple[str, ...]
     share: Share = Single()
     codec: Codec = Codec()
-    """For what this stage receives from earlier stages."""
+    """The codec of what this stage receives from earlier stages."""
     reduce: Literal["allreduce", "gateway"] = "allreduce"
     """How the devices of this stage add up their weight gradients."""
 

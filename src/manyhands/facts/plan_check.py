@@ -180,10 +180,10 @@ def _check_devices(plan: Plan, network: Network, cluster: Cluster | None) -> Non
                 f"homes names input '{name}'; {network.name} has {', '.join(network.inputs)}.",
                 hint=did_you_mean(name, network.inputs),
             )
-        known = used if cluster is None else cluster.names
-        if home != EVERYWHERE and home not in known:
+        names = used if cluster is None else cluster.names
+        if home != EVERYWHERE and home not in names:
             where = "in no stage" if cluster is None else f"not in cluster {cluster.name}"
-            raise BadPlan(f"homes.{name} is '{home}', which is {where}.", hint=did_you_mean(home, known))
+            raise BadPlan(f"homes.{name} is '{home}', which is {where}.", hint=did_you_mean(home, names))
 
 
 def _check_warm_up(plan: Plan) -> None:

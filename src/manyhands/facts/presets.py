@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import msgspec
-
-from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import unknown
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -94,12 +89,3 @@ PRESETS: dict[str, Preset] = {
     "edge-cloud": _edge_cloud("jetson-tx2", "1 TX2"),
     "edge-cloud-pi": _edge_cloud("pi4", "1 Pi 4"),
 }
-
-
-@lru_cache
-def preset(name: str) -> Cluster:
-    """The preset cluster called `name`."""
-    found = PRESETS.get(name)
-    if found is None:
-        raise unknown("preset cluster", name, PRESETS)
-    return Cluster.from_dict({"name": name, **found.document})

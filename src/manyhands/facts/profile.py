@@ -16,7 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.network import Network, Op
 
@@ -104,7 +105,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
 
     def check_matches(self, network: Network) -> None:
         """A profile speaks of one graph at one granularity."""
-        same_layers = [one.layer for one in self.layers] == [layer.name for layer in network.layers]
+        same_layers = [timed.layer for timed in self.layers] == [layer.name for layer in network.layers]
         if self.fingerprint != network.fingerprint or not same_layers:
             raise BadFile(
                 f"The profile of {self.network} ({self.input}, {len(self.layers)} {self.granularity}, "
@@ -198,7 +199,7 @@ def estimate(network: Network, device: Device) -> DeviceProfile:
         ladder = []
         for samples in ESTIMATE_LADDER:
             seconds = [op_seconds(op, device, samples) for op in run]
-            backward = sum(passes * own for passes, own in zip(map(network.backward_passes, run), seconds))
+            backward = sum(passes * forward for passes, forward in zip(map(network.backward_passes, run), seconds))
             ladder.append(Timing(samples, sum(seconds), backward))
         layers.append(LayerTiming(layer.name, tuple(ladder)))
     return DeviceProfile(
@@ -215,13 +216,13 @@ def estimate(network: Network, device: Device) -> DeviceProfile:
 
 def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
     """Estimated profiles of every device; devices with the same numbers share one."""
-    found: dict[Device, DeviceProfile] = {}
+    profiles: dict[Device, DeviceProfile] = {}
     by_name: dict[str, DeviceProfile] = {}
     for device in cluster.devices:
         key = msgspec.structs.replace(device, name="any", host="")
-        if key not in found:
-            found[key] = estimate(network, device)
-        by_name[device.name] = found[key]
+        if key not in profiles:
+            profiles[key] = estimate(network, device)
+        by_name[device.name] = profiles[key]
     return Profile(by_name)
 
 

@@ -202,7 +202,7 @@ class Dealt(AxisRule, frozen=True, tag="dealt"):
         return (0, extent) if needed[0] < needed[1] else (0, 0)
 
     def pieces(self, output: Interval, extent: int) -> tuple[Interval, ...]:
-        """Of every group the interval that makes `output`, whose ends are multiples of `groups`."""
+        """Return, for every group, the interval that makes `output`, whose ends are multiples of `groups`."""
         size = extent // self.groups
         low, high = output[0] // self.groups, output[1] // self.groups
         return tuple((group * size + low, group * size + high) for group in range(self.groups))

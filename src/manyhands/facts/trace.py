@@ -1,4 +1,4 @@
-"""What a link's rate was over time, as somebody recorded it, and how it is read from text.
+"""A link's recorded rate over time, and how it is read from text.
 
     0     16.8          a moment and a rate: s, Mbit/s
     0.840 22.5
@@ -43,7 +43,7 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def length_seconds(self) -> float:
-        """With the last rate as long as the ones before it, on average."""
+        """The length of the recording; the last rate lasts as long as the ones before it, on average."""
         first, last, count = self.seconds[0], self.seconds[-1], len(self.seconds)
         return (last - first) * count / (count - 1) if count > 1 else 1.0
 
@@ -88,7 +88,7 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
         return self._passed[-1] / self.length_seconds
 
     def scaled(self, *, rates: float = 1.0, times: float = 1.0) -> Trace:
-        """The same ups and downs at so many times the rates, in so many times the time."""
+        """Return the same ups and downs with rates and times multiplied."""
         for factor in (rates, times):
             if not 0 < factor < math.inf:
                 raise BadValue(f"A trace is scaled by {factor}; it must be > 0.")
@@ -165,9 +165,9 @@ def _row(words: Sequence[str]) -> list[float] | None:
 
 def _direction(moments: tuple[float, ...], megabits: Sequence[float], where: str) -> Trace:
     try:
-        found = Trace(moments, tuple(rate * _BYTES_PER_MEGABIT for rate in megabits))
+        trace = Trace(moments, tuple(rate * _BYTES_PER_MEGABIT for rate in megabits))
     except BadValue as error:
         raise BadFile(f"{where}: {error.message}") from error
-    if not 0 < found.mean < math.inf:
+    if not 0 < trace.mean < math.inf:
         raise BadFile(f"{where}: nothing ever passes: every rate is 0.", hint=_HINT)
-    return found
+    return trace

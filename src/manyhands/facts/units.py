@@ -29,8 +29,8 @@ def _parse(value: float | str, units: dict[str, float], what: str, example: str)
     else:
         match = _NUMBER.match(value[:60])
         if match is None or match.group(2) not in units:
-            known = ", ".join(u for u in units if u)
-            raise BadValue(f"{what}: cannot read '{value}'.", hint=f"Write it like '{example}' (units: {known}).")
+            unit_names = ", ".join(u for u in units if u)
+            raise BadValue(f"{what}: cannot read '{value}'.", hint=f"Write it like '{example}' (units: {unit_names}).")
         number, unit = float(match.group(1)), match.group(2)
     result = number * units[unit]
     if not 0 <= result < 1e30:

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import BadFile, BadValue, DiskFull, ManyhandsError, UnknownName, did_you_mean
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.presets import PRESETS
 from manyhands.facts.units import format_bytes
 from manyhands.files.plain import open_descriptor, open_plain
 
@@ -30,7 +30,7 @@ MOST_YAML_NODES = 10**5
 MOST_JSON_LISTS = 2_000_000
 """And objects: an empty one is two letters in the file, and fifty times as much in memory."""
 MOST_DIGITS = 40
-"""Of a whole number."""
+"""The most digits of a whole number."""
 YAML_SUFFIXES = (".yaml", ".yml")
 JSON_SUFFIXES = (".json",)
 SUFFIXES = YAML_SUFFIXES + JSON_SUFFIXES
@@ -157,9 +157,9 @@ def _rights_below(folder: Path) -> int:
 def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, what: str = "") -> BadFile:
     """The error for `what` that cannot be written; where the disk is full: what it needs, and what is free."""
     failed = f"{path}: {what}{' ' if what else ''}cannot be written"
-    said = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if error.errno not in _FULL:
-        return BadFile(f"{failed}: {said}.")
+        return BadFile(f"{failed}: {reason}.")
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -168,11 +168,11 @@ def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, wha
     with contextlib.suppress(OSError):
         free = f"{format_bytes(shutil.disk_usage(place).free)} are free"
     hint = "Make room on that disk, or give a folder on another. What was written before is whole."
-    return DiskFull(f"{failed}: {said}; {needs}{free}.", hint=hint)
+    return DiskFull(f"{failed}: {reason}; {needs}{free}.", hint=hint)
 
 
 def cache_folder() -> Path:
-    """Where profiles and data are kept: $MANYHANDS_HOME, else $XDG_CACHE_HOME/manyhands, else ~/.cache/manyhands."""
+    """Return the cache folder: $MANYHANDS_HOME, else $XDG_CACHE_HOME/manyhands, else ~/.cache/manyhands."""
     if home := os.environ.get("MANYHANDS_HOME"):
         return Path(home).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
@@ -237,10 +237,10 @@ def read_text(path: Path, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> str:
 def _neighbours(path: Path) -> str:
     """A hint naming documents in the same folder that are spelt alike."""
     try:
-        known = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in SUFFIXES]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in SUFFIXES]
     except OSError:
         return f"There is no folder {path.parent} either."
-    hint = did_you_mean(path.name, known)
+    hint = did_you_mean(path.name, names)
     return hint if hint.startswith("Did") else ""
 
 
@@ -248,12 +248,12 @@ def _read_json(text: str) -> object:
     count = text.count("[") + text.count("{")
     if count > MOST_JSON_LISTS:
         raise ValueError(f"it holds {count} lists and objects; at most {MOST_JSON_LISTS} are read")
-    found: object = json.loads(
+    document: object = json.loads(
         text, parse_constant=_refuse_constant, parse_int=_integer, object_pairs_hook=_refuse_twice
     )
     if _HALF_PAIR.search(text):
-        json.dumps(found, ensure_ascii=False).encode()  # half a character pair is no text, and cannot be printed
-    return found
+        json.dumps(document, ensure_ascii=False).encode()  # half a character pair is no text, and cannot be printed
+    return document
 
 
 def _integer(text: str) -> int:
@@ -263,12 +263,12 @@ def _integer(text: str) -> int:
 
 
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"'{twice:.60}' is written twice")
-    return found
+    return mapping
 
 
 class _Loader(yaml.SafeLoader):
@@ -294,10 +294,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_scalar(self, node: Any) -> Any:
-        found = super().construct_scalar(node)
-        if isinstance(found, str) and not found.isascii():
-            found.encode()  # half a character pair is no text, and cannot be printed
-        return found
+        text = super().construct_scalar(node)
+        if isinstance(text, str) and not text.isascii():
+            text.encode()  # half a character pair is no text, and cannot be printed
+        return text
 
     def construct_yaml_int(self, node: Any) -> int:
         if len(node.value) > MOST_DIGITS:
@@ -321,17 +321,17 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def _node_count(node: yaml.Node, known: dict[int, int]) -> int:
+def _node_count(node: yaml.Node, counts: dict[int, int]) -> int:
     """Values in a node, each as often as it is referred to; a node inside itself is refused."""
-    count = known.get(id(node))
+    count = counts.get(id(node))
     if count is None:
-        known[id(node)] = -1
+        counts[id(node)] = -1
         count = 1
         if isinstance(node, yaml.MappingNode):
-            count += sum(_node_count(key, known) + _node_count(value, known) for key, value in node.value)
+            count += sum(_node_count(key, counts) + _node_count(value, counts) for key, value in node.value)
         elif isinstance(node, yaml.SequenceNode):
-            count += sum(_node_count(item, known) for item in node.value)
-        known[id(node)] = count
+            count += sum(_node_count(item, counts) for item in node.value)
+        counts[id(node)] = count
     if count < 0:
         raise yaml.YAMLError("a list or mapping holds itself")
     return count

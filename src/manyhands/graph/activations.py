@@ -21,11 +21,11 @@ _READS_INPUT = frozenset(
     for name in ("hardtanh", "hardswish", "hardsigmoid", "silu", "mish", "gelu", "softplus", "log_sigmoid", "clamp")
 )
 _LEAST_ELEMENTS = 2**18
-"""From here on a function of our own costs less than writing elsewhere."""
+"""From this many elements on, an autograd function of its own costs less than writing elsewhere."""
 
 
 class _Bounded(torch.autograd.Function):
-    """aten.hardtanh over its input; its slopes over its result's, where nobody else has those."""
+    """aten.hardtanh over its input; its gradient over its result's, where nothing else holds that one."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, low: float, high: float, is_alone: bool) -> torch.Tensor:

@@ -131,7 +131,10 @@ def _text(given: Any) -> str:
 def _check_division(arguments: Sequence[Any]) -> None:
     """The smallest integer divided by -1 has no result: x86 ends the process."""
     dividend, divisor = arguments[:2]
-    if any(isinstance(one, torch.Tensor) and (isinstance(one, FakeTensor) or not one.is_cpu) for one in arguments[:2]):
+    if any(
+        isinstance(operand, torch.Tensor) and (isinstance(operand, FakeTensor) or not operand.is_cpu)
+        for operand in arguments[:2]
+    ):
         return  # nothing is computed, or by a processor that has no such trap
     dtype = torch.result_type(dividend, divisor)
     if dtype in (torch.int32, torch.int64) and _has(divisor, -1) and _has(dividend, torch.iinfo(dtype).min):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Enum, Node, Samples, Special, Value, Weight
 from manyhands.graph.limits import refuse
+from manyhands.graph.nodes import Argument, Enum, Node, SampleCount, Special, Value, Weight
 
 _NESTED = re.compile(r"(Optional|List)\[(.*)\]")
 
@@ -34,10 +34,15 @@ class Parameter(NamedTuple):
 def parameters(target: str) -> tuple[tuple[Parameter, ...], dict[str, Parameter]]:
     """The positional arguments of an operator, and those given by name."""
     listed = [
-        (one.kwarg_only, Parameter(one.name, str(one.real_type), one.N, not one.has_default_value()))
-        for one in ops.resolve(target)._schema.arguments
+        (
+            parameter.kwarg_only,
+            Parameter(parameter.name, str(parameter.real_type), parameter.N, not parameter.has_default_value()),
+        )
+        for parameter in ops.resolve(target)._schema.arguments
     ]
-    return tuple(one for named, one in listed if not named), {one.name: one for named, one in listed if named}
+    return tuple(parameter for named, parameter in listed if not named), {
+        parameter.name: parameter for named, parameter in listed if named
+    }
 
 
 def check_types(node: Node, place: str) -> None:
@@ -45,15 +50,17 @@ def check_types(node: Node, place: str) -> None:
     positional, named = parameters(node.target)
     if len(node.arguments) > len(positional):
         refuse(place, f"has {len(node.arguments)} arguments; {node.target} takes at most {len(positional)}")
-    for one, given in zip(positional, node.arguments, strict=False):
-        _check(one, given, node, place)
+    for parameter, given in zip(positional, node.arguments, strict=False):
+        _check(parameter, given, node, place)
     for name, given in node.options.items():
         if name not in named:
-            known = ", ".join(sorted(named)) or "none"
-            refuse(place, f"option {name!r:.80} is not one of {node.target}; it has {known}")
+            names = ", ".join(sorted(named)) or "none"
+            refuse(place, f"option {name!r:.80} is not one of {node.target}; it has {names}")
         _check(named[name], given, node, place)
-    missing = [one.name for one in positional[len(node.arguments) :] if one.is_required]
-    missing += [one.name for one in named.values() if one.is_required and one.name not in node.options]
+    missing = [parameter.name for parameter in positional[len(node.arguments) :] if parameter.is_required]
+    missing += [
+        parameter.name for parameter in named.values() if parameter.is_required and parameter.name not in node.options
+    ]
     if missing:
         refuse(place, f"{node.target} lacks its argument {missing[0]!r}")
 
@@ -77,11 +84,11 @@ def _fits(given: Argument, wanted: str, length: int | None) -> bool:
 
 
 def _is_integer(given: Argument) -> bool:
-    return isinstance(given, (int, Samples))
+    return isinstance(given, (int, SampleCount))
 
 
 def _is_number(given: Argument) -> bool:
-    return isinstance(given, (int, float, Samples, Special))
+    return isinstance(given, (int, float, SampleCount, Special))
 
 
 def _is_tensor(given: Argument) -> bool:

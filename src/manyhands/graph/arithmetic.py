@@ -7,7 +7,7 @@ from math import prod
 
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Node, Value, Weight
+from manyhands.graph.nodes import Argument, Node, Value, Weight
 
 Shapes = Mapping[str, TensorSpec | WeightSpec]
 

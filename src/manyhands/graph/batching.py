@@ -50,8 +50,8 @@ def _fitting(spec: TensorSpec, value: Any) -> torch.Tensor:
         hint = "All samples must have one shape: crop, resize or pad them."
         if tuple(tensor.shape[1:]) == shape:
             hint = "It has an axis of samples: give them one by one."
-        told = f"A sample's '{spec.name}' has shape {tuple(tensor.shape)}; the network was captured for {shape}."
-        raise BadData(told, hint=hint)
+        problem = f"A sample's '{spec.name}' has shape {tuple(tensor.shape)}; the network was captured for {shape}."
+        raise BadData(problem, hint=hint)
     if tensor.is_floating_point() and not dtype.is_floating_point:
         given = str(tensor.dtype).removeprefix("torch.")
         raise BadData(f"A sample's '{spec.name}' is {given}; it must be {spec.dtype}.")
@@ -59,7 +59,7 @@ def _fitting(spec: TensorSpec, value: Any) -> torch.Tensor:
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Of one sample."""
+    """Return the shape of one sample."""
     shape, axis = spec.shape_for(1), spec.batch_axis
     return shape if axis is None or spec.rows_per_sample > 1 else (*shape[:axis], *shape[axis + 1 :])
 
@@ -87,8 +87,8 @@ def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) ->
         if spec.batch_axis is None:
             return tensor.clone()
         rows = spec.rows_per_sample
-        found = tensor.narrow(spec.batch_axis, place * rows, rows)
-        return (found if rows > 1 else found.squeeze(spec.batch_axis)).clone()
+        rows_here = tensor.narrow(spec.batch_axis, place * rows, rows)
+        return (rows_here if rows > 1 else rows_here.squeeze(spec.batch_axis)).clone()
 
     return [outputs_of(graph, {name: cut(name, place) for name in graph.outputs}) for place in range(count)]
 

@@ -58,20 +58,20 @@ def _is_activation(spec: TensorSpec) -> bool:
 
 
 def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """For every position, the tensors made before it and still needed."""
+    """Return, for every position, the tensors made before it and still needed."""
     last_read = {name: index for index, op in enumerate(described) for name in op.inputs}
     last_read.update(dict.fromkeys(outputs, len(described)))
     alive: dict[str, None] = {}
-    found: list[tuple[str, ...]] = []
+    crossings: list[tuple[str, ...]] = []
     for index, op in enumerate(described):
-        found.append(tuple(alive))
+        crossings.append(tuple(alive))
         for name in op.outputs:
             if last_read.get(name, -1) > index:
                 alive[name] = None
         for name in [n for n in alive if last_read[n] <= index]:
             del alive[name]
-    found.append(tuple(alive))
-    return found
+    crossings.append(tuple(alive))
+    return crossings
 
 
 def _is_glue_to_next(op: Op, tensors: dict[str, TensorSpec]) -> bool:

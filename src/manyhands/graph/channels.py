@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from manyhands.facts.network import ChannelWeight, TensorSpec, WeightSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Node, Value, Weight, values_of, weights_of
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -51,12 +51,14 @@ def channels_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[str, tu
 def _has_own_weights(node: Node) -> bool:
     """Whether what it multiplies with is a weight, not made by another operator."""
     given = node.arguments[1:3]
-    return isinstance(node.arguments[0], Value) and all(one is None or isinstance(one, Weight) for one in given)
+    return isinstance(node.arguments[0], Value) and all(
+        argument is None or isinstance(argument, Weight) for argument in given
+    )
 
 
 def _named(node: Node, *axes: tuple[int | None, int | None]) -> tuple[ChannelWeight, ...]:
     given = [argument for argument in node.arguments[1:3] if isinstance(argument, Weight)]
-    return tuple(ChannelWeight(one.name, *own) for one, own in zip(given, axes))
+    return tuple(ChannelWeight(weight.name, *places) for weight, places in zip(given, axes))
 
 
 def _convolution(node: Node) -> tuple[str, tuple[ChannelWeight, ...]]:

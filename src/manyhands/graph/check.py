@@ -17,10 +17,12 @@ from manyhands.facts.errors import BadGraph
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.argument_rules import check_arguments
-from manyhands.graph.document import weights_in
-from manyhands.graph.graph import Graph, Node, tree_leaves
+from manyhands.graph.document_reader import weights_in
+from manyhands.graph.graph import Graph
 from manyhands.graph.limits import LARGEST_LIST
-from manyhands.graph.piece import Context, Piece, Step, run_steps
+from manyhands.graph.nodes import Node
+from manyhands.graph.piece import CompiledNode, Context, Piece, run_steps
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
 LARGEST_RECURRENT_STEPS = 4096
@@ -62,10 +64,10 @@ def check_weights(expected: Mapping[str, WeightSpec], given: Mapping[str, torch.
         if name not in expected:
             raise BadGraph(f"Weight {name!r:.120} is given, but the graph has no such weight.")
         spec = expected[name]
-        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        if found != (spec.shape, spec.dtype):
+        actual = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if actual != (spec.shape, spec.dtype):
             wanted = f"{spec.dtype}{list(spec.shape)}"
-            raise BadGraph(f"Weight {name!r:.120} is {found[1]}{list(found[0])}; the graph says {wanted}.")
+            raise BadGraph(f"Weight {name!r:.120} is {actual[1]}{list(actual[0])}; the graph says {wanted}.")
 
 
 def check_loss(graph: Graph, loss: Graph) -> None:
@@ -80,9 +82,15 @@ def check_loss(graph: Graph, loss: Graph) -> None:
     made.update({spec.name: spec for spec in graph.inputs})
     taken = {spec.name: spec for spec in loss.inputs}
     for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
-        one, other = taken[theirs], made[ours]
-        if (one.shape, one.dtype, one.batch_axis) != (other.shape, other.dtype, other.batch_axis):
-            raise BadGraph(f"The loss takes {_text(one)} as {theirs!r:.80}; the network returns {_text(other)}.")
+        taken_spec, made_spec = taken[theirs], made[ours]
+        if (taken_spec.shape, taken_spec.dtype, taken_spec.batch_axis) != (
+            made_spec.shape,
+            made_spec.dtype,
+            made_spec.batch_axis,
+        ):
+            raise BadGraph(
+                f"The loss takes {_text(taken_spec)} as {theirs!r:.80}; the network returns {_text(made_spec)}."
+            )
     results = {spec.name: spec for node in loss.nodes for spec in node.outputs}
     spec = results.get(loss.output_tree) if isinstance(loss.output_tree, str) else None
     if spec is None or spec.shape or not spec.dtype.startswith(("float", "bfloat")):
@@ -148,7 +156,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _run(step: Step, slots: list[Any], samples: int) -> None:
+def _run(step: CompiledNode, slots: list[Any], samples: int) -> None:
     """Run a node; one whose cost grows with a size rather than with its text is looked at first."""
     node = step.node
     arguments = step.build(slots, samples)
@@ -187,7 +195,7 @@ def _check_parts(node: Node, arguments: list[Any]) -> None:
         raise BadGraph(f"{_called(node)} makes {count} tensors; at most {LARGEST_LIST} are taken.")
 
 
-def _run_recurrent(step: Step, slots: list[Any], samples: int) -> None:
+def _run_recurrent(step: CompiledNode, slots: list[Any], samples: int) -> None:
     """One time step stands for all: shapes do not depend on how many there are, time does."""
     node = step.node
     arguments = step.build(slots, samples)
@@ -209,9 +217,9 @@ def _compare(node: Node, values: list[Any], samples: int) -> None:
     for made, spec in zip(values, node.outputs, strict=True):
         if not isinstance(made, torch.Tensor):
             raise BadGraph(f"{_called(node)} makes fewer tensors than it says.")
-        found = (tuple(made.shape), str(made.dtype).removeprefix("torch."))
-        if found != (spec.shape_for(samples), spec.dtype):
+        actual = (tuple(made.shape), str(made.dtype).removeprefix("torch."))
+        if actual != (spec.shape_for(samples), spec.dtype):
             raise BadGraph(
-                f"{_called(node)} makes {found[1]}{list(found[0])} of {samples} samples; "
+                f"{_called(node)} makes {actual[1]}{list(actual[0])} of {samples} samples; "
                 f"the graph says {spec.dtype}{list(spec.shape_for(samples))}."
             )

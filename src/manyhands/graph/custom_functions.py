@@ -99,10 +99,10 @@ def _applied(function: Any, arguments: tuple[Any, ...], options: dict[str, Any])
         raise _refused(function, "writes to its input in place (mark_dirty)", "Return a new tensor.")
     if not any(needs) or not torch.is_grad_enabled():
         return made
-    several = isinstance(made, (tuple, list))
-    values = tuple(made) if several else (made,)
+    is_sequence = isinstance(made, (tuple, list))
+    values = tuple(made) if is_sequence else (made,)
     corrected = _with_gradient(function, context, arguments, values)
-    return corrected if several else corrected[0]
+    return corrected if is_sequence else corrected[0]
 
 
 def _needs_gradient(argument: Any) -> bool:
@@ -117,11 +117,11 @@ def _with_gradient(
         torch.full_like(v, INCOMING).requires_grad_() if _is_differentiable(v, context) else _no_gradient(v, context)
         for v in values
     ]
-    asked = [g for g in incoming if g is not None and g.requires_grad]
-    if not asked:
+    wanted = [g for g in incoming if g is not None and g.requires_grad]
+    if not wanted:
         return values
-    found = _backward(function, context, incoming, len(arguments))
-    pairs = [(b, a - a.detach()) for a, b in zip(arguments, found) if _needs_gradient(a) and b is not None]
+    gradients = _backward(function, context, incoming, len(arguments))
+    pairs = [(b, a - a.detach()) for a, b in zip(arguments, gradients) if _needs_gradient(a) and b is not None]
     for gradient, _ in pairs:
         if not gradient.requires_grad:
             raise _refused(
@@ -131,10 +131,10 @@ def _with_gradient(
     if not pairs:
         return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
     terms = torch.autograd.grad(
-        [gradient for gradient, _ in pairs], asked, [carrier for _, carrier in pairs], create_graph=True,
+        [gradient for gradient, _ in pairs], wanted, [carrier for _, carrier in pairs], create_graph=True,
         allow_unused=True,
     )  # fmt: skip
-    by_gradient = dict(zip(map(id, asked), terms))
+    by_gradient = dict(zip(map(id, wanted), terms))
     added = [by_gradient.get(id(g)) if g is not None else None for g in incoming]
     return tuple(v if term is None else v + term for v, term in zip(values, added))
 
@@ -156,8 +156,8 @@ def _backward(function: Any, context: _Context, incoming: list[torch.Tensor | No
     except CaptureFailed:
         raise
     except Exception as error:  # the function is the user's: anything may go wrong in it
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise _refused(function, f"has a backward that cannot be traced ({said})", "Write it in torch.") from error
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise _refused(function, f"has a backward that cannot be traced ({reason})", "Write it in torch.") from error
     gradients = tuple(found) if isinstance(found, (tuple, list)) else (found,)
     return (*gradients, *(None for _ in range(inputs - len(gradients))))
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -17,16 +17,20 @@ from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
-from manyhands.graph.graph import Graph, Node, Value, Weight, tree_leaves, values_of, weights_of
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import mixes_samples, reads_of
 from manyhands.graph.rows import outer_of
 from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
+from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 
 def describe(graph: Graph, granularity: str = "") -> Network:
-    """The network as planner, schedule and simulator see it."""
+    """Return the network as planner, schedule and simulator see it."""
     granularity = granularity or graph.granularity
     specs = {spec.name: spec for spec in graph.inputs}
     specs.update({spec.name: spec for node in graph.nodes for spec in node.outputs})
@@ -83,21 +87,21 @@ def describe(graph: Graph, granularity: str = "") -> Network:
 
 
 def _attached(graph: Graph) -> frozenset[int]:
-    """Nodes that serve nothing but penalties."""
+    """Return the places of nodes that serve nothing but penalties."""
     if not graph.penalties:
         return frozenset()
     needed = set(tree_leaves(graph.output_tree))
-    found = []
+    places = []
     for index, node in reversed(list(enumerate(graph.nodes))):
         if node.updates or any(spec.name in needed for spec in node.outputs):
             needed.update(values_of(node))
         else:
-            found.append(index)
-    return frozenset(found)
+            places.append(index)
+    return frozenset(places)
 
 
 def fingerprint(graph: Graph) -> str:
-    """A short name for graph and input shape; weights' values and the user's file names do not matter."""
+    """Return a short name for graph and input shape; weights' values and the user's file names do not matter."""
     nodes = [(n.target, n.arguments, sorted(n.options.items()), n.outputs) for n in graph.nodes]
     text = repr((nodes, graph.inputs, graph.weights))
     without_gradient = [i for i, node in enumerate(graph.nodes) if node.without_gradient]
@@ -107,15 +111,15 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _differentiable(graph: Graph) -> set[str]:
-    """Tensors that depend on a trainable weight through differentiable operators."""
+    """Return the tensors that depend on a trainable weight through differentiable operators."""
     trainable = {spec.name for spec in graph.weights if spec.trainable}
-    found: set[str] = set()
+    names: set[str] = set()
     for node in graph.nodes:
         if node.target.startswith("aten.detach") or node.updates or node.without_gradient:
             continue
-        if any(name in trainable for name in weights_of(node)) or any(name in found for name in values_of(node)):
-            found.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
-    return found
+        if any(name in trainable for name in weights_of(node)) or any(name in names for name in values_of(node)):
+            names.update(spec.name for spec in node.outputs if spec.dtype.startswith(("float", "bfloat", "complex")))
+    return names
 
 
 def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
@@ -136,7 +140,7 @@ def _writes(node: Node) -> tuple[str, ...]:
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
-    """Channels of a batch norm that normalises by the batch in training."""
+    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes."""
     if node.target != "aten.batch_norm.default" or not node.arguments[5]:
         return 0
     assert isinstance(node.arguments[0], Value)
@@ -159,7 +163,7 @@ class _Saved:
 
 
 def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
-    """Per node: bytes newly held for backward, as (fixed, per sample). No memory is used: the tensors are fake.
+    """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are fake.
 
     Recurrent layers are counted as torch's own kernels hold them. oneDNN's, which run them in float32 on a CPU, hold a
     workspace of their own that no fake tensor shows: two to five times as much. Only measuring tells.

@@ -14,11 +14,12 @@ import msgspec
 import torch
 
 from manyhands.graph import ops
-from manyhands.graph.graph import Graph, Node, Value, Weight, values_of, weights_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
 
 def at_rest(graph: Graph) -> Graph:
-    """The same network for inference: batch norms folded where they can be, nothing that keeps running statistics."""
+    """Return the network for inference: batch norms folded where possible, nothing that keeps running statistics."""
     readers = Counter(name for node in graph.nodes for name in values_of(node))
     uses = Counter(name for node in graph.nodes if not node.updates for name in weights_of(node))
     makers = {node.outputs[0].name: node for node in graph.nodes if not node.updates}
@@ -47,10 +48,12 @@ def at_rest(graph: Graph) -> Graph:
 def _may_fold(graph: Graph, maker: Node, norm: Node, uses: Counter[str]) -> bool:
     if norm.target != "aten.batch_norm.default" or maker.target not in ops.CONVOLUTION or "transpose" in maker.target:
         return False
-    if maker.outputs[0].name in graph.outputs or not all(isinstance(one, Weight) for one in norm.arguments[1:5]):
+    if maker.outputs[0].name in graph.outputs or not all(
+        isinstance(argument, Weight) for argument in norm.arguments[1:5]
+    ):
         return False
     weights = (*weights_of(maker), *weights_of(norm))
-    given = all(one is None or isinstance(one, Weight) for one in maker.arguments[1:3])
+    given = all(argument is None or isinstance(argument, Weight) for argument in maker.arguments[1:3])
     return given and isinstance(maker.arguments[1], Weight) and all(uses[name] == 1 for name in weights)
 
 

@@ -19,8 +19,8 @@ import torch
 
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Node, Value, values_of
-from manyhands.graph.kernels import Packed
+from manyhands.graph.nodes import Node, Value, values_of
+from manyhands.graph.packed_convolution import PackedConvolution
 
 Call = Callable[..., Any]
 _ADD, _RELU = "aten.add.Tensor", "aten.relu.default"
@@ -38,7 +38,7 @@ _MAKES_ITS_OWN = ops.CONVOLUTION | ops.POOLING | _POST_OPERATIONS.keys() | {_ADD
 class Fused:
     """A packed convolution, what is added to its result, and the activation of that."""
 
-    def __init__(self, packed: Packed, activation: Node | None, *, overwrites: bool) -> None:
+    def __init__(self, packed: PackedConvolution, activation: Node | None, *, overwrites: bool) -> None:
         """`overwrites`: the result takes the place of what is added."""
         self._packed, self._overwrites = packed, overwrites
         self._post, self._numbers = _post_operation(activation) if activation is not None else ("none", [])
@@ -67,7 +67,7 @@ class _Join:
     bias and what is added."""
 
     node: Node
-    packed: Packed
+    packed: PackedConvolution
     activation: Node | None
     other: str
     """What is added, if anything."""
@@ -77,7 +77,7 @@ def fused(
     nodes: Sequence[Node], kernels: Mapping[str, Call], kept: Collection[str], specs: Mapping[str, TensorSpec]
 ) -> tuple[tuple[Node, ...], dict[str, Call]]:
     """Fewer nodes that compute the same, and how those that stand for several are called. `kept`: what leaves."""
-    if not any(isinstance(call, Packed) for call in kernels.values()) or not _can_fuse():
+    if not any(isinstance(call, PackedConvolution) for call in kernels.values()) or not _can_fuse():
         return tuple(nodes), {}
     joins, gone = _joins(nodes, kernels, kept, specs)
     rest = tuple(joins[node.name].node if node.name in joins else node for node in nodes if node.name not in gone)
@@ -85,7 +85,9 @@ def fused(
     for node in rest:
         for name in values_of(node):
             readers.setdefault(name, []).append(node)
-    made = {spec.name for node in rest for spec in node.outputs if isinstance(kernels.get(node.name), Packed)}
+    made = {
+        spec.name for node in rest for spec in node.outputs if isinstance(kernels.get(node.name), PackedConvolution)
+    }
 
     def is_done_with(name: str, at: Node) -> bool:
         """Whether a result is a convolution's, that one only adds it, and nobody reads it, or a view of it, later."""
@@ -109,7 +111,7 @@ def _joins(
     counts = Counter(name for node in nodes for name in values_of(node))
     reader = {name: node for node in nodes for name in values_of(node)}
     made_at = {spec.name: index for index, node in enumerate(nodes) for spec in node.outputs}
-    found: dict[str, _Join] = {}
+    joins: dict[str, _Join] = {}
     gone: set[str] = set()
 
     def only_reader(made: TensorSpec) -> Node | None:
@@ -117,7 +119,7 @@ def _joins(
 
     for index, node in enumerate(nodes):
         packed = kernels.get(node.name)
-        if not isinstance(packed, Packed):
+        if not isinstance(packed, PackedConvolution):
             continue
         last, other, activation = node, "", None
         following = only_reader(node.outputs[0])
@@ -133,8 +135,8 @@ def _joins(
         bias = node.arguments[2] if len(node.arguments) > 2 else None
         arguments = (*node.arguments[:2], bias, *([Value(other)] if other else []))
         joined = msgspec.structs.replace(node, arguments=arguments, outputs=last.outputs)
-        found[node.name] = _Join(joined, packed, activation, other)
-    return found, gone
+        joins[node.name] = _Join(joined, packed, activation, other)
+    return joins, gone
 
 
 @cache
@@ -159,7 +161,7 @@ def _added(node: Node, made: TensorSpec, specs: Mapping[str, TensorSpec]) -> str
     """What an operator adds to `made`, of the same shape and type; nothing where it does something else."""
     if node.target != _ADD or node.options or len(node.arguments) != 2:
         return ""
-    names = [one.name for one in node.arguments if isinstance(one, Value)]
+    names = [argument.name for argument in node.arguments if isinstance(argument, Value)]
     others = [name for name in names if name != made.name]
     if len(names) != 2 or len(others) != 1:
         return ""
@@ -169,7 +171,7 @@ def _added(node: Node, made: TensorSpec, specs: Mapping[str, TensorSpec]) -> str
 
 
 def _is_line(node: Node) -> bool:
-    return node.target in _POST_OPERATIONS and all(isinstance(one, (int, float)) for one in node.arguments[1:])
+    return node.target in _POST_OPERATIONS and all(isinstance(number, (int, float)) for number in node.arguments[1:])
 
 
 def _post_operation(activation: Node) -> tuple[str, list[float]]:

@@ -10,8 +10,10 @@ import torch
 
 from manyhands.facts.errors import BadData
 from manyhands.graph import ops
-from manyhands.graph.graph import Graph, Value, tree_leaves, tree_map, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Value, values_of
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.trees import tree_leaves, tree_map
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _WHOLE_VIEWS = frozenset({
@@ -22,7 +24,7 @@ _WHOLE_VIEWS = frozenset({
 
 
 @dataclass(frozen=True)
-class Labels:
+class ClassLabels:
     """A part of the target that holds class numbers."""
 
     leaf: str
@@ -45,13 +47,13 @@ class Labels:
         return int(place) // (numbers.numel() // rows), int(numbers.flatten()[place])
 
 
-def labels_of(loss: Graph) -> tuple[Labels, ...]:
+def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
     """The parts of the target that a captured loss takes as class numbers, as they are."""
     specs = {spec.name: spec for spec in loss.inputs}
     specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
     makers = {spec.name: node for node in loss.nodes for spec in node.outputs}
     targets = set(tree_leaves(loss.input_tree[0][1]))
-    found: dict[Labels, None] = {}
+    labels: dict[ClassLabels, None] = {}
     for node in loss.nodes:
         if node.target.split(".")[1] not in CLASS_LOSSES:
             continue
@@ -67,8 +69,8 @@ def labels_of(loss: Graph) -> tuple[Labels, ...]:
         while name in makers and makers[name].target.split(".")[1] in _WHOLE_VIEWS:
             name = values_of(makers[name])[0]
         if name in targets:
-            found[Labels(name, shape[1], ignored)] = None
-    return tuple(found)
+            labels[ClassLabels(name, shape[1], ignored)] = None
+    return tuple(labels)
 
 
 def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
@@ -79,20 +81,20 @@ def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
     check_leaves(labels, bind_inputs(graph.loss, (blank, target)), which)
 
 
-def check_leaves(labels: tuple[Labels, ...], given: Mapping[str, Any], which: str) -> None:
-    """The same for targets by the names of the loss's inputs."""
-    for one in labels:
-        wrong = one.wrong(given[one.leaf])
+def check_leaves(labels: tuple[ClassLabels, ...], given: Mapping[str, Any], which: str) -> None:
+    """Check targets given by the names of the loss's inputs."""
+    for part in labels:
+        wrong = part.wrong(given[part.leaf])
         if wrong is not None:
             sample, label = wrong
             hint = f"Number the classes from 0, or give the network {label + 1} outputs."
             if label < 0:
-                hint = f"Number the classes from 0; what is to be left out has the label {one.ignored} (ignore_index)."
-            if given[one.leaf].dim() == 1:
-                found = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {one.outputs}]"
-                hint += f" All of them, of a data set of pairs: {found}"
+                hint = f"Number the classes from 0; what is to be left out has the label {part.ignored} (ignore_index)."
+            if given[part.leaf].dim() == 1:
+                expression = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {part.outputs}]"
+                hint += f" All of them, of a data set of pairs: {expression}"
             raise BadData(
-                f"{which}: sample {sample} has the label {label}; the network has {one.outputs} outputs, for labels "
-                f"from 0 to {one.outputs - 1}.",
+                f"{which}: sample {sample} has the label {label}; the network has {part.outputs} outputs, for labels "
+                f"from 0 to {part.outputs - 1}.",
                 hint=hint,
             )

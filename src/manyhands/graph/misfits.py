@@ -38,8 +38,8 @@ def last_entered(module: nn.Module) -> Iterator[Entered]:
     found, under_way = Entered(), list[Entered]()
 
     def enter(layer: nn.Module, given: Any) -> None:
-        own = ", ".join(shape_text(one.shape) for one in given if isinstance(one, torch.Tensor))
-        under_way.append(Entered(layer, names.get(id(layer), ""), own))
+        shapes = ", ".join(shape_text(argument.shape) for argument in given if isinstance(argument, torch.Tensor))
+        under_way.append(Entered(layer, names.get(id(layer), ""), shapes))
 
     def leave(layer: nn.Module, given: Any, output: Any) -> None:
         under_way.pop()
@@ -60,12 +60,12 @@ def shape_text(shape: Any) -> str:
     return f"({', '.join(['batch', *map(str, shape[1:])])})" if len(shape) else "()"
 
 
-def _is_column(one: torch.Tensor) -> bool:
-    return one.dim() == 2 and one.shape[1] == 1
+def _is_column(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.shape[1] == 1
 
 
-def _lacks_an_axis(one: torch.Tensor, output: torch.Tensor) -> bool:
-    return tuple(output.shape) == (*one.shape, 1)
+def _lacks_an_axis(tensor: torch.Tensor, output: torch.Tensor) -> bool:
+    return tuple(output.shape) == (*tensor.shape, 1)
 
 
 class _Remedy(NamedTuple):

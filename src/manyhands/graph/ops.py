@@ -133,7 +133,11 @@ def resolve(target: str) -> Any:
 
 def argument(node: Any, name: str) -> Any:
     """What a graph's node gives for an argument, by its name in the operator's schema: its default where not given."""
-    for place, one in enumerate(resolve(node.target)._schema.arguments):
-        if one.name == name:
-            return node.arguments[place] if place < len(node.arguments) else node.options.get(name, one.default_value)
+    for place, parameter in enumerate(resolve(node.target)._schema.arguments):
+        if parameter.name == name:
+            return (
+                node.arguments[place]
+                if place < len(node.arguments)
+                else node.options.get(name, parameter.default_value)
+            )
     return None

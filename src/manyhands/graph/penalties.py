@@ -20,7 +20,8 @@ from torch import nn
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.graph.graph import Argument, Graph, Node, Samples, Value, Weight, records_of, values_of, weights_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Argument, Node, SampleCount, Value, Weight, records_of, values_of, weights_of
 from manyhands.graph.sizes import at
 
 _PREFIX = "penalty."
@@ -28,22 +29,22 @@ _PREFIX = "penalty."
 
 def with_penalties(graph: Graph, loss: Graph, module: nn.Module) -> Graph:
     """The graph with its loss, in which all that the loss computes from trained parameters alone has moved over."""
-    own = _weights_of_model(graph, loss, module)
-    if not own:
+    model_names = _weights_of_model(graph, loss, module)
+    if not model_names:
         return msgspec.structs.replace(graph, loss=loss)
-    move = _Move(loss, own)
+    move = _Move(loss, model_names)
     penalties = {spec.name: spec for spec in move.penalties}
     outputs, target = loss.input_tree[0]
-    known = {spec.name for spec in graph.weights}
-    added = [s for s in (_spec(name, module) for name in dict.fromkeys(own.values())) if s.name not in known]
+    names = {spec.name for spec in graph.weights}
+    added = [s for s in (_spec(name, module) for name in dict.fromkeys(model_names.values())) if s.name not in names]
     smaller = msgspec.structs.replace(
         loss,
         inputs=(*loss.inputs, *penalties.values()),
         input_tree=[[[outputs, list(penalties)], target], {}],
         nodes=tuple(move.rest),
-        weights=tuple(spec for spec in loss.weights if spec.name not in own),
-        state={name: tensor for name, tensor in loss.state.items() if name not in own},
-        aliases={alias: name for alias, name in loss.aliases.items() if name not in own},
+        weights=tuple(spec for spec in loss.weights if spec.name not in model_names),
+        state={name: tensor for name, tensor in loss.state.items() if name not in model_names},
+        aliases={alias: name for alias, name in loss.aliases.items() if name not in model_names},
     )
     return msgspec.structs.replace(
         graph,
@@ -61,7 +62,7 @@ def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str,
     tensors: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     by_memory = {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if not t.is_meta and t.numel()}
     used = {name: node for node in reversed(loss.nodes) for name in weights_of(node)}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, tensor in loss.state.items():
         model_name = by_memory.get(tensor.untyped_storage().data_ptr()) if name in used and tensor.numel() else None
         if model_name is None:
@@ -79,12 +80,12 @@ def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str,
                 f"The loss reads a view of the parameter '{model_name}' that was made before it was called.{where}",
                 hint="Make the view inside the loss.",
             )
-        found[name] = graph.aliases.get(model_name, model_name)
-    return found
+        names[name] = graph.aliases.get(model_name, model_name)
+    return names
 
 
 def _spec(name: str, module: nn.Module) -> WeightSpec:
-    """Of a parameter that only the loss reads."""
+    """Return the description of a parameter that only the loss reads."""
     parameter = module.get_parameter(name)
     return WeightSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), trainable=True)
 
@@ -92,8 +93,8 @@ def _spec(name: str, module: nn.Module) -> WeightSpec:
 class _Move:
     """Sorts the nodes of a loss into those that need weights alone, which move, and the rest."""
 
-    def __init__(self, loss: Graph, own: Mapping[str, str]) -> None:
-        self.own = own
+    def __init__(self, loss: Graph, model_names: Mapping[str, str]) -> None:
+        self.own = model_names
         self.moved: list[Node] = []
         self.rest: list[Node] = []
         self.penalties: list[TensorSpec] = []
@@ -112,7 +113,7 @@ class _Move:
             bool(reads or weights)
             and all(name in self._specs for name in reads)
             and all(name in self.own for name in weights)
-            and not any(isinstance(record, Samples) for record in records_of(node))
+            and not any(isinstance(record, SampleCount) for record in records_of(node))
         )
 
     def _take(self, node: Node) -> None:
@@ -164,4 +165,4 @@ def _inserted(nodes: tuple[Node, ...], moved: list[Node]) -> tuple[Node, ...]:
         place = max([*places, *(place_of[name] for name in values_of(node))])
         place_of.update((spec.name, place) for spec in node.outputs)
         after.setdefault(place, []).append(node)
-    return tuple(one for place, node in enumerate(nodes) for one in (node, *after.get(place, ())))
+    return tuple(inserted for place, node in enumerate(nodes) for inserted in (node, *after.get(place, ())))

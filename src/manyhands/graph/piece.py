@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,13 +18,13 @@ from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
 from manyhands.graph.argument_rules import EVERY_CALL, guarded
+from manyhands.graph.convolution_kernels import product
 from manyhands.graph.fusing import fused
-from manyhands.graph.graph import (
+from manyhands.graph.nodes import (
     Argument,
     Enum,
-    Graph,
     Node,
-    Samples,
+    SampleCount,
     Special,
     Value,
     Weight,
@@ -32,17 +32,20 @@ from manyhands.graph.graph import (
     values_of,
     weights_of,
 )
-from manyhands.graph.kernels import Packed, product
+from manyhands.graph.packed_convolution import PackedConvolution
 from manyhands.graph.random_ops import RANDOM_CALLS, RandomCall
 from manyhands.graph.recording import unrecorded
 from manyhands.graph.weights import Weights
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run of a piece needs to know beside its inputs.
+    """The settings of one run of a piece, beside its inputs.
 
     `first_sample` is the place of the first sample at hand in the mini-batch: random operators draw by it.
     """
@@ -60,7 +63,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Step:
+class CompiledNode:
     """One compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
 
     node: Node
@@ -116,32 +119,34 @@ class Piece:
         for name in (*self.inputs, *map(_weight_slot, self.weight_names)):
             self._slots.of(name)
         self._template: list[Any] | None = None
-        self._steps: dict[tuple[bool, bool], tuple[Step, ...]] = {}
-        self._counted: dict[tuple[bool, bool], tuple[tuple[Step, ...], tuple[int, ...]]] = {}
+        self._steps: dict[tuple[bool, bool], tuple[CompiledNode, ...]] = {}
+        self._counted: dict[tuple[bool, bool], tuple[tuple[CompiledNode, ...], tuple[int, ...]]] = {}
 
-    def steps(self, training: bool, moves_buffers: bool = True) -> tuple[Step, ...]:
-        """The compiled calls for training or evaluation."""
-        found = self._steps.get((training, moves_buffers))
-        if found is None:
-            found = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
+    def steps(self, training: bool, moves_buffers: bool = True) -> tuple[CompiledNode, ...]:
+        """Return the compiled calls for training or evaluation."""
+        compiled = self._steps.get((training, moves_buffers))
+        if compiled is None:
+            compiled = self._steps[training, moves_buffers] = tuple(_compile(self, training, moves_buffers))
             self._template = None
-        return found
+        return compiled
 
-    def _without_counting(self, training: bool, moves_buffers: bool) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    def _without_counting(
+        self, training: bool, moves_buffers: bool
+    ) -> tuple[tuple[CompiledNode, ...], tuple[int, ...]]:
         """The steps but for those that count batches in a buffer which nothing else reads, and where these buffers are:
         all are counted up at once."""
-        found = self._counted.get((training, moves_buffers))
-        if found is None:
+        split = self._counted.get((training, moves_buffers))
+        if split is None:
             steps, names = self.steps(training, moves_buffers), set(counters(self.nodes, self.outputs).values())
             rest = tuple(step for step in steps if step.node.updates not in names)
             counted = (step.node.updates for step in steps if step.node.updates in names)
-            found = self._counted[training, moves_buffers] = (
+            split = self._counted[training, moves_buffers] = (
                 rest, tuple(self._slots.of(_weight_slot(name)) for name in counted)
             )  # fmt: skip
-        return found
+        return split
 
     def fresh_slots(self) -> list[Any]:
-        """The list of values before a run: weights in place, the rest empty."""
+        """Return the list of values before a run: weights in place, the rest empty."""
         if self._template is None or len(self._template) != len(self._slots.places):
             self._template = [None] * len(self._slots.places)
             for name in self.weight_names:
@@ -149,22 +154,22 @@ class Piece:
         return self._template.copy()
 
     def rest(self, samples: int) -> None:
-        """The weights will not change any more: they are laid out as their kernels read them for so many samples."""
+        """Lay the weights out as their kernels read them for `samples` samples: they will not change any more."""
         for node in self.nodes:
             call = self.kernels.get(node.name)
-            if isinstance(call, Packed) and call.pack(self.weights, call.source.shape_for(samples)):
+            if isinstance(call, PackedConvolution) and call.pack(self.weights, call.source.shape_for(samples)):
                 self._template = None
 
     def samples_in(self, values: Mapping[str, torch.Tensor]) -> int:
-        """How many samples the given inputs hold; all must agree."""
-        found: dict[str, int] = {}
+        """Return how many samples the given inputs hold; all must agree."""
+        counts: dict[str, int] = {}
         for name in self.inputs:
             spec = self.specs[name]
             if spec.batch_axis is not None:
-                found[name] = values[name].shape[spec.batch_axis] // spec.rows_per_sample
-        if len(set(found.values())) > 1:
-            raise BadValue(f"The inputs disagree on the number of samples: {found}.")
-        return next(iter(found.values()), 1)
+                counts[name] = values[name].shape[spec.batch_axis] // spec.rows_per_sample
+        if len(set(counts.values())) > 1:
+            raise BadValue(f"The inputs disagree on the number of samples: {counts}.")
+        return next(iter(counts.values()), 1)
 
     def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
         """Run the piece on the tensors that enter it; returns the tensors that leave it."""
@@ -181,7 +186,7 @@ class Piece:
         return {name: slots[place_of[name]] for name in self.outputs}
 
 
-def run_steps(steps: Iterable[Step], slots: list[Any], samples: int, context: Context) -> None:
+def run_steps(steps: Iterable[CompiledNode], slots: list[Any], samples: int, context: Context) -> None:
     """Run compiled nodes on the list of values. One loop: between two operators as little Python as can be."""
     for step in steps:
         arguments = step.build(slots, samples)
@@ -201,7 +206,7 @@ def run_steps(steps: Iterable[Step], slots: list[Any], samples: int, context: Co
 
 
 def counters(nodes: Sequence[Node], outputs: Iterable[str]) -> dict[int, str]:
-    """Those of some nodes that count batches: they add one to a buffer which nothing else reads. Place -> buffer."""
+    """Return the nodes that count batches, as place -> buffer: they add one to a buffer which nothing else reads."""
     uses = Counter(name for node in nodes for name in weights_of(node))
     read = {name for node in nodes for name in values_of(node)} | set(outputs)
     return {
@@ -216,7 +221,7 @@ def _weight_slot(name: str) -> str:
     return "weight " + name
 
 
-def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step]:
+def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[CompiledNode]:
     kept = set(piece.outputs)
     nodes, calls = (piece.nodes, {}) if training else fused(piece.nodes, piece.kernels, kept, piece.specs)
     last_reader = {name: index for index, node in enumerate(nodes) for name in values_of(node)}
@@ -252,7 +257,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Step
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
         freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
         unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
-        yield Step(
+        yield CompiledNode(
             node=node,
             call=call,
             build=_builder(arguments, slots),
@@ -321,7 +326,7 @@ _CONSTANTS: dict[str, Any] = {
 
 def _is_plain(argument: Argument) -> bool:
     """Whether an argument is the same in every run."""
-    if isinstance(argument, (Value, Weight, Samples)):
+    if isinstance(argument, (Value, Weight, SampleCount)):
         return False
     return all(_is_plain(item) for item in argument) if isinstance(argument, (list, tuple)) else True
 
@@ -344,7 +349,7 @@ def _getter(argument: Argument, slots: _Slots) -> Callable[[list[Any], int], Any
     if isinstance(argument, Weight):
         place = slots.of(_weight_slot(argument.name))
         return lambda values, samples: values[place]
-    if isinstance(argument, Samples):
+    if isinstance(argument, SampleCount):
         factor = argument.factor
         return lambda values, samples: factor * samples
     getters = [_getter(item, slots) for item in argument]

@@ -25,14 +25,14 @@ _MASK = 0xFFFFFFFF
 _FACTOR_1, _FACTOR_2 = numpy.uint32(0x7FEB352D), numpy.uint32(0x846CA68B)
 _SHIFT_15, _SHIFT_16 = numpy.uint32(15), numpy.uint32(16)
 _SMALL = 2**16
-"""So many numbers are drawn by numpy."""
+"""Up to this many numbers are drawn by numpy."""
 _KEPT = 2**13
-"""Of so many the places are kept: the next round draws for the same samples."""
+"""Boxes of up to this many elements keep their places: the next round draws for the same samples."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Who draws: the run's seed, the training step, the operator, and which of its streams."""
+    """What a draw depends on: the run's seed, the training step, the operator, and which of its streams."""
 
     seed: int
     step: int
@@ -104,7 +104,7 @@ def bits(
 
 
 def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None) -> NDArray[numpy.int32]:
-    """The same by numpy, whose calls take less time than torch's: of a few numbers they are all of it."""
+    """Draw the same bits by numpy, whose calls take less time than torch's: for a few numbers that is all the time."""
     place, sample = (_places if box.volume <= _KEPT else _places.__wrapped__)(box, sample_shape, batch_axis)
     first, second = (_mix_array(sample ^ numpy.uint32(key)) for key in _keys(draw))
     mixed = _mix_array(place ^ first)
@@ -116,7 +116,7 @@ def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis:
 def _places(
     box: Box, sample_shape: tuple[int, ...], batch_axis: int | None
 ) -> tuple[NDArray[numpy.uint32], NDArray[numpy.uint32]]:
-    """Of every element in a box: its place inside its sample, and which sample that is. Not to be written to."""
+    """Return, for every element in a box, its place inside its sample and its sample. Not to be written to."""
     rank = len(sample_shape)
     place = sample = numpy.zeros([1] * rank, numpy.uint32)
     stride = 1

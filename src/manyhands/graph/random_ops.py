@@ -17,7 +17,7 @@ import torch
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Node
+from manyhands.graph.nodes import Argument, Node
 from manyhands.graph.random import Draw, bits, keep_mask, normal, uniform
 
 RandomCall = Callable[..., torch.Tensor]
@@ -79,8 +79,10 @@ def _rand_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Ten
 
 
 def _randn_like(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor) -> torch.Tensor:
-    one, two = (_bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device, stream) for stream in (0, 1))
-    return normal(one, two, _dtype(node))
+    first, second = (
+        _bits(node, seed, step, first_sample, x.shape, node.outputs[0], x.device, stream) for stream in (0, 1)
+    )
+    return normal(first, second, _dtype(node))
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -185,19 +187,19 @@ def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor
         return None
     shape = tuple(spec.shape[axis] if axis == spec.batch_axis else size for axis, size in enumerate(like.shape))
     whole = TensorSpec(spec.name, shape, spec.dtype, spec.batch_axis)
-    one, two = (_bits(node, 0, 0, 0, like.shape, whole, like.device, stream) for stream in (0, 1))
+    first, second = (_bits(node, 0, 0, 0, like.shape, whole, like.device, stream) for stream in (0, 1))
     if call == "aten.rand_like.default":
-        return uniform(one, like.dtype)
+        return uniform(first, like.dtype)
     if call == "aten.randn_like.default":
-        return normal(one, two, like.dtype)
+        return normal(first, second, like.dtype)
     if call == "aten.bernoulli.default":
-        coins: torch.Tensor = (uniform(one, torch.float64) < like).to(like.dtype)
+        coins: torch.Tensor = (uniform(first, torch.float64) < like).to(like.dtype)
         return coins
-    return keep_mask(one, _probability(arguments), like.dtype)
+    return keep_mask(first, _probability(arguments), like.dtype)
 
 
 def _probability(arguments: tuple[Any, ...]) -> float:
-    """Of a coin; torch leaves out what is its default."""
+    """Return the probability that a node draws with; torch leaves out its default."""
     return float(arguments[1]) if len(arguments) > 1 else 0.5
 
 

@@ -13,7 +13,7 @@ import torch
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.facts.reads import Adaptive, Blocks, Dealt, Read, Resampled, Rule, Shifted, Spread, Whole, Window
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Node, Samples, Value, Weight, records_of, values_of
+from manyhands.graph.nodes import Argument, Node, SampleCount, Value, Weight, records_of, values_of
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -46,10 +46,10 @@ def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | N
 
 def _counts_samples(node: Node) -> bool:
     """Whether the number of samples enters as a value (x / x.shape[0]) or numbers them (arange), not as a size."""
-    counts = any(isinstance(record, Samples) for record in records_of(node))
+    counts = any(isinstance(record, SampleCount) for record in records_of(node))
     if "full" in node.target:
         value = node.arguments[2 if "new_full" in node.target else 1]
-        return isinstance(value, Samples)
+        return isinstance(value, SampleCount)
     if node.target in ops.CREATION:
         return counts and node.target.split(".")[1] in ("arange", "linspace", "eye", "scalar_tensor")
     return counts and node.target not in ops.SHAPE

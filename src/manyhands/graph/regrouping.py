@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from manyhands.graph.graph import Graph, Node, values_of
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, values_of
 
 
 def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:
-    """The same graph, nodes ordered by the group of inputs that they are made from; what has several comes last.
+    """Return the graph with nodes ordered by the group of inputs that they are made from; what has several comes last.
 
     Inputs may be in several groups: what is made from them alone goes with whoever reads it first.
     """
@@ -29,14 +30,14 @@ def _places(nodes: Sequence[Node], groups: Sequence[Collection[str]]) -> list[in
     allowed: list[frozenset[int]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
-        own = everybody
+        possible = everybody
         for name in values_of(node):
             if name in made:
                 readers[made[name]].append(index)
-                own &= allowed[made[name]]
+                possible &= allowed[made[name]]
             else:
-                own &= frozenset(place for place, group in enumerate(groups) if name in group)
-        allowed.append(own)
+                possible &= frozenset(place for place, group in enumerate(groups) if name in group)
+        allowed.append(possible)
     places = [len(groups)] * len(nodes)
     later = len(groups)
     for index in reversed(range(len(nodes))):

@@ -61,15 +61,15 @@ def advice(target: str) -> str:
     """What a person can do about an operator that is not run."""
     name = target.split(".")[1]
     name = name.rstrip("_") if not name.startswith("__") else name
-    forms = sorted(one.removeprefix("aten.") for one in ops.ALLOWED if one.split(".")[1] == name)
+    forms = sorted(form.removeprefix("aten.") for form in ops.ALLOWED if form.split(".")[1] == name)
     if name in SAME:
-        said = f"Write {SAME[name]}, which gives the same."
+        text = f"Write {SAME[name]}, which gives the same."
     elif name in OTHERS:
-        said = f"Write {OTHERS[name]}."
+        text = f"Write {OTHERS[name]}."
     elif forms:
-        said = f"Other forms of it do run: {', '.join(forms)}."
+        text = f"Other forms of it do run: {', '.join(forms)}."
     else:
-        said = "Write it with other operators of torch."
+        text = "Write it with other operators of torch."
     return (
-        f"{said} What depends on the data alone can be computed by the data set. If nothing helps, report this message."
+        f"{text} What depends on the data alone can be computed by the data set. If nothing helps, report this message."
     )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from manyhands.facts.network import TensorSpec
-from manyhands.graph.graph import Node, Value, records_of, values_of
+from manyhands.graph.nodes import Node, Value, records_of, values_of
 
 _RESHAPES = frozenset({"view", "reshape", "view_as", "reshape_as", "_unsafe_view", "flatten", "unflatten"})
 _JOINS = frozenset({"cat", "concat", "vstack", "hstack"})

@@ -8,7 +8,7 @@ import torch
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import DTYPE_BYTES, TensorSpec
-from manyhands.graph.graph import Samples
+from manyhands.graph.nodes import SampleCount
 
 
 def at(where: str) -> str:
@@ -16,7 +16,7 @@ def at(where: str) -> str:
     return f"\n  at {where}" if where else ""
 
 
-def sized(value: Any, where: str) -> int | Samples:
+def sized(value: Any, where: str) -> int | SampleCount:
     """An integer, or a multiple of the number of samples."""
     expression = value.node.expr
     symbols = sorted(expression.free_symbols, key=str)
@@ -28,12 +28,12 @@ def sized(value: Any, where: str) -> int | Samples:
             f"A size ({expression}) is not a multiple of the batch size.{at(where)}",
             hint="Every tensor's axes must be fixed or a multiple of the batch.",
         )
-    return Samples(counts[0])
+    return SampleCount(counts[0])
 
 
 def output_specs(name: str, value: Any, where: str) -> tuple[TensorSpec, ...]:
     if isinstance(value, (tuple, list)):
-        return tuple(spec_of(f"{name}:{i}", one, where) for i, one in enumerate(value))
+        return tuple(spec_of(f"{name}:{i}", item, where) for i, item in enumerate(value))
     return (spec_of(name, value, where),)
 
 
@@ -44,7 +44,7 @@ def spec_of(name: str, value: Any, where: str) -> TensorSpec:
     batch_axis: int | None = None
     for axis, size in enumerate(value.shape):
         extent = size if isinstance(size, int) else sized(size, where)
-        if isinstance(extent, Samples):
+        if isinstance(extent, SampleCount):
             if batch_axis is not None:
                 sizes = tuple(value.shape)
                 raise CaptureFailed(f"A tensor has two axes that grow with the batch: {sizes}.{at(where)}")

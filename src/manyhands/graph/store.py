@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from manyhands.facts.errors import BadFile, BadGraph
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.files.documents import make_folder, write_text_atomic
-from manyhands.graph.document import from_document, read_document, state_of, to_document, weights_in
+from manyhands.graph.document import from_document, state_of, to_document
+from manyhands.graph.document_reader import read_document, weights_in
 from manyhands.graph.graph import Graph
 
 __all__ = ["from_document", "load", "save", "state_of", "to_document"]
@@ -43,7 +44,7 @@ def save(graph: Graph, folder: str | Path) -> None:
 
 
 def load(folder: str | Path) -> Graph:
-    """Read a graph that save() wrote, or somebody else; BadGraph says what is wrong with it."""
+    """Read a graph that save(), or another program, wrote; BadGraph says what is wrong with it."""
     folder = Path(folder)
     document = _read_json(folder / GRAPH_FILE)
     return from_document(document, _read_weights(folder / WEIGHTS_FILE, read_document(document)))
@@ -70,12 +71,12 @@ def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     plain: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
-            own = own.clone()
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != copy.nbytes:
+            copy = copy.clone()
         seen.add(storage.data_ptr())
-        plain[name] = own
+        plain[name] = copy
     return plain
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from manyhands.graph.graph import Graph, tree_map
+from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
 
 
@@ -39,11 +40,11 @@ def bind_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
 
 def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
     """The tensors of `value` by the names that stand in the same places of `tree`."""
-    found: dict[str, torch.Tensor] = {}
+    bound: dict[str, torch.Tensor] = {}
 
     def visit(tree: Any, value: Any) -> None:
         if isinstance(tree, str):
-            found[tree] = value
+            bound[tree] = value
         elif isinstance(tree, dict):
             for key, item in tree.items():
                 visit(item, value[key])
@@ -52,7 +53,7 @@ def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
                 visit(item, part)
 
     visit(tree, value)
-    return found
+    return bound
 
 
 def forward(
@@ -106,7 +107,7 @@ def outputs_of(graph: Graph, values: Mapping[str, torch.Tensor]) -> Any:
     return tree_map(values.__getitem__, graph.output_tree)
 
 
-class Loss:
+class CapturedLoss:
     """The captured loss: outputs and target to a number and to gradients of the outputs."""
 
     def __init__(self, graph: Graph) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
-from manyhands.graph.graph import Node, Value, Weight, values_of, weights_of
+from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]

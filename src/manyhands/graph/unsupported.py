@@ -40,7 +40,7 @@ def refuse_unsupported(module: nn.Module) -> None:
 
 
 def _backward_hooks(module: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Whose they are, what they are called in torch, and the hooks themselves."""
+    """Yield the owner of hooks, their name in torch, and the hooks themselves."""
     for kind in ("_global_backward_hooks", "_global_backward_pre_hooks"):
         for hook in getattr(torch_module, kind, {}).values():
             yield "Every module", "global backward hook", hook
@@ -58,7 +58,7 @@ def _backward_hooks(module: nn.Module) -> Iterator[tuple[str, str, Callable[...,
 
 
 def refuse_tensor_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """In place of `Tensor.register_hook` while a module is captured."""
+    """Stand in for `Tensor.register_hook` while a module is captured."""
     raise CaptureFailed(
         f"forward registers a gradient hook ({_name(hook)}) on a tensor, which no worker could run.{at(_place(hook))}",
         hint="Write a torch.autograd.Function with the same backward, and apply it to the tensor.",

@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.arguments import bound_arguments, in_training_mode
-from manyhands.graph.graph import Graph, Node, tree_map
-from manyhands.graph.loss import cast_to_double, in_double
+from manyhands.graph.double_precision import cast_to_double, in_double
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
 from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs
+from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
 
 _ROUNDINGS = 64
@@ -72,20 +74,20 @@ def verify(
     start = time.perf_counter()
     given = _Given(graph, module, loss, example_batch, target)
     try:
-        found = _difference(given, given.by_module(), given.by_graph())
-        if not found.is_within(_ROUNDINGS * torch.finfo(given.dtype).eps):
+        difference = _difference(given, given.by_module(), given.by_graph())
+        if not difference.is_within(_ROUNDINGS * torch.finfo(given.dtype).eps):
             if _rounds_itself(graph):
-                doubtful = not found.is_within(_ROUNDED)
+                doubtful = not difference.is_within(_ROUNDED)
             else:
                 with given.in_float64():
-                    found = _difference(given, given.by_module(), given.by_graph())
-                    doubtful = not found.is_within(_IN_DOUBLE)
+                    difference = _difference(given, given.by_module(), given.by_graph())
+                    doubtful = not difference.is_within(_IN_DOUBLE)
             if doubtful:
-                raise _differs(given, found)
+                raise _differs(given, difference)
     except _OtherDraws:
         note = "the module draws random numbers in another order than its captured graph"
         return Verified(given.samples, time.perf_counter() - start, 0.0, note)
-    return Verified(given.samples, time.perf_counter() - start, found.largest)
+    return Verified(given.samples, time.perf_counter() - start, difference.largest)
 
 
 class _OtherDraws(Exception):
@@ -157,9 +159,9 @@ class _Given:
         graph = self.graph
         assert graph.loss is not None
         tensors = {
-            s.name: own.clone() if s.buffer else own.detach().requires_grad_(s.trainable)
+            s.name: weight.clone() if s.buffer else weight.detach().requires_grad_(s.trainable)
             for s in graph.weights
-            for own in [graph.state[s.name]]
+            for weight in [graph.state[s.name]]
         }
         with torch.enable_grad():
             values = Piece(graph, Weights(tensors))(bind_inputs(graph, self.batch), Context(samples=self.samples))
@@ -188,12 +190,12 @@ class _Given:
             yield
         finally:
             self.graph, self.batch, self.target = before
-            for tensor, own in zip(tensors, data, strict=True):
-                tensor.data = own
+            for tensor, original in zip(tensors, data, strict=True):
+                tensor.data = original
 
 
 def _every_tensor(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same structure with every tensor in it changed."""
+    """Return the same structure with every tensor in it changed."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, change, value)
 
 
@@ -205,9 +207,9 @@ def _restored(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for child, own in before:
+        for child, buffers in before:
             child._buffers.clear()
-            child._buffers.update(own)
+            child._buffers.update(buffers)
         for tensor, copy in copies:
             tensor.data.copy_(copy)
 
@@ -261,17 +263,17 @@ def _difference(given: _Given, module: _Step, graph: _Step) -> _Difference:
     return _Difference(_apart(module.loss, graph.loss, 0.0), gradients, buffers)
 
 
-def _apart(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
+def _apart(first: torch.Tensor | None, second: torch.Tensor | None, least: float) -> float:
     """The largest difference between two tensors over their largest element, or over `least`; None is all zeros."""
-    if one is None or other is None:
-        found = one if other is None else other
-        one, other = (torch.zeros(()), torch.zeros(())) if found is None else (found, torch.zeros_like(found))
-    if not one.numel() or torch.equal(one, other):
+    if first is None or second is None:
+        present = first if second is None else second
+        first, second = (torch.zeros(()), torch.zeros(())) if present is None else (present, torch.zeros_like(present))
+    if not first.numel() or torch.equal(first, second):
         return 0.0
-    if bool((torch.isnan(one) == torch.isnan(other)).all()):  # both are no numbers at the same places
-        one, other = one.nan_to_num(), other.nan_to_num()
-    size = max(float(one.abs().max()), float(other.abs().max()), least)
-    return float((one.double() - other.double()).abs().max()) / size if size else 0.0
+    if bool((torch.isnan(first) == torch.isnan(second)).all()):  # both are no numbers at the same places
+        first, second = first.nan_to_num(), second.nan_to_num()
+    size = max(float(first.abs().max()), float(second.abs().max()), least)
+    return float((first.double() - second.double()).abs().max()) / size if size else 0.0
 
 
 def _rounds_itself(graph: Graph) -> bool:
@@ -283,35 +285,35 @@ def _rounds_itself(graph: Graph) -> bool:
 # What differs first
 
 
-def _differs(given: _Given, found: _Difference) -> CaptureFailed:
+def _differs(given: _Given, difference: _Difference) -> CaptureFailed:
     limit = _ROUNDED if _rounds_itself(given.graph) else _IN_DOUBLE
     hint = (
         "torch.export did not see all that the module does: look there for state that changes from call to call, "
         "values that Python decides, or gradients that are changed by hand.\nverify=False trains the captured graph "
         "as it is."
     )
-    if not found.loss <= limit:
+    if not difference.loss <= limit:
         place = _first_value_apart(given)
         text = f"first in {place}" if place else "in the loss function"
         return CaptureFailed(
             f"The captured graph of {given.graph.name} does not compute what the module does: on {given.samples} "
-            f"samples the loss differs by {found.loss:.2g} of itself, {text}.",
+            f"samples the loss differs by {difference.loss:.2g} of itself, {text}.",
             hint=hint,
         )
     network = given.network
     for layer in reversed(network.layers):
         for name in layer.weights:
-            if not found.gradients.get(name, 0.0) <= limit:
+            if not difference.gradients.get(name, 0.0) <= limit:
                 where = next((op.where for op in network.ops[layer.first : layer.last] if name in op.weights), "")
                 return CaptureFailed(
                     f"The captured graph of {given.graph.name} does not train as the module does: going back from the "
                     f"loss, the first layer with another gradient is {layer.name} ({name} differs by "
-                    f"{found.gradients[name]:.2g} of its largest element, on {given.samples} samples).{at(where)}",
+                    f"{difference.gradients[name]:.2g} of its largest element, on {given.samples} samples).{at(where)}",
                     hint=hint,
                 )
     kind, name, apart = next(
         (kind, name, apart)
-        for kind, numbers in (("parameter", found.gradients), ("buffer", found.buffers))
+        for kind, numbers in (("parameter", difference.gradients), ("buffer", difference.buffers))
         for name, apart in numbers.items()
         if not apart <= limit
     )
@@ -334,8 +336,12 @@ def _first_value_apart(given: _Given) -> str:
         node = made_last.get(path)
         if apart or node is None or calls[path] > 1:
             return
-        own = values.get(node.outputs[0].name)
-        if own is not None and own.shape == output.shape and not _apart(output.detach(), own, 0.0) <= _ROUNDED:
+        value_here = values.get(node.outputs[0].name)
+        if (
+            value_here is not None
+            and value_here.shape == output.shape
+            and not _apart(output.detach(), value_here, 0.0) <= _ROUNDED
+        ):
             apart.append(f"{path or type(given.module).__name__} ({node.where})" if node.where else path)
 
     given.by_module(watch)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from manyhands.graph.graph import Graph
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 
 class Weights:
@@ -19,7 +21,7 @@ class Weights:
 
     @classmethod
     def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
-        """Own copies of the graph's weights (all, or those named), on a device."""
+        """Copy the graph's weights (all, or those named) to a device."""
         wanted = set(names) if names is not None else None
         tensors: dict[str, torch.Tensor] = {}
         for spec in graph.weights:
@@ -30,10 +32,10 @@ class Weights:
 
     @classmethod
     def shared(cls, graph: Graph, module: nn.Module) -> Weights:
-        """The module's own parameters and buffers: training the graph trains the module."""
-        found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        found.update(module.named_buffers(remove_duplicate=False))
-        tensors = {spec.name: found.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
+        """Share the module's own parameters and buffers: training the graph trains the module."""
+        tensors_here: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        tensors_here.update(module.named_buffers(remove_duplicate=False))
+        tensors = {spec.name: tensors_here.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
         return cls(tensors, next((tensor.device for tensor in tensors.values()), "cpu"))
 
     def trainable(self) -> dict[str, torch.Tensor]:
@@ -42,28 +44,28 @@ class Weights:
     @torch.no_grad()
     def load_into(self, module: nn.Module, graph: Graph) -> None:
         """Copy parameters and buffers back into a module of the same structure."""
-        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        own.update(module.named_buffers(remove_duplicate=False))
+        targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        targets.update(module.named_buffers(remove_duplicate=False))
         for name, tensor in self.tensors.items():
-            if name in own:
-                own[name].copy_(tensor)
+            if name in targets:
+                targets[name].copy_(tensor)
         for alias, name in graph.aliases.items():
-            if alias in own:
-                own[alias].copy_(self.tensors[name])
+            if alias in targets:
+                targets[alias].copy_(self.tensors[name])
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as it was before a kernel laid it out for itself."""
+    """Return a weight as it was before a kernel laid it out for itself."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's axes in the order its memory lies in: with them so, a dense one is contiguous."""
+    """Return a tensor's axes in the order its memory lies in: permuted so, a dense one is contiguous."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def dense_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's gradient lying in memory like the weight itself, as everywhere; zero where none was computed."""
+    """Return a weight's gradient, in the weight's own memory order; zero where none was computed."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     elif weight.grad.stride() != weight.stride():

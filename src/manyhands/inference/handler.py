@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from manyhands.engine.http_handler import PatientHandler, Refusal
+from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
 from manyhands.inference.lines import MOST_CLASSES, TOP, Answer, Document, Lines, json_line
 from manyhands.inference.requests import JSON, Body, announced, kind_of, plain_name, samples_in
 
@@ -21,7 +21,7 @@ PARAMETERS = ("top", "raw", "resize", "name")
 _YES, _NO = ("1", "true", "yes", ""), ("0", "false", "no")
 
 
-class Handler(PatientHandler):
+class Handler(DeadlineHandler):
     """One connection, one request after another."""
 
     def __init__(self, answering: Answering, *connected: Any) -> None:
@@ -40,14 +40,14 @@ class Handler(PatientHandler):
             else:
                 self.send(200, self.answering.help().encode(), "text/plain; charset=utf-8")
         else:
-            raise Refusal(404, f"There is nothing at {path:.100}.", "POST /infer, GET /infer (help) or GET /health")
+            raise HttpRefusal(404, f"There is nothing at {path:.100}.", "POST /infer, GET /infer (help) or GET /health")
 
     def handle_expect_100(self) -> bool:
         """The body is asked for only if it will be taken."""
         try:
             self.authorize()
             announced(self.headers, self.limits)
-        except Refusal as refusal:
+        except HttpRefusal as refusal:
             self.refuse(refusal)
             self.close_connection = True
             return False
@@ -58,14 +58,16 @@ class Handler(PatientHandler):
         if self.answering.bearer:
             given = self.headers.get("Authorization", "").encode("utf-8", "replace")
             if not hmac.compare_digest(given, f"Bearer {self.answering.bearer}".encode()):
-                raise Refusal(401, "The token is missing, or another.", "Send: Authorization: Bearer TOKEN")
+                raise HttpRefusal(401, "The token is missing, or another.", "Send: Authorization: Bearer TOKEN")
         elif not self.is_from_here():
-            raise Refusal(403, "Only this machine may ask, and no web page of elsewhere.", f"Ask {self.answering.url}")
+            raise HttpRefusal(
+                403, "Only this machine may ask, and no web page of elsewhere.", f"Ask {self.answering.url}"
+            )
 
     def post(self) -> None:
         where = urlsplit(self.path)
         if where.path != "/infer":
-            raise Refusal(404, f"There is nothing at {where.path:.100}.", "POST /infer")
+            raise HttpRefusal(404, f"There is nothing at {where.path:.100}.", "POST /infer")
         query = _query(where.query)
         top, raw = _number(query, "top", TOP), _flag(query, "raw", False)
         wanted = self.answering.wanted_by(resize=_flag(query, "resize", self.answering.wanted.resize))
@@ -74,7 +76,7 @@ class Handler(PatientHandler):
             try:
                 content = body.read()
             except TimeoutError:
-                raise Refusal(408, f"The body did not come within {self.limits.body_seconds:g} s.") from None
+                raise HttpRefusal(408, f"The body did not come within {self.limits.body_seconds:g} s.") from None
             self.is_unread = False
             name = plain_name(query.get("name", "")) or "sample"
             content_type = self.headers.get("Content-Type", "")
@@ -104,17 +106,17 @@ class Handler(PatientHandler):
             for answer in itertools.chain([first], found):
                 write(writer.one(self.answering.labels.told(answer, top=top, raw=raw)))
             write(writer.end())
-        except Refusal as refusal:  # too late for another status
-            write(writer.end(refusal.told()))
+        except HttpRefusal as refusal:  # too late for another status
+            write(writer.end(refusal.document()))
             self.close_connection = True
         if is_chunked:
             self.wfile.write(b"0\r\n\r\n")
 
     # Words
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: HttpRefusal) -> None:
         asked = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-        self.send(refusal.status, json_line(refusal.told()), JSON, asked)
+        self.send(refusal.status, json_line(refusal.document()), JSON, asked)
 
 
 def _query(text: str) -> dict[str, str]:
@@ -122,7 +124,7 @@ def _query(text: str) -> dict[str, str]:
     found = {key: values[-1] for key, values in parse_qs(text, keep_blank_values=True).items()}
     for key in found:
         if key not in PARAMETERS:
-            raise Refusal(
+            raise HttpRefusal(
                 400, f"There is no parameter '{plain_name(key):.40}'.", f"There are: {', '.join(PARAMETERS)}."
             )
     return found
@@ -134,12 +136,12 @@ def _flag(query: dict[str, str], key: str, usual: bool) -> bool:
         return usual
     text = query[key].lower()
     if text not in (*_YES, *_NO):
-        raise Refusal(400, f"{key} is '{plain_name(text):.40}'; it must be 0 or 1.")
+        raise HttpRefusal(400, f"{key} is '{plain_name(text):.40}'; it must be 0 or 1.")
     return text in _YES
 
 
 def _number(query: dict[str, str], key: str, usual: int) -> int:
     text = query.get(key, str(usual))
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_CLASSES:
-        raise Refusal(400, f"{key} is '{text:.40}'; it must be 1 to {MOST_CLASSES}.")
+        raise HttpRefusal(400, f"{key} is '{text:.40}'; it must be 1 to {MOST_CLASSES}.")
     return int(text)

@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from manyhands.data.loader import length
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import runs_here
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadData, CaptureFailed, ManyhandsError, unknown
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile

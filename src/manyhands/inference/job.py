@@ -16,8 +16,7 @@ from manyhands.job import named as jobs
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 
 if TYPE_CHECKING:
-    from manyhands.facts.cluster import Cluster
-    from manyhands.facts.lab import LabCluster
+    from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.inference.infer import Inference
     from manyhands.inference.model import Known
     from manyhands.runtime.coordinator import Coordinator

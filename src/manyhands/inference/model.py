@@ -24,8 +24,8 @@ from manyhands.runtime.record import read_config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.data.sets import DataSets
-    from manyhands.data.wanted import Sample, Wanted
+    from manyhands.data.data_sets import DataSets
+    from manyhands.data.wanted import Sample, SampleForm
 
 MODEL = "tiny"
 _SHOWN = 4
@@ -38,7 +38,7 @@ class Known:
     name: str
     model: nn.Module
     example: Sample
-    wanted: Wanted | dict[str, Wanted]
+    wanted: SampleForm | dict[str, SampleForm]
     labels: Labels
     note: str
     """Where the weights are from."""
@@ -233,21 +233,21 @@ def _options(name: str, module: nn.Module, state: Mapping[str, Tensor]) -> dict[
     return {key: sizes.pop() for key, sizes in found.items() if len(sizes) == 1 and key in taken}
 
 
-def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, Wanted | dict[str, Wanted]]:
+def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, SampleForm | dict[str, SampleForm]]:
     """One sample of an example batch, and what samples must be; floats are of the model's own type."""
     import torch
 
     from manyhands.data import digits, pictures
-    from manyhands.data.wanted import Wanted
+    from manyhands.data.wanted import SampleForm
 
     floats = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
     pixels = (pictures.PIXEL_MEAN, pictures.PIXEL_STANDARD_DEVIATION)
     if data.partition(":")[0] == "digits":  # enlarged pictures of its own brightness
         pixels = (digits.PIXEL_MEAN, digits.PIXEL_STANDARD_DEVIATION)
 
-    def one(tensor: Tensor) -> tuple[Tensor, Wanted]:
+    def one(tensor: Tensor) -> tuple[Tensor, SampleForm]:
         kind = floats if tensor.is_floating_point() else tensor.dtype
-        return tensor[0].to(kind), Wanted(tuple(tensor.shape[1:]), kind, *pixels)
+        return tensor[0].to(kind), SampleForm(tuple(tensor.shape[1:]), kind, *pixels)
 
     if isinstance(batch, dict):
         pairs = {key: one(tensor) for key, tensor in batch.items()}
@@ -260,7 +260,7 @@ def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, Wanted | 
     return one(batch)
 
 
-def _resizing(wanted: Wanted | dict[str, Wanted]) -> Wanted | dict[str, Wanted]:
+def _resizing(wanted: SampleForm | dict[str, SampleForm]) -> SampleForm | dict[str, SampleForm]:
     """The same, with pictures resized; of several arrays those that are pictures."""
     if not isinstance(wanted, dict):
         return wanted.resizing()

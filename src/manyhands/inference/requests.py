@@ -16,9 +16,9 @@ from typing import Protocol
 from manyhands.data.sample_arrays import MAGIC, read_array
 from manyhands.data.sample_json import LARGER, decoded_bytes, looks_like_json, read_json
 from manyhands.data.samples import read_picture
-from manyhands.data.wanted import Sample, Samples, Wanted
-from manyhands.engine.http_door import ConnectionLimits
-from manyhands.engine.http_handler import Refusal
+from manyhands.data.wanted import Sample, SampleForm, SampleSource
+from manyhands.engine.http_handler import HttpRefusal
+from manyhands.engine.http_server import ConnectionLimits
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.units import format_bytes
 
@@ -61,7 +61,7 @@ class Room:
     def take(self, count: int) -> None:
         with self._lock:
             if count > self._left:
-                raise Refusal(503, "Too much is being received from others just now.", "Try again in a moment.")
+                raise HttpRefusal(503, "Too much is being received from others just now.", "Try again in a moment.")
             self._left -= count
 
     def give(self, count: int) -> None:
@@ -106,7 +106,7 @@ class Body:
             self._hold(size)
             self._read_into(content, size)
             if self.file.read(2) != b"\r\n":
-                raise Refusal(400, "A chunk of the body is longer than it said.")
+                raise HttpRefusal(400, "A chunk of the body is longer than it said.")
         while self.file.readline(_LONGEST_LINE).strip():  # trailers
             pass
         return bytes(content)
@@ -120,14 +120,14 @@ class Body:
         while len(content) < end:
             piece = self.file.read(min(_PIECE_BYTES, end - len(content)))
             if not piece:
-                raise Refusal(400, f"The body ended after {len(content):,} of {end:,} bytes.")
+                raise HttpRefusal(400, f"The body ended after {len(content):,} of {end:,} bytes.")
             content += piece
 
     def _chunk_size(self) -> int:
         line = self.file.readline(_LONGEST_LINE)
         match = re.fullmatch(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n", line)
         if match is None:
-            raise Refusal(400, "The body is not chunked as it says.")
+            raise HttpRefusal(400, "The body is not chunked as it says.")
         return int(match.group(1), 16)
 
 
@@ -135,28 +135,30 @@ def announced(headers: Message, limits: Limits) -> int | None:
     """The length of a body before it is read; None: it comes in chunks."""
     lengths, coding = set(headers.get_all("Content-Length", [])), headers.get("Transfer-Encoding", "")
     if coding and (lengths or coding.strip().lower() != "chunked"):
-        raise Refusal(400, "The body has a length and a transfer coding, or one other than chunked.")
+        raise HttpRefusal(400, "The body has a length and a transfer coding, or one other than chunked.")
     if coding:
         return None
     if not lengths:
-        raise Refusal(411, "The request does not say how long its body is.", "Send Content-Length, or chunks.")
+        raise HttpRefusal(411, "The request does not say how long its body is.", "Send Content-Length, or chunks.")
     length = lengths.pop()
     if lengths or not re.fullmatch(r"\d{1,18}", length):
-        raise Refusal(400, "The length of the body is no number.")
+        raise HttpRefusal(400, "The length of the body is no number.")
     if int(length) > limits.body_bytes:
         raise too_long(limits, int(length))
     return int(length)
 
 
-def too_long(limits: Limits, length: int = 0) -> Refusal:
+def too_long(limits: Limits, length: int = 0) -> HttpRefusal:
     said = f"The body is {format_bytes(length)} long" if length else "The body is too long"
-    return Refusal(413, f"{said}; at most {format_bytes(limits.body_bytes)} are read.", "Send fewer samples at a time.")
+    return HttpRefusal(
+        413, f"{said}; at most {format_bytes(limits.body_bytes)} are read.", "Send fewer samples at a time."
+    )
 
 
 # Samples
 
 
-def samples_in(content: bytes, content_type: str, name: str, wanted: Wanted, limits: Limits) -> Samples:
+def samples_in(content: bytes, content_type: str, name: str, wanted: SampleForm, limits: Limits) -> SampleSource:
     """The samples of a body, in its order. A single one that cannot be read refuses all, named."""
     kind = kind_of(content_type)
     if kind == FORM:
@@ -164,7 +166,7 @@ def samples_in(content: bytes, content_type: str, name: str, wanted: Wanted, lim
     elif not kind or kind == JSON or kind.startswith(SINGLE):
         files = [(name, content)]
     else:
-        raise Refusal(
+        raise HttpRefusal(
             415, f"Nothing is made of a body of {plain_name(kind):.80}.",
             f"Content-Type is one of: {', '.join(ACCEPTED)}.",
         )  # fmt: skip
@@ -176,7 +178,7 @@ def samples_in(content: bytes, content_type: str, name: str, wanted: Wanted, lim
             return _joined([_read_json(content, name, wanted, limits)], limits)
         return _joined([_read(file, own, wanted, limits, sample_bytes * len(files)) for own, file in files], limits)
     except ManyhandsError as error:
-        raise Refusal(400, error.message, error.hint) from error
+        raise HttpRefusal(400, error.message, error.hint) from error
 
 
 def kind_of(content_type: str) -> str:
@@ -184,31 +186,31 @@ def kind_of(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def _read(content: bytes, name: str, wanted: Wanted, limits: Limits, decoded_bytes: int) -> Samples:
+def _read(content: bytes, name: str, wanted: SampleForm, limits: Limits, decoded_bytes: int) -> SampleSource:
     if not content:
-        raise Refusal(400, f"{name}: is empty.", "Send a picture, JSON, or the bytes of a .npy file.")
+        raise HttpRefusal(400, f"{name}: is empty.", "Send a picture, JSON, or the bytes of a .npy file.")
     if content.startswith(MAGIC):
         return read_array(content, name, wanted)
     if looks_like_json(content):
         return _read_json(content, name, wanted, limits)
     if decoded_bytes > limits.held_bytes:
-        raise Refusal(413, f"The pictures take {format_bytes(decoded_bytes)} decoded.", "Send fewer at a time.")
+        raise HttpRefusal(413, f"The pictures take {format_bytes(decoded_bytes)} decoded.", "Send fewer at a time.")
     value = read_picture(content, name, wanted, largest_pixel_count=limits.pixel_count)
-    return Samples(1, lambda index: value, lambda index: name)
+    return SampleSource(1, lambda index: value, lambda index: name)
 
 
-def _read_json(content: bytes, name: str, wanted: Wanted, limits: Limits) -> Samples:
+def _read_json(content: bytes, name: str, wanted: SampleForm, limits: Limits) -> SampleSource:
     if (needed := decoded_bytes(content)) > limits.held_bytes:
         most = format_bytes(limits.held_bytes)
-        raise Refusal(413, f"{name}: takes {format_bytes(needed)} decoded; at most {most} are.", LARGER)
+        raise HttpRefusal(413, f"{name}: takes {format_bytes(needed)} decoded; at most {most} are.", LARGER)
     return read_json(content, name, wanted)
 
 
-def _joined(parts: list[Samples], limits: Limits) -> Samples:
+def _joined(parts: list[SampleSource], limits: Limits) -> SampleSource:
     """One after another."""
     places = [(part, index) for part in parts for index in range(min(len(part), limits.samples + 1))]
     if len(places) > limits.samples:
-        raise Refusal(413, f"More than {limits.samples:,} samples in one request.", "Send fewer at a time.")
+        raise HttpRefusal(413, f"More than {limits.samples:,} samples in one request.", "Send fewer at a time.")
 
     def make(index: int) -> Sample:
         part, place = places[index]
@@ -218,30 +220,30 @@ def _joined(parts: list[Samples], limits: Limits) -> Samples:
         part, place = places[index]
         return part.name(place)
 
-    return Samples(len(places), make, name)
+    return SampleSource(len(places), make, name)
 
 
 def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
     """The files of a form, by name."""
     boundary = _said(_header("Content-Type", content_type).get_boundary)
     if not 1 <= len(boundary) <= 70:  # RFC 2046
-        raise Refusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
+        raise HttpRefusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
     pieces = (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"), limits.samples + 2)
     if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
         what = "has too many parts" if len(pieces) > limits.samples + 2 else "is cut off, or its parts are not marked"
-        raise Refusal(400, f"The form {what}.")
+        raise HttpRefusal(400, f"The form {what}.")
     files: list[tuple[str, bytes]] = []
     for piece in pieces[1:-1]:
         head, gap, body = piece.partition(b"\r\n\r\n")
         if not gap or len(head) > _LONGEST_HEADERS:
-            raise Refusal(400, "A part of the form has no end of its headers.")
+            raise HttpRefusal(400, "A part of the form has no end of its headers.")
         fields = _fields(head)
         disposition = _header("Content-Disposition", fields.get("content-disposition", ""))
         name = _said(disposition.get_filename)
         if name or "content-type" in fields:  # else a plain field
             files.append((plain_name(name) or f"file {len(files)}", body))
     if not files:
-        raise Refusal(400, "There is no file in the form.", "curl -F file=@picture.png URL")
+        raise HttpRefusal(400, "There is no file in the form.", "curl -F file=@picture.png URL")
     return files
 
 

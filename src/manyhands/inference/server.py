@@ -19,9 +19,9 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from typing import Any
 
-from manyhands.data.wanted import Samples, Wanted
-from manyhands.engine.http_door import Door
-from manyhands.engine.http_handler import Refusal
+from manyhands.data.wanted import SampleForm, SampleSource
+from manyhands.engine.http_handler import HttpRefusal
+from manyhands.engine.http_server import HttpServer
 from manyhands.engine.security import is_loopback, new_token, server_context
 from manyhands.facts.errors import BadData, ManyhandsError
 from manyhands.inference.handler import Handler
@@ -40,7 +40,7 @@ class Answering:
     def __init__(
         self,
         asks: Asks,
-        wanted: Wanted,
+        wanted: SampleForm,
         labels: Labels,
         *,
         host: str = "127.0.0.1",
@@ -59,18 +59,18 @@ class Answering:
         self.decoding = threading.BoundedSemaphore(DECODED_AT_ONCE)
         self._health = health or (lambda: {})
         context, self.certificate = server_context() if self.is_encrypted else (None, b"")
-        self._door = Door((host, port), self._handler, self.limits, context)
-        self.host, self.port = reachable(host), int(self._door.server_address[1])
+        self._server = HttpServer((host, port), self._handler, self.limits, context)
+        self.host, self.port = reachable(host), int(self._server.server_address[1])
 
     def _handler(self, *connected: Any) -> Handler:
         return Handler(self, *connected)
 
     def __enter__(self) -> Answering:
-        self._door.start()
+        self._server.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._door.close()
+        self._server.close()
 
     @property
     def url(self) -> str:
@@ -148,16 +148,16 @@ class Answering:
             "example": self.example,
         }
 
-    def wanted_by(self, *, resize: bool) -> Wanted:
+    def wanted_by(self, *, resize: bool) -> SampleForm:
         """What one request's samples are to be."""
         if not resize:
             return dataclasses.replace(self.wanted, resize=False)
         try:
             return self.wanted.resizing()
         except BadData as error:
-            raise Refusal(400, error.message, error.hint) from error
+            raise HttpRefusal(400, error.message, error.hint) from error
 
-    def answers(self, samples: Samples) -> Generator[Answer, None, None]:
+    def answers(self, samples: SampleSource) -> Generator[Answer, None, None]:
         """In order. A few are asked ahead, so that the devices are busy and other clients have their turn."""
         answered, count, seconds = 0, len(samples), self.limits.request_seconds
         found = in_order(self.asks, samples, self.limits.under_way, seconds)
@@ -166,16 +166,16 @@ class Answering:
                 answered += 1
                 yield answer
         except Late:
-            raise Refusal(
+            raise HttpRefusal(
                 504,
                 f"{answered} of {count} samples were answered in {seconds:g} s, and a request gets no more.",
                 "Send fewer at a time, or look at /health: devices may have been lost.",
             ) from None
         except CancelledError:
-            raise Refusal(503, f"The service ended; {answered} of {count} samples were answered.") from None
+            raise HttpRefusal(503, f"The service ended; {answered} of {count} samples were answered.") from None
         except BadData as error:
-            raise Refusal(400, error.message, error.hint) from error
+            raise HttpRefusal(400, error.message, error.hint) from error
         except ManyhandsError as error:
-            raise Refusal(503, error.message, error.hint) from error
+            raise HttpRefusal(503, error.message, error.hint) from error
         finally:
             found.close()

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import numpy
 import torch
 
-from manyhands.data.wanted import Samples
+from manyhands.data.wanted import SampleSource
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, TimedOut
 from manyhands.files.documents import write_failed
 from manyhands.inference.lines import Answer, Labels, json_line
@@ -41,7 +41,7 @@ class Late(TimedOut):
     """An answer that was not there in time."""
 
 
-def in_order(asks: Asks, samples: Samples, at_once: int, seconds: float = inf) -> Generator[Answer, None, None]:
+def in_order(asks: Asks, samples: SampleSource, at_once: int, seconds: float = inf) -> Generator[Answer, None, None]:
     """Answers in the order of the samples, as soon as they are there, all of them within `seconds`.
 
     So many as `at_once` are asked before the first of them is answered; 1: the time of each is its own.
@@ -103,7 +103,7 @@ class Tally:
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
 
-    def add(self, answer: Answer, labels: Labels, samples: Samples) -> None:
+    def add(self, answer: Answer, labels: Labels, samples: SampleSource) -> None:
         self.samples += 1
         self.seconds.append(answer.seconds)
         self.ended = time.monotonic()

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data.laying import HINT, Laying, Numbered
 from manyhands.data.loader import Prefetcher, length
+from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
@@ -36,7 +36,8 @@ from manyhands.graph.unsupported import refuse_unsupported
 from manyhands.graph.verify import Verified
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
-from manyhands.job.evaluation import EvaluateResult, captured, evaluate_in, inference_plan
+from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
+from manyhands.job.evaluation import captured as captured
 from manyhands.job.options import Lasting, Options, check_same, resumed_from
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
@@ -286,10 +287,10 @@ class Job:
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
 
-    def _laying(self, planned: Planned) -> Laying:
+    def _laying(self, planned: Planned) -> Preload:
         """All samples, if there is room for them at every device beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        found = Laying.of(self.options.data)
+        found = Preload.of(self.options.data)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:

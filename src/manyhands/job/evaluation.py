@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from manyhands.data.given import given
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
-from manyhands.facts.cluster import Cluster
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile

@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadPlan, BadValue
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.files.documents import load_cluster, read_document
 from manyhands.job.named import Say, Wish, _local_count

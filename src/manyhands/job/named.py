@@ -32,7 +32,7 @@ from manyhands.session.joining import parse_address, parse_devices, refuse_prese
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.data.sets import DataSets
+    from manyhands.data.data_sets import DataSets
 
 MODEL, DATA, EPOCHS, BATCH_SIZE, OPTIMIZER = "tiny", "digits", 10, 64, "SGD:lr=0.1,momentum=0.9"
 DEMO_DEVICES = 4

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from manyhands.executor.messages import runs_here
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan

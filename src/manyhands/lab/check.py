@@ -11,15 +11,16 @@ import psutil
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import LabError
 from manyhands.lab import measure
-from manyhands.lab.groups import quota_and_period
-from manyhands.lab.lab import DESK, Lab
+from manyhands.lab.control_groups import quota_and_period
+from manyhands.lab.lab import Lab
+from manyhands.lab.spaces import COORDINATOR_SPACE
 
 TOLERANCE = 0.10
 LEAST_SECONDS = 0.2e-3
 """A round trip may be this much late whatever was asked: sending and receiving take time of their own."""
 _SHARE_SECONDS, _MOST_SHARE_SECONDS = 2.0, 20.0
 _SHARE_PERIODS = 40
-"""Of the kernel's: a small share is given out in few pieces a second."""
+"""The periods of the kernel's quota to measure over: a small share is given out in few pieces a second."""
 
 Say = Callable[[str], None]
 
@@ -51,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def check(lab: Lab, say: Say) -> Iterator[Finding]:
     """All of it. Not where something runs: devices are run out of memory, and the kernel kills what it likes there."""
-    busy = [one.name for one in lab.status() if one.processes]
+    busy = [device.name for device in lab.status() if device.processes]
     if busy:
         raise LabError(
             f"Something runs on {', '.join(busy)}; a check would disturb it, and could kill it.",
@@ -62,14 +63,14 @@ def check(lab: Lab, say: Say) -> Iterator[Finding]:
     yield from _pair_rates(lab, say)
     yield from _round_trips(lab, names, say)
     say("shares of the processor, all at once")
-    found = measure.shares(lab, names, share_seconds([seat.share for seat in lab.played.seats]))
+    shares = measure.shares(lab, names, share_seconds([seat.share for seat in lab.played.seats]))
     for seat in lab.played.seats:
-        yield Finding("share", seat.device, "of a core", seat.share, found[seat.device])
+        yield Finding("share", seat.device, "of a core", seat.share, shares[seat.device])
     yield from _memory(lab, say)
 
 
 def share_seconds(shares: Sequence[float]) -> float:
-    """For how long shares of the processor are measured."""
+    """Return for how long shares of the processor are measured."""
     longest = max(quota_and_period(share)[1] for share in shares) / 1e6
     return min(_MOST_SHARE_SECONDS, max(_SHARE_SECONDS, _SHARE_PERIODS * longest))
 
@@ -77,23 +78,23 @@ def share_seconds(shares: Sequence[float]) -> float:
 def _rates(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
     for name in names:
         device = lab.played.network.device(name)
-        for what, asked, ends in (
-            ("rate up", device.up_bytes_per_second, (name, DESK)),
-            ("rate down", device.down_bytes_per_second, (DESK, name)),
+        for what, set_rate, ends in (
+            ("rate up", device.up_bytes_per_second, (name, COORDINATOR_SPACE)),
+            ("rate down", device.down_bytes_per_second, (COORDINATOR_SPACE, name)),
         ):
-            if math.isfinite(asked) and name not in dict(lab.played.traces):
+            if math.isfinite(set_rate) and name not in dict(lab.played.traces):
                 say(f"{what} of {name}")
-                yield Finding(what, name, "B/s", asked, measure.rate(lab, *ends, asked))
+                yield Finding(what, name, "B/s", set_rate, measure.rate(lab, *ends, set_rate))
 
 
 def _around(names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Every device once as the near end and once as the far one."""
-    return [(one, other) for one, other in zip(names, (*names[1:], *names[:1])) if one != other]
+    return [(name, other) for name, other in zip(names, (*names[1:], *names[:1])) if name != other]
 
 
 def slow_pairs(cluster: Cluster) -> list[tuple[str, str]]:
     """Around the ring, sender and receiver, there and back, where their own link is slower than both ports."""
-    both = [pair for one, other in _around(cluster.names) for pair in ((one, other), (other, one))]
+    both = [pair for name, other in _around(cluster.names) for pair in ((name, other), (other, name))]
     return [
         (sender, receiver)
         for sender, receiver in dict.fromkeys(both)
@@ -108,23 +109,23 @@ def _pair_rates(lab: Lab, say: Say) -> Iterator[Finding]:
         if sender in traced or receiver in traced:
             continue
         say(f"rate from {sender} to {receiver}")
-        asked = network.link_between(sender, receiver).bytes_per_second
-        got = measure.rate(lab, sender, receiver, asked, _delay_of(network, sender, receiver))
-        yield Finding("rate of pair", f"{sender}, {receiver}", "B/s", asked, got)
+        set_rate = network.link_between(sender, receiver).bytes_per_second
+        got = measure.rate(lab, sender, receiver, set_rate, _delay_of(network, sender, receiver))
+        yield Finding("rate of pair", f"{sender}, {receiver}", "B/s", set_rate, got)
 
 
-def _delay_of(network: Cluster, one: str, other: str) -> float:
+def _delay_of(network: Cluster, name: str, other: str) -> float:
     """There and back."""
-    return network.link_between(one, other).delay_seconds + network.link_between(other, one).delay_seconds
+    return network.link_between(name, other).delay_seconds + network.link_between(other, name).delay_seconds
 
 
 def _round_trips(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
-    for one, other in _around(names):
-        asked = _delay_of(lab.played.network, one, other)
-        if asked:
-            say(f"round trip from {one} to {other}")
-            got = measure.round_trip(lab, one, other, asked)
-            yield Finding("round trip", f"{one}, {other}", "s", asked, got, slack=LEAST_SECONDS)
+    for name, other in _around(names):
+        set_delay = _delay_of(lab.played.network, name, other)
+        if set_delay:
+            say(f"round trip from {name} to {other}")
+            got = measure.round_trip(lab, name, other, set_delay)
+            yield Finding("round trip", f"{name}, {other}", "s", set_delay, got, slack=LEAST_SECONDS)
 
 
 def _memory(lab: Lab, say: Say) -> Iterator[Finding]:

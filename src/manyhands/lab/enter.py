@@ -3,7 +3,7 @@
     python -m manyhands.lab.enter LAB DEVICE COMMAND ...
     python -m manyhands.lab.enter --network LAB DEVICE COMMAND ...     in its network only, at this machine's full speed
 
-It becomes the command, so that whoever started it has the command itself as its child.
+It becomes the command, so that the process that started it has the command itself as its child.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import NoReturn
 from manyhands.facts.errors import ManyhandsError
 from manyhands.lab import groups, record
 from manyhands.lab.lines import namespace_of
-from manyhands.lab.spaces import entered
+from manyhands.lab.spaces import COORDINATOR_SPACE, entered
 
-DESK = "desk"
 CANNOT_RUN = 127
 _NETWORK = "--network"
 
@@ -30,9 +29,9 @@ def words(lab: str, device: str, *, only_network: bool = False) -> tuple[str, ..
 
 def run(lab: str, device: str, command: list[str], *, only_network: bool) -> NoReturn:
     """This process becomes the command, on the device."""
-    known = record.load(lab)
-    if device != DESK and not only_network:
-        seat = known.played.seat(device)
+    entry = record.load(lab)
+    if device != COORDINATOR_SPACE and not only_network:
+        seat = entry.played.seat(device)
         groups.find().enter(lab, device)
         os.sched_setaffinity(0, seat.cores)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that

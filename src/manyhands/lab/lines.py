@@ -1,4 +1,4 @@
-"""What ip, tc and bridge are told to make a lab's network: pure functions from names and numbers to lines."""
+"""Lines for ip, tc and bridge that make a lab's network: pure functions of names and numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from manyhands.facts.errors import BadValue
 
 MOST_STATIC = 256
-"""Of so many members every one knows every other's hardware address; larger labs ask by ARP."""
+"""Up to this many members, each knows every other's hardware address; larger labs ask by ARP."""
 UNLIMITED_BYTES_PER_SECOND = 12.5e9
 """What a port without a limit is set to where its pairs, or an earlier limit, need a qdisc there."""
 
@@ -57,11 +57,11 @@ def hardware_of(number: int) -> str:
     return f"02:6d:68:00:{number >> 8:02x}:{number & 255:02x}"
 
 
-# What tc and ip are told: pure functions
+# Lines for tc and ip: pure functions
 
 
 @dataclass(frozen=True)
-class Flow:
+class PortFlow:
     """What a port receives from one sender, where that sender's link is slower than the port, or delayed."""
 
     number: int
@@ -102,8 +102,8 @@ def tbf(bytes_per_second: float, burst: int | None = None) -> str:
     return f"tbf rate {max(8, round(8 * rate))}bit burst {burst} limit {queue_bytes(rate)}"
 
 
-def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[Flow] = ()) -> list[str]:
-    """For tc: a port that has nothing yet gets its rate, and a class for each of `flows`."""
+def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[PortFlow] = ()) -> list[str]:
+    """Return tc's lines that give a new port its rate, and a class for each of `flows`."""
     if not flows:
         return [] if math.isinf(bytes_per_second) else [f"qdisc add dev {port} root handle 1: {tbf(bytes_per_second)}"]
     lines = [f"qdisc add dev {port} root handle 1: htb default {_OTHERS:x}"]
@@ -117,7 +117,7 @@ def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[Flow] = ()
 
 
 def reshaping_lines(
-    port: str, bytes_per_second: float, flows: Sequence[Flow], bursts: Mapping[str, int], *, is_shaped: bool
+    port: str, bytes_per_second: float, flows: Sequence[PortFlow], bursts: Mapping[str, int], *, is_shaped: bool
 ) -> list[str]:
     """For tc: the same port at another rate, its queues kept. `bursts`: of its tbf by handle ('1:'), as they are now.
 
@@ -148,7 +148,7 @@ def finite(bytes_per_second: float) -> float:
     return min(bytes_per_second, UNLIMITED_BYTES_PER_SECOND)
 
 
-def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[Flow]) -> list[str]:
+def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[PortFlow]) -> list[str]:
     """The port's class, and children that share it. Their own rates sum to it: htb grants those without asking it."""
     rate = finite(bytes_per_second)
     burst = 2 * burst_bytes(rate)
@@ -161,7 +161,7 @@ def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[
     return lines
 
 
-def _leaves(bytes_per_second: float, flows: Sequence[Flow]) -> Iterator[tuple[int, float, float]]:
+def _leaves(bytes_per_second: float, flows: Sequence[PortFlow]) -> Iterator[tuple[int, float, float]]:
     """Class, rate and delay of each leaf; tbf keeps the rate even where htb could, because it cuts long pieces."""
     yield _OTHERS, finite(bytes_per_second), 0.0
     for flow in flows:
@@ -183,7 +183,7 @@ def _leaf_lines(port: str, leaf: int, bytes_per_second: float, delay_seconds: fl
 
 
 def making_lines(lab: str, members: Sequence[str], up_rates: Sequence[float]) -> list[str]:
-    """For ip, on the host, where the hub is: the other namespaces, and a cable from each to the hub."""
+    """Return ip's lines, on the host, that make the namespaces and a cable from each to the hub."""
     hub = hub_of(lab)
     lines = [f"netns add {namespace_of(lab, member)}" for member in members]
     for number, (member, rate) in enumerate(zip(members, up_rates)):
@@ -194,7 +194,7 @@ def making_lines(lab: str, members: Sequence[str], up_rates: Sequence[float]) ->
 
 
 def hub_lines(count: int, *, has_bridge: bool) -> list[str]:
-    """For ip, in the hub: the ports of `count` members, and the bridge."""
+    """Return ip's lines, in the hub, that make the ports of `count` members and the bridge."""
     if not has_bridge:
         return [f"link set p{number} up" for number in range(count)]
     lines = ["link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set br0 up"]
@@ -205,7 +205,7 @@ def hub_lines(count: int, *, has_bridge: bool) -> list[str]:
 
 
 def forwarding_lines(count: int) -> list[str]:
-    """For bridge, in the hub: who is behind which port."""
+    """Return bridge's lines, in the hub, that say which member is behind which port."""
     return [f"fdb replace {hardware_of(number)} dev p{number} master static" for number in range(count)]
 
 

@@ -55,27 +55,27 @@ def _running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_word(process: subprocess.Popen[str], word: str) -> None:
-    """Until a process has said it, as its first line; one that says something else, or nothing for long, is ended."""
+    """Wait until a process prints `word` as its first line; end one that prints something else, or nothing for long."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        said = process.stdout.readline().strip() if selector.select(_SPARE_SECONDS) else ""
-    if said != word:
+        line = process.stdout.readline().strip() if selector.select(_SPARE_SECONDS) else ""
+    if line != word:
         process.kill()
         _, why = process.communicate()
-        raise LabError(f"A probe did not start: {(why or said).strip()[-300:] or 'it said nothing'}")
+        raise LabError(f"A probe did not start: {(why or line).strip()[-300:] or 'it line nothing'}")
 
 
 def _answer(process: subprocess.Popen[str], what: str, seconds: float) -> float:
     """The number it prints. It is meant to take so many seconds."""
     limit = _SPARE_SECONDS + 1.5 * seconds
     try:
-        output, said = process.communicate(timeout=limit)
+        output, errors = process.communicate(timeout=limit)
         return float(json.loads(output.strip().splitlines()[-1]))
     except subprocess.TimeoutExpired:
         raise LabError(f"{what}: nothing was measured within {limit:.0f} s.") from None
     except (IndexError, ValueError):
-        raise LabError(f"{what}: nothing was measured. {said.strip()[-300:]}") from None
+        raise LabError(f"{what}: nothing was measured. {errors.strip()[-300:]}") from None
 
 
 class RatePlan(NamedTuple):
@@ -90,12 +90,12 @@ class RatePlan(NamedTuple):
 
 def rate_plan(asked_bytes_per_second: float, round_trip_seconds: float = 0.0) -> RatePlan:
     """About a minute at the most, except where round trips alone take longer."""
-    asked = asked_bytes_per_second
-    seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, _PACKETS * _PACKET_BYTES / asked, 3 * round_trip_seconds))
-    head_bytes = min(_HEAD_BYTES, max(_LEAST_HEAD_BYTES, int(asked * _MOST_HEAD_SECONDS)))
-    windows = asked * round_trip_seconds / _FIRST_WINDOW_BYTES
+    set_rate = asked_bytes_per_second
+    seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, _PACKETS * _PACKET_BYTES / set_rate, 3 * round_trip_seconds))
+    head_bytes = min(_HEAD_BYTES, max(_LEAST_HEAD_BYTES, int(set_rate * _MOST_HEAD_SECONDS)))
+    windows = set_rate * round_trip_seconds / _FIRST_WINDOW_BYTES
     head_seconds = round_trip_seconds * (2 + math.ceil(math.log2(windows)) if windows > 1 else 1)
-    return RatePlan(head_bytes, head_seconds, seconds, max(head_seconds, head_bytes / asked) + seconds)
+    return RatePlan(head_bytes, head_seconds, seconds, max(head_seconds, head_bytes / set_rate) + seconds)
 
 
 def ping_count(asked_seconds: float) -> int:

@@ -25,7 +25,7 @@ _PAGE = 4096
 
 
 def sink(host: str, port: str, seconds: str, head_bytes: str, head_seconds: str) -> None:
-    """From when the head of it has come, so many seconds."""
+    """Receive one stream and count its bytes for `seconds`, once its head has come."""
     with socket.create_server((host, int(port))) as server:
         server.settimeout(LIMIT_SECONDS)
         print("listening", flush=True)

@@ -19,7 +19,7 @@ FOLDER = Path("/run/manyhands")
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process, told from a later one with the same number by the moment it began."""
+    """A process; the moment it began tells it from a later one with the same number."""
 
     pid: int
     began: int
@@ -34,7 +34,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def _began(pid: int) -> int:
-    """In the kernel's ticks; 0 where there is no such process, or it has ended and nobody has asked how."""
+    """Return when a process began, in the kernel's ticks; 0 where there is none, or it is a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -42,8 +42,8 @@ def _began(pid: int) -> int:
     return 0 if words[0] in ("Z", "X") else int(words[19])
 
 
-class Record(msgspec.Struct, frozen=True):
-    """What is known of a lab that is up."""
+class LabRecord(msgspec.Struct, frozen=True):
+    """The record of a lab that is up."""
 
     name: str
     source: str
@@ -51,8 +51,9 @@ class Record(msgspec.Struct, frozen=True):
     played: Played
     uses_switch: bool
     owner: Process | None = None
-    """Who brought it up for himself: without him it goes down."""
+    """The process that brought it up for itself: the lab goes down with it."""
     keeper: Process | None = None
+    """The lab supervisor."""
 
 
 def lab_name(text: str) -> str:
@@ -72,7 +73,7 @@ def _path(name: str) -> Path:
 
 
 def log_path(name: str) -> Path:
-    """What the keeper had to say."""
+    """The lab supervisor's messages."""
     return folder() / f"{name}.log"
 
 
@@ -83,8 +84,8 @@ def names() -> list[str]:
     return []
 
 
-def claim(record: Record) -> bool:
-    """Write it down, if nobody else has that name: of two at once, one gets it."""
+def claim(record: LabRecord) -> bool:
+    """Write the record unless the name is taken; returns whether it was written. Of two at once, one gets it."""
     folder().mkdir(parents=True, exist_ok=True)
     mine = folder() / f".{secrets.token_hex(8)}.json"
     write_document(mine, _document(record))
@@ -97,11 +98,11 @@ def claim(record: Record) -> bool:
     return True
 
 
-def save(record: Record) -> None:
+def save(record: LabRecord) -> None:
     write_document(_path(record.name), _document(record))
 
 
-def _document(record: Record) -> dict[str, object]:
+def _document(record: LabRecord) -> dict[str, object]:
     played = record.played
     document: dict[str, object] = msgspec.to_builtins(msgspec.structs.asdict(record) | {"played": None})
     document["played"] = {
@@ -111,13 +112,13 @@ def _document(record: Record) -> dict[str, object]:
     return document
 
 
-def load(name: str) -> Record:
-    """The lab of that name. LabError where there is none, or its file tells nothing."""
+def load(name: str) -> LabRecord:
+    """Return the lab of that name. LabError where there is none, or its file is damaged."""
     path = _path(name)
     if not path.exists():
         up = names()
-        known = f"These are up: {', '.join(up)}." if up else "None is up: manyhands lab up PRESET"
-        raise LabError(f"There is no lab called '{name}'.", hint=known)
+        hint = f"These are up: {', '.join(up)}." if up else "None is up: manyhands lab up PRESET"
+        raise LabError(f"There is no lab called '{name}'.", hint=hint)
     try:
         raw = read_document(path)
         assert isinstance(raw, dict)
@@ -127,7 +128,7 @@ def load(name: str) -> Record:
             msgspec.convert(played["seats"], tuple[Seat, ...]), tuple((a, b) for a, b in played["traces"]),
         )  # fmt: skip
         keeper, owner = (msgspec.convert(raw[key], Process | None) for key in ("keeper", "owner"))
-        return Record(raw["name"], raw["source"], read, raw["uses_switch"], owner, keeper)
+        return LabRecord(raw["name"], raw["source"], read, raw["uses_switch"], owner, keeper)
     except (BadFile, BadValue, AssertionError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise LabError(f"{path}: does not describe a lab: {error}", hint=f"manyhands lab down {name}") from error
 

@@ -37,7 +37,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, LabError, unknown
 from manyhands.lab.lines import (
     UNLIMITED_BYTES_PER_SECOND,
-    Flow,
+    PortFlow,
     address_of,
     check_lab_name,
     finite,
@@ -53,7 +53,8 @@ from manyhands.lab.lines import (
     unit_bytes,
 )
 
-DESK = "desk"
+COORDINATOR_SPACE = "desk"
+"""The name of the namespace in which the coordinator of a lab runs."""
 """The coordinator's place: member number 0, without limits."""
 
 _FOLDER = Path("/var/run/netns")
@@ -67,23 +68,24 @@ class Spaces:
     def __init__(self, lab: str, cluster: Cluster, *, uses_switch: bool | None = None) -> None:
         self.lab = check_lab_name(lab)
         self.cluster = cluster
-        if DESK in cluster.names:
+        if COORDINATOR_SPACE in cluster.names:
             raise LabError(
-                f"No device of a lab can be called '{DESK}': it is the coordinator's place.", hint="Rename that device."
+                f"No device of a lab can be called '{COORDINATOR_SPACE}': it is the coordinator's place.",
+                hint="Rename that device.",
             )
         self.hub = hub_of(lab)
-        self.members = (DESK, *cluster.names)
+        self.members = (COORDINATOR_SPACE, *cluster.names)
         self._numbers = {member: number for number, member in enumerate(self.members)}
         self.has_delays = len(cluster.devices) > 1 and (
-            cluster.link.delay_seconds > 0 or any(one.link.delay_seconds > 0 for one in cluster.links)
+            cluster.link.delay_seconds > 0 or any(directed.link.delay_seconds > 0 for directed in cluster.links)
         )
         self.uses_switch = self.has_delays and not has_netem() if uses_switch is None else uses_switch
 
     def number(self, member: str) -> int:
-        found = self._numbers.get(member)
-        if found is None:
+        number = self._numbers.get(member)
+        if number is None:
             raise unknown("device", member, self.members)
-        return found
+        return number
 
     def namespace(self, member: str) -> str:
         self.number(member)
@@ -95,16 +97,16 @@ class Spaces:
     def port(self, member: str) -> str:
         return f"p{self.number(member)}"
 
-    def flows(self, receiver: str) -> list[Flow]:
+    def flows(self, receiver: str) -> list[PortFlow]:
         """What `receiver`'s port has a class for: senders whose own link is slower than both ends, or held by netem."""
-        found = []
+        flows = []
         down = self.cluster.device(receiver).down_bytes_per_second
         for sender in self.cluster.devices:
             link = self.cluster.link_between(sender.name, receiver)
             delay = 0.0 if self.uses_switch else link.delay_seconds
             if link.bytes_per_second < min(sender.up_bytes_per_second, down) or delay > 0:
-                found.append(Flow(self.number(sender.name), link.bytes_per_second, delay))
-        return found
+                flows.append(PortFlow(self.number(sender.name), link.bytes_per_second, delay))
+        return flows
 
     def up(self) -> None:
         """Make it all; what was made before something failed is taken away again."""
@@ -184,14 +186,14 @@ class Spaces:
         with entered(self.hub):
             return up, port_rate(_qdiscs(self.port(device)))
 
-    def _reshaping(self, port: str, bytes_per_second: float, flows: list[Flow]) -> list[str]:
-        found = _qdiscs(port)
-        bursts = {one["handle"]: int(one["options"]["burst"]) for one in found if one["kind"] == "tbf"}
-        is_shaped = any(one.get("root") and one["kind"] in ("tbf", "htb") for one in found)
+    def _reshaping(self, port: str, bytes_per_second: float, flows: list[PortFlow]) -> list[str]:
+        qdiscs = _qdiscs(port)
+        bursts = {qdisc["handle"]: int(qdisc["options"]["burst"]) for qdisc in qdiscs if qdisc["kind"] == "tbf"}
+        is_shaped = any(qdisc.get("root") and qdisc["kind"] in ("tbf", "htb") for qdisc in qdiscs)
         return reshaping_lines(port, bytes_per_second, flows, bursts, is_shaped=is_shaped)
 
     def cut(self, device: str) -> None:
-        """Pull the cable out of the hub: nobody is told, nothing passes."""
+        """Pull the device's cable out of the hub: nothing passes, and no connection is closed."""
         self._set(device, "down")
 
     def heal(self, device: str) -> None:
@@ -233,17 +235,17 @@ def _call(name: str, *arguments: int) -> None:
 @contextlib.contextmanager
 def _back_afterwards() -> Iterator[None]:
     """Whatever namespace this thread goes to meanwhile. An error inside is the one that is raised."""
-    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # who may not leave may not come back either
-                _call("setns", own, _CLONE_NEWNET)
+                _call("setns", namespace, _CLONE_NEWNET)
             raise
-        _call("setns", own, _CLONE_NEWNET)
+        _call("setns", namespace, _CLONE_NEWNET)
     finally:
-        os.close(own)
+        os.close(namespace)
 
 
 @contextlib.contextmanager
@@ -263,14 +265,14 @@ def entered(namespace: str) -> Iterator[None]:
 
 
 def _qdiscs(port: str) -> list[dict[str, Any]]:
-    """What tc says of a port in this thread's namespace."""
-    found: list[dict[str, Any]] = json.loads(run(["tc", "-json", "qdisc", "show", "dev", port]) or "[]")
-    return found
+    """Return the queueing disciplines of a port in this thread's namespace, as tc lists them."""
+    qdiscs: list[dict[str, Any]] = json.loads(run(["tc", "-json", "qdisc", "show", "dev", port]) or "[]")
+    return qdiscs
 
 
 def port_rate(qdiscs: Sequence[dict[str, Any]]) -> float:
     """Bytes per second of a port: where pairs have queues of their own, that of everybody else is the fastest."""
-    rate = max((float(one["options"]["rate"]) for one in qdiscs if one["kind"] == "tbf"), default=math.inf)
+    rate = max((float(qdisc["options"]["rate"]) for qdisc in qdiscs if qdisc["kind"] == "tbf"), default=math.inf)
     return rate if rate < UNLIMITED_BYTES_PER_SECOND else math.inf
 
 
@@ -293,11 +295,11 @@ def _write(path: str, text: str) -> None:
 
 
 def _tool(name: str) -> str:
-    """Where a command is; the folders of the administrator are looked through even where the path leaves them out."""
-    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
-    if found is None:
+    """Return the path of a command; /usr/sbin and /sbin are searched even where PATH leaves them out."""
+    path = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    if path is None:
         raise LabError(f"There is no command `{name}` here.", hint="Install iproute2: apt install iproute2")
-    return found
+    return path
 
 
 def run(words: Sequence[str], text: str = "", *, lines: Sequence[str] = (), forced: bool = False) -> str:
@@ -306,10 +308,10 @@ def run(words: Sequence[str], text: str = "", *, lines: Sequence[str] = (), forc
         [_tool(words[0]), *words[1:]], input=text, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )
     if done.returncode != 0 and not forced:
-        said = [line for line in done.stderr.splitlines() if line and not line.startswith("Command failed")]
+        complaints = [line for line in done.stderr.splitlines() if line and not line.startswith("Command failed")]
         at = re.search(r"^Command failed -:(\d+)", done.stderr, re.MULTILINE)
         what = " ".join(words) if at is None else f"{words[0]} {lines[int(at[1]) - 1]}"
-        raise LabError(f"`{what}` failed: {' '.join(said) or f'exit code {done.returncode}'}")
+        raise LabError(f"`{what}` failed: {' '.join(complaints) or f'exit code {done.returncode}'}")
     return done.stdout
 
 
@@ -343,7 +345,9 @@ def _refused() -> str:
     try:
         with _nowhere():
             run_batch("ip", ["link add v0 type veth peer name v1", "link add br0 type bridge"])
-            run_batch("tc", [f"qdisc add dev v0 root handle 1: {tbf(1e6)}", *shaping_lines("v1", 1e6, [Flow(1, 1e5)])])
+            run_batch(
+                "tc", [f"qdisc add dev v0 root handle 1: {tbf(1e6)}", *shaping_lines("v1", 1e6, [PortFlow(1, 1e5)])]
+            )
     except OSError as error:
         return f"The kernel refuses a network namespace: {error.strerror}."
     except LabError as error:

@@ -104,7 +104,7 @@ class Switch:
             {member_address(other): self._lanes[member, other] for other in members if other != member}
             for member in members
         ]
-        """For each port: address -> lane."""
+        """Per port: address -> lane."""
         self._held_bytes = [0] * len(ports)
         self._turn: list[tuple[float, int, Lane]] = []
         """A heap with one entry for each lane that has frames and is not blocked: when its next frame is due."""

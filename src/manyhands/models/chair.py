@@ -27,7 +27,7 @@ def _unpool_convolution(inputs: int, outputs: int, scale: int) -> nn.ConvTranspo
 
 
 class Chair(nn.Module):
-    """From an 825-long description to a picture of 3x128x128."""
+    """Draws a picture of 3x128x128 from a description of 825 numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -170,10 +170,12 @@ def _load(path: str) -> Callable[..., Any]:
     if not hasattr(module, attribute):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown(f"factory in module {module_name}", attribute, callables)
-    found = getattr(module, attribute)
-    if not callable(found):
-        raise ManyhandsError(f"'{path}' is a {type(found).__name__}, not a function or class that makes a model.")
-    factory: Callable[..., Any] = found
+    attribute_value = getattr(module, attribute)
+    if not callable(attribute_value):
+        raise ManyhandsError(
+            f"'{path}' is a {type(attribute_value).__name__}, not a function or class that makes a model."
+        )
+    factory: Callable[..., Any] = attribute_value
     return factory
 
 
@@ -186,10 +188,10 @@ def _library_factory(library: str, name: str) -> Callable[..., Any]:
             f"Model '{library}:{name}' needs {library}, which cannot be imported: {error}",
             hint=f"pip install {library}",
         ) from error
-    known: list[str] = module.list_models()
+    names: list[str] = module.list_models()
     # timm takes names with a tag of weights after a dot.
-    if name.split(".")[0] not in known:
-        raise unknown(f"{library} model", name, known)
+    if name.split(".")[0] not in names:
+        raise unknown(f"{library} model", name, names)
     if library == "torchvision":
         return lambda **kwargs: module.get_model(name, **{"weights": None, **kwargs})
     return lambda **kwargs: module.create_model(name, **{"pretrained": False, **kwargs})
@@ -241,9 +243,13 @@ def _decoupled_factory(name: str, options: dict[str, Any]) -> Callable[..., Any]
         given = inspect.signature(inner).parameters
     except ValueError:
         return build_decoupled
-    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in how.values() if one.name not in given]
-    last = [one for one in given.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
-    others = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in how.values()
+        if parameter.name not in given
+    ]
+    last = [parameter for parameter in given.values() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    others = [parameter for parameter in given.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     named: Any = build_decoupled
     named.__signature__ = inspect.Signature([*others, *keywords, *last])
     return build_decoupled
@@ -301,9 +307,9 @@ def example_batch(
     import torch
 
     entry = _entry(name)
-    own = getattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch", None)
-    if entry is None and callable(own) and input_shape is None:
-        given: Tensor | dict[str, Tensor] = own(batch_size)
+    factory = getattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch", None)
+    if entry is None and callable(factory) and input_shape is None:
+        given: Tensor | dict[str, Tensor] = factory(batch_size)
         return given
     shape = input_shape or (entry.input_shape if entry else _DEFAULT_IMAGE)
     generator = torch.Generator().manual_seed(seed)

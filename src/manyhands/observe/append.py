@@ -1,4 +1,4 @@
-"""Files that only grow, and are valid whenever somebody looks: events.jsonl and metrics.csv of a run."""
+"""Files that only grow, and are valid whenever they are read: events.jsonl and metrics.csv of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LineFile:
         try:
             make_folder(self.path.parent)
             self._descriptor = open_descriptor(self.path, flags, file_mode(self.path), follows_links=False)
-            self._mend()
+            self._fix()
         except OSError as error:
             self.close()
             raise write_failed(self.path, error) from error
@@ -53,11 +53,11 @@ class LineFile:
                 raise BadFile(f"{self.path}: is closed and cannot be written.")
             try:
                 if self._is_torn:
-                    self._mend()
+                    self._fix()
                 written = os.write(self._descriptor, content)
                 if written < len(content):
                     self._is_torn = True
-                    self._mend()
+                    self._fix()
                     short = OSError(errno.ENOSPC, f"only {written} of {len(content)} bytes fit")
                     raise write_failed(self.path, short, len(content))
             except OSError as error:
@@ -89,7 +89,7 @@ class LineFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _mend(self) -> None:
+    def _fix(self) -> None:
         """Cut off what comes after the last line's end."""
         size = place = os.fstat(self._descriptor).st_size
         keep = 0
@@ -169,7 +169,7 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(float(value))
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

@@ -43,7 +43,7 @@ def need_plots() -> None:
 
 
 def write_figure(figure: Figure, path: Path) -> Path:
-    """As PNG, in one piece."""
+    """Write a figure as PNG, atomically."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
     write_bytes_atomic(path, buffer.getvalue())

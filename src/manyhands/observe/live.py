@@ -23,7 +23,7 @@ RunState = Literal["preparing", "waiting", "running", "ended", "stopped", "faile
 OVER = ("ended", "stopped", "failed")
 """States in which nothing more happens."""
 MOST_LINKS = 400
-"""Of live.json: those over which most was sent, of more."""
+"""The most links in live.json: those over which most was sent."""
 
 
 class LiveSpan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,7 +73,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
 
 
 class LiveLink(msgspec.Struct, frozen=True):
-    """From one device to another, where the plan sends something."""
+    """The link from one device to another, where the plan sends something."""
 
     source: str
     target: str
@@ -120,9 +120,9 @@ class Live(msgspec.Struct, frozen=True):
     batch_size: int = 0
     loss: float | None = None
     seconds: float | None = None
-    """Of a step: the median of the last ones."""
+    """Seconds of a step: the median of the last ones."""
     predicted_seconds: float | None = None
-    """Of a step, simulated."""
+    """Simulated seconds of a step."""
     samples_per_second: float | None = None
     remaining_seconds: float | None = None
     generation: int = 0
@@ -142,8 +142,8 @@ def write_live(folder: Path, live: Live) -> None:
     _replace(folder / LIVE_FILE, msgspec.json.encode(msgspec.structs.replace(live, round=None)))
 
 
-def write_round(folder: Path, found: LiveRound) -> None:
-    _replace(folder / ROUND_FILE, msgspec.json.encode(found))
+def write_round(folder: Path, live_round: LiveRound) -> None:
+    _replace(folder / ROUND_FILE, msgspec.json.encode(live_round))
 
 
 def read_live(folder: Path) -> Live | None:

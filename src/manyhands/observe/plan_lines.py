@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import layer_range
-from manyhands.observe.plan_rows import By, Row, layer_edges, plan_rows
+from manyhands.observe.plan_rows import By, PlanRow, layer_edges, plan_rows
 
 FILLS: dict[By, str] = {"all": "█", "samples": "▒", "tiles": "▚", "channels": "░"}
 PLAIN_FILLS: dict[By, str] = {"all": "#", "samples": "=", "tiles": "+", "channels": "~"}
@@ -56,14 +56,14 @@ def plan_lines(plan: Plan, network: Network, names: Sequence[str], *, width: int
 def _letters(edges: Sequence[float], room: int) -> list[int]:
     """Edges in whole letters: no layer without one while there are enough."""
     count = len(edges) - 1
-    found = [round(edge * room) for edge in edges]
+    places = [round(edge * room) for edge in edges]
     if count <= room:
         for layer in range(1, count + 1):
-            found[layer] = max(found[layer], found[layer - 1] + 1)
-        found[count] = room
+            places[layer] = max(places[layer], places[layer - 1] + 1)
+        places[count] = room
         for layer in range(count, 0, -1):
-            found[layer - 1] = min(found[layer - 1], found[layer] - 1)
-    return found
+            places[layer - 1] = min(places[layer - 1], places[layer] - 1)
+    return places
 
 
 def _ruler(marks: Sequence[tuple[int, str]], room: int, wanted: set[int] | None = None) -> str:
@@ -76,7 +76,7 @@ def _ruler(marks: Sequence[tuple[int, str]], room: int, wanted: set[int] | None 
     return "".join(line)
 
 
-def _drawn(row: Row, edges: Sequence[int], fills: dict[By, str], nothing: str) -> str:
+def _drawn(row: PlanRow, edges: Sequence[int], fills: dict[By, str], nothing: str) -> str:
     line = [nothing] * edges[-1]
     for block in row.blocks:
         start, end = edges[block.first], edges[block.last]

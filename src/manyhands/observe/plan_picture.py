@@ -14,7 +14,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import layer_range
 from manyhands.facts.units import format_bytes
 from manyhands.observe.figures import MOST_DEVICES, new_figure, write_figure
-from manyhands.observe.plan_rows import Block, Row, layer_edges, plan_rows
+from manyhands.observe.plan_rows import Block, PlanRow, layer_edges, plan_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +48,9 @@ def draw_plan(
     """Write a PNG. Devices that do the same share a row where there are many; `notes` go below."""
     rows = plan_rows(plan, names)[:MOST_DEVICES]
     left_out = len(plan_rows(plan, names)) - len(rows)
-    said = [*notes, *([f"{left_out} more rows of devices are not drawn."] if left_out > 0 else [])]
+    remarks = [*notes, *([f"{left_out} more rows of devices are not drawn."] if left_out > 0 else [])]
     heading = textwrap.wrap(title, _TITLE_LETTERS)
-    below = [line for note in said for line in textwrap.wrap(note, _NOTE_LETTERS)]
+    below = [line for note in remarks for line in textwrap.wrap(note, _NOTE_LETTERS)]
     head, foot = _HEAD + 0.2 * (len(heading) - 1), _FOOT + 0.2 * len(below)
     height = head + _STRIP + 0.45 + _ROW * len(rows) + foot
     figure = new_figure(_WIDTH, height)
@@ -115,7 +115,7 @@ def _draw_strip(axes: Axes, network: Network, plan: Plan, edges: Sequence[float]
               transform=axes.transAxes)  # fmt: skip
 
 
-def _draw_rows(axes: Axes, rows: Sequence[Row], plan: Plan, edges: Sequence[float], wide: float) -> None:
+def _draw_rows(axes: Axes, rows: Sequence[PlanRow], plan: Plan, edges: Sequence[float], wide: float) -> None:
     from matplotlib.patches import Rectangle
 
     count = len(rows)
@@ -199,7 +199,7 @@ def _draw_sign(axes: Axes, block: Block, left: float, low: float, wide: float, h
             axes.plot([at, at], [low, low + high], color=colour, linewidth=0.5, zorder=5)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], loads: Mapping[str, DeviceLoad], what: str) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[PlanRow], loads: Mapping[str, DeviceLoad], what: str) -> None:
     """Parts of the step that devices compute, or of their memory that they need."""
     from matplotlib.patches import Rectangle
 
@@ -207,15 +207,15 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], loads: Mapping[str, DeviceLoad],
     axes.text(0, count + 0.18, "computes" if what == "computing" else "holds at most", fontsize=9, weight="bold",
               color=_INK, va="bottom")  # fmt: skip
     for number, row in enumerate(rows):
-        own = [loads[name] for name in row.devices if name in loads]
-        if not own or not row.blocks:
+        row_loads = [loads[name] for name in row.devices if name in loads]
+        if not row_loads or not row.blocks:
             continue
         low, high = count - 1 - number + 0.2, 0.6
         if what == "computing":
-            part = max(load.busy_part for load in own)
+            part = max(load.busy_part for load in row_loads)
             text, colour = f"{part:.0%} of the step", "#9FB8D3"
         else:
-            fullest = max(own, key=lambda load: load.peak_bytes / load.memory_bytes)
+            fullest = max(row_loads, key=lambda load: load.peak_bytes / load.memory_bytes)
             part = fullest.peak_bytes / fullest.memory_bytes
             text = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.memory_bytes)}"
             colour = "#E9A79F" if part >= _NEARLY_FULL else "#B7D3B0"
@@ -227,16 +227,16 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], loads: Mapping[str, DeviceLoad],
     axes.axis("off")
 
 
-def _draw_legend(figure: Figure, rows: Sequence[Row], foot: float, height: float) -> None:
+def _draw_legend(figure: Figure, rows: Sequence[PlanRow], foot: float, height: float) -> None:
     from matplotlib.patches import Patch
 
     kinds = {block.by for row in rows for block in row.blocks}
-    known = {
+    meanings = {
         "all": Patch(facecolor="#888888", label="all of the stage"),
         "tiles": Patch(facecolor="#DDDDDD", edgecolor="#AAAAAA", hatch="....", label="a tile of every feature map"),
         "samples": Patch(facecolor="#DDDDDD", edgecolor="#AAAAAA", hatch="---", label="some samples"),
         "channels": Patch(facecolor="#DDDDDD", edgecolor="#AAAAAA", hatch="|||", label="some channels"),
     }
-    handles = [patch for by, patch in known.items() if by in kinds]
+    handles = [patch for by, patch in meanings.items() if by in kinds]
     figure.legend(handles=handles, loc="upper left", ncols=len(handles), fontsize=8.5, frameon=False,
                   bbox_to_anchor=((_SIDE + _NAMES) / _WIDTH - 0.006, (foot - 0.02) / height))  # fmt: skip

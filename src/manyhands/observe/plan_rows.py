@@ -29,20 +29,20 @@ class Block:
     """Layers [first, last)."""
     by: By
     begin: float
-    """Of samples and channels: the parts of those before it in the stage."""
+    """For samples and channels, the parts of the devices before it in the stage."""
     part: float
     label: str
     short: str
     cell: tuple[int, int] = (0, 0)
     rows: tuple[float, ...] = (1.0,)
     columns: tuple[float, ...] = (1.0,)
-    """Of tiles: the grid, relative heights and widths, and which of its cells."""
+    """For tiles, the grid, relative heights and widths, and which of its cells."""
     is_each: bool = False
     """The first of several that are alike."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One device, or several that do the same."""
 
     devices: tuple[str, ...]
@@ -57,32 +57,32 @@ class Row:
         return f"{short_name(self.devices[0])} and {len(self.devices) - 1} more"
 
 
-def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[Row]:
+def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[PlanRow]:
     """The plan's devices in its order, then those that it leaves out."""
     blocks: dict[str, list[Block]] = {name: [] for name in plan.devices}
     for number, stage in enumerate(plan.stages):
         for place, device in enumerate(stage.devices):
             blocks[device].append(_block(number, stage, place))
-    rows = [Row((name,), tuple(own)) for name, own in blocks.items()]
+    rows = [PlanRow((name,), tuple(row_blocks)) for name, row_blocks in blocks.items()]
     unused = tuple(name for name in names if name not in blocks)
-    together = [Row((name,), ()) for name in unused] if len(unused) <= 3 else [Row(unused, ())]
+    together = [PlanRow((name,), ()) for name in unused] if len(unused) <= 3 else [PlanRow(unused, ())]
     if len(rows) + len(together) > most:
         rows = [_merged(list(some)) for _, some in groupby(rows, key=_alike)]
     return [*rows, *together]
 
 
-def _alike(row: Row) -> object:
+def _alike(row: PlanRow) -> object:
     """What devices of one row have in common: the stages, and how much of them."""
     return [(block.stage, block.by, round(block.part, 2)) for block in row.blocks]
 
 
-def _merged(rows: Sequence[Row]) -> Row:
+def _merged(rows: Sequence[PlanRow]) -> PlanRow:
     if len(rows) == 1:
         return rows[0]
     blocks = tuple(
         replace(block, label=_each(block), short=f"{block.part:.0%}", is_each=True) for block in rows[0].blocks
     )
-    return Row(tuple(name for row in rows for name in row.devices), blocks)
+    return PlanRow(tuple(name for row in rows for name in row.devices), blocks)
 
 
 def _each(block: Block) -> str:
@@ -105,11 +105,13 @@ def _block(number: int, stage: Stage, place: int) -> Block:
         )  # fmt: skip
     if isinstance(share, (BySamples, ByChannels)):
         counts = share.samples if isinstance(share, BySamples) else share.groups
-        total, own = sum(counts), counts[place]
-        begin, part = sum(counts[:place]) / total, own / total
+        total, device_count = sum(counts), counts[place]
+        begin, part = sum(counts[:place]) / total, device_count / total
         by: By = "samples" if isinstance(share, BySamples) else "channels"
-        label = f"{own} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
-        return Block(number, first, last, by, begin, part, label, f"{own}/{total}" if total < 100 else f"{part:.0%}")
+        label = f"{device_count} of {total} samples" if by == "samples" else f"{part:.0%} of the channels"
+        return Block(
+            number, first, last, by, begin, part, label, f"{device_count}/{total}" if total < 100 else f"{part:.0%}"
+        )
     if len(stage.devices) > 1:  # a way of sharing of others, drawn as equal parts
         part = 1 / len(stage.devices)
         return Block(number, first, last, "samples", place * part, part, share.text(place), f"{part:.0%}")
@@ -117,10 +119,10 @@ def _block(number: int, stage: Stage, place: int) -> Block:
 
 
 def layer_edges(network: Network) -> list[float]:
-    """Where layers begin, and where the last one ends, from 0 to 1: as wide as they have work, none invisibly thin."""
+    """Return where layers begin, and where the last ends, from 0 to 1: as wide as their work, none invisibly thin."""
     work = [float(layer.macs) for layer in network.layers]
     total, thinnest = sum(work), _THINNEST / len(work)
-    widths = [max(one / total, thinnest) if total else 1.0 for one in work]
+    widths = [max(layer_work / total, thinnest) if total else 1.0 for layer_work in work]
     edges = [0.0]
     for width in widths:
         edges.append(edges[-1] + width)

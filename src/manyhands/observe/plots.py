@@ -86,10 +86,10 @@ def draw_utilisation(
     height = 0.38 if len(sides) == 2 else 0.5
     for number, (side, parts, colour) in enumerate(sides):
         places = [i + (number - (len(sides) - 1) / 2) * height for i in range(len(shown))]
-        known = [(place, parts[d]) for place, d in zip(places, shown) if d in parts and math.isfinite(parts[d])]
-        axes.barh([p for p, _ in known], [min(1.0, max(0.0, part)) for _, part in known], height * 0.92,
+        finite = [(place, parts[d]) for place, d in zip(places, shown) if d in parts and math.isfinite(parts[d])]
+        axes.barh([p for p, _ in finite], [min(1.0, max(0.0, part)) for _, part in finite], height * 0.92,
                   color=colour, label=side)  # fmt: skip
-        for place, part in known:
+        for place, part in finite:
             axes.text(min(1.0, max(0.0, part)) + 0.008, place, f"{part:.0%}", va="center", fontsize=7, color="#333333")
     axes.set_yticks(range(len(shown)), [short_name(device) for device in shown], fontsize=8, parse_math=False)
     axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)  # the first device on top
@@ -111,7 +111,10 @@ def draw_memory(
     shown = devices[:MOST_DEVICES]
     figure = new_figure(9, 1.5 + 0.45 * max(1, len(shown)))
     axes = figure.subplots()
-    kinds = [*MEMORY_PARTS, *sorted({kind for own in parts.values() for kind in own} - MEMORY_PARTS.keys())]
+    kinds = [
+        *MEMORY_PARTS,
+        *sorted({kind for device_parts in parts.values() for kind in device_parts} - MEMORY_PARTS.keys()),
+    ]
     totals = [sum(parts[device].values()) for device in shown]
     ends = [0.0] * len(shown)
     for kind in kinds:

@@ -28,8 +28,8 @@ def remember(folder: Path) -> None:
         name = hashlib.sha256(os.fsencode(whole)).hexdigest()[:16]
         write_document(_index() / f"{name}.json", {"folder": whole})
         kept = 0
-        for entry, known in _entries():
-            if kept < MOST_RECENT and known is not None and known.is_dir():
+        for entry, folder_known in _entries():
+            if kept < MOST_RECENT and folder_known is not None and folder_known.is_dir():
                 kept += 1
             else:
                 entry.unlink(missing_ok=True)
@@ -48,11 +48,11 @@ def _index() -> Path:
 
 def _entries() -> Iterator[tuple[Path, Path | None]]:
     """Each file of the list, the newest first, and the folder it names; None: it names none."""
-    found = []
+    entries = []
     for entry in _index().glob("*.json"):
         with contextlib.suppress(OSError):  # another run has just forgotten it
-            found.append((entry.stat().st_mtime_ns, entry))
-    for _, entry in sorted(found, reverse=True):
+            entries.append((entry.stat().st_mtime_ns, entry))
+    for _, entry in sorted(entries, reverse=True):
         yield entry, _folder_in(entry)
 
 

@@ -59,10 +59,10 @@ class TensorBoard:
             self._look()
 
     def event(self, event: str, facts: Mapping[str, Any]) -> None:
-        """As text, at the step it happened after."""
-        told = json.dumps(dict(facts), default=str)[:2000]
+        """Write an event as text, at the step it happened after."""
+        text = json.dumps(dict(facts), default=str)[:2000]
         with self._writing():
-            self._writer.add_text("events", f"**{event}** `{told}`", self._step)
+            self._writer.add_text("events", f"**{event}** `{text}`", self._step)
             for name in ("accuracy", "loss"):
                 if event == "evaluated" and isinstance(facts.get(name), (int, float)):
                     self._writer.add_scalar(f"test/{name}", facts[name], self._step)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 12
 HANDED = ""
-"""In place of a sender: this part of the halo comes with what the stage is handed."""
+"""Stands for a sender: this part of the halo comes with the stage's input."""
 _WIDTH_INCHES = 13.34  # 1600 pixels
 _WIDEST_INCHES, _TALLEST_INCHES = 6.37, 6.0
 _SIDE_INCHES, _GAP_INCHES = 0.15, 0.3
@@ -56,7 +56,7 @@ class GroupMap:
     halos: Mapping[str, Sequence[tuple[str, Box]]]
     """Device -> (who sends it, what lies around the tile)."""
     exchanged_bytes: int
-    """In a step, among the devices, before this group."""
+    """Bytes exchanged among the devices in a step, before this group."""
     notes: Sequence[str] = field(default_factory=tuple)
 
 
@@ -116,8 +116,8 @@ def chosen(groups: Sequence[GroupMap]) -> list[GroupMap]:
     forward = min(len(of["forward"]), max(MOST_PANELS // 2, MOST_PANELS - len(of["backward"])))
     room = {"forward": forward, "backward": MOST_PANELS - forward}
     kept: set[int] = set()
-    for way, own in of.items():
-        most = sorted(own, key=lambda group: -group.exchanged_bytes)[: room[way]]
+    for way, groups_here in of.items():
+        most = sorted(groups_here, key=lambda group: -group.exchanged_bytes)[: room[way]]
         kept |= {id(group) for group in most}
     return [group for group in groups if id(group) in kept]
 
@@ -139,10 +139,10 @@ def _palette(count: int) -> list[str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    found = [to_hex(colormaps[name](place)) for name in ("tab20", "tab20b") for first in (0, 1)
+    colours = [to_hex(colormaps[name](place)) for name in ("tab20", "tab20b") for first in (0, 1)
              for place in range(first, 20, 2)]  # fmt: skip
-    found = [colour for colour in found if colour not in ("#7f7f7f", "#c7c7c7")]  # grey is what came with the input
-    return [found[place % len(found)] for place in range(count)]
+    colours = [colour for colour in colours if colour not in ("#7f7f7f", "#c7c7c7")]  # grey is what came with the input
+    return [colours[place % len(colours)] for place in range(count)]
 
 
 def _caption(group: GroupMap, count: int, width_inches: float) -> list[str]:
@@ -180,10 +180,10 @@ def _counted(count: int, what: str) -> str:
 
 def _reach(group: GroupMap, device: str, axis: int) -> int:
     """How far a device's halo goes beyond its tile along an axis."""
-    own = group.owned.get(device)
-    if own is None or own.is_empty:
+    owned = group.owned.get(device)
+    if owned is None or owned.is_empty:
         return 0
-    low, high = own.intervals[axis]
+    low, high = owned.intervals[axis]
     boxes = [box.intervals[axis] for _, box in group.halos[device] if not box.is_empty]
     return max((max(low - start, stop - high, 0) for start, stop in boxes), default=0)
 
@@ -231,7 +231,9 @@ class _Panel:
         self.scale = 72 * scale
         """Points for one row or column."""
         self.labels = {device: _label(device, group.owned[device], self.scale) for device in self.drawing.offsets}
-        self.common_points = max(_EASY_POINTS, min((one.points for one in self.labels.values() if one), default=0.0))
+        self.common_points = max(
+            _EASY_POINTS, min((label.points for label in self.labels.values() if label), default=0.0)
+        )
         """Letters of one size look calmer; only small tiles have smaller ones."""
 
     @property
@@ -250,12 +252,12 @@ class _Panel:
                 is_thick = not box.is_empty and min(box.shape) * self.scale >= _HATCHED_POINTS
                 pale = 0.8 if source == HANDED else 0.45
                 self._add(axes, device, box, _pale(colour, pale), colour, "/////" if is_thick else None)
-            own = self.group.owned[device]
-            self._add(axes, device, own, _pale(colours[device], 0.65), "#222222")
+            owned = self.group.owned[device]
+            self._add(axes, device, owned, _pale(colours[device], 0.65), "#222222")
             label = self.labels[device]
             if label is not None:
                 down, across = self.drawing.offsets[device]
-                (top, bottom), (left, right) = own.intervals
+                (top, bottom), (left, right) = owned.intervals
                 points = min(label.points, self.common_points)
                 axes.text((left + right) / 2 + across, (top + bottom) / 2 + down, label.text, fontsize=points,
                           rotation=label.angle, ha="center", va="center", linespacing=1.15, color="#111111",
@@ -317,17 +319,19 @@ def _legend(shown: Sequence[GroupMap], named: Mapping[str, str]) -> list[Patch]:
     """What the patterns mean; and the devices' colours, where not every tile bears its name."""
     from matplotlib.patches import Patch
 
-    senders = {source for group in shown for own in group.halos.values() for source, _ in own}
-    found = [Patch(facecolor="#EDEDED", edgecolor="#222222", label="own tile")]
+    senders = {source for group in shown for halo in group.halos.values() for source, _ in halo}
+    patches = [Patch(facecolor="#EDEDED", edgecolor="#222222", label="own tile")]
     if senders - {HANDED}:
-        found.append(
+        patches.append(
             Patch(facecolor="#FFFFFF", edgecolor="#555555", hatch="/////", label="halo, in the sender's colour")
         )
     if HANDED in senders:
         pale = _pale(_HANDED_COLOUR, 0.8)
-        found.append(Patch(facecolor=pale, edgecolor=_HANDED_COLOUR, hatch="/////", label="halo, comes with the input"))
-    found += [
+        patches.append(
+            Patch(facecolor=pale, edgecolor=_HANDED_COLOUR, hatch="/////", label="halo, comes with the input")
+        )
+    patches += [
         Patch(facecolor=_pale(colour, 0.65), edgecolor="#222222", label=short_name(device))
         for device, colour in list(named.items())[:MOST_DEVICES]
     ]
-    return found
+    return patches

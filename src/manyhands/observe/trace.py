@@ -51,8 +51,8 @@ def trace_events(spans: Iterable[SpanLike], *, title: str = "", simulated: bool 
     given = list(spans)
     found = from_zero(given) if not simulated else [span for span in given if sane(span)]
     events: list[dict[str, Any]] = []
-    for process, (device, own) in enumerate(_by_device(found).items(), 1):
-        events += _process(process, device, own)
+    for process, (device, device_spans) in enumerate(_by_device(found).items(), 1):
+        events += _process(process, device, device_spans)
     facts = {"title": title, "simulated": simulated, "spans_left_out": len(given) - len(found)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
@@ -68,11 +68,11 @@ def combined_trace(predicted: Sequence[SpanLike], measured: Sequence[SpanLike], 
     kept = 0
     for device in dict.fromkeys(name for by_device in sides.values() for name in by_device):
         for side, by_device in sides.items():
-            if own := by_device.get(device):
+            if device_spans := by_device.get(device):
                 name = f"{device} ({side})"
                 processes[side].append(name)
-                kept += len(own)
-                events += _process(sum(map(len, processes.values())), name, own)
+                kept += len(device_spans)
+                events += _process(sum(map(len, processes.values())), name, device_spans)
     facts = {
         "title": title,
         "simulated_processes": processes["predicted"],
@@ -121,10 +121,10 @@ def short_label(span: SpanLike) -> str:
 
 
 def _by_device(spans: Iterable[SpanLike]) -> dict[str, list[SpanLike]]:
-    found: dict[str, list[SpanLike]] = defaultdict(list)
+    spans_by_device: dict[str, list[SpanLike]] = defaultdict(list)
     for span in spans:
-        found[span.device].append(span)
-    return found
+        spans_by_device[span.device].append(span)
+    return spans_by_device
 
 
 def _process(process: int, name: str, spans: Iterable[SpanLike]) -> list[dict[str, Any]]:
@@ -137,8 +137,8 @@ def _process(process: int, name: str, spans: Iterable[SpanLike]) -> list[dict[st
         _about("process_sort_index", process, 0, sort_index=process),
     ]
     thread = 0
-    for track, own in tracks.items():
-        for number, lane in enumerate(lanes(own)):
+    for track, track_spans in tracks.items():
+        for number, lane in enumerate(lanes(track_spans)):
             thread += 1
             events.append(
                 _about("thread_name", process, thread, name=track if number == 0 else f"{track} {number + 1}")

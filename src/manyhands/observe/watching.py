@@ -24,7 +24,7 @@ from manyhands.observe.recent import recent_runs
 
 RUNS = Path("runs")
 FRESH_SECONDS = 10.0
-"""A run that has written nothing for so long is not live, whatever its file says."""
+"""A run that has written nothing for this long is not live, whatever its file holds."""
 BLOCK_BYTES = 8_000_000
 """Read at once, and the longest line that is believed."""
 _ENDINGS = {"finished": "ended", "failed": "failed", "stopped": "stopped"}
@@ -46,7 +46,7 @@ class View:
     """The process that runs it is there and writes."""
 
 
-class Watch:
+class RunWatch:
     """Follows one folder. Each look reads only what was appended since the last."""
 
     def __init__(self, folder: str | Path, *, with_metrics: bool = True) -> None:
@@ -65,8 +65,8 @@ class Watch:
         self._look_at_events(view)
         for name in ("plan", "cluster"):
             if self._has_changed(f"{name}.yaml"):
-                found = _document(self.folder / f"{name}.yaml")
-                setattr(view, name, found if found is not None else getattr(view, name))
+                document = _document(self.folder / f"{name}.yaml")
+                setattr(view, name, document if document is not None else getattr(view, name))
         live = read_live(self.folder)
         view.is_live = live is not None and _is_live(live)
         view.live = live if live is not None else self._guessed(view)
@@ -76,10 +76,10 @@ class Watch:
 
     def _has_changed(self, name: str) -> bool:
         try:
-            found = os.stat(self.folder / name)
+            status = os.stat(self.folder / name)
         except OSError:
             return False
-        stamp = (found.st_mtime_ns, found.st_size)
+        stamp = (status.st_mtime_ns, status.st_size)
         if self._read_at.get(name) == stamp:
             return False
         self._read_at[name] = stamp
@@ -102,11 +102,11 @@ class Watch:
                 view.events = []
             for line in lines:
                 try:
-                    found = json.loads(line)
+                    event = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(found, dict) and isinstance(found.get("event"), str):
-                    view.events.append({**found, "number": len(view.events)})
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    view.events.append({**event, "number": len(view.events)})
 
     def _ending(self, view: View) -> Any:
         """How it ended, by its last events; a process that is gone without a word failed."""
@@ -120,11 +120,11 @@ class Watch:
         return "failed"
 
     def _guessed(self, view: View) -> Live:
-        """Of a run that wrote no live.json: what its other files say."""
+        """Return the state of a run that wrote no live.json, from its other files."""
         config = _document(self.folder / "config.yaml") or {}
         steps, losses = view.metrics.get("step", []), view.metrics.get("loss", [])
         rates = [rate for rate in view.metrics.get("samples_per_second", []) if rate]
-        first = next((one for one in view.events if one["event"] == "started"), {})
+        first = next((event for event in view.events if event["event"] == "started"), {})
         plan = view.plan or {}
         stages = _stages(plan.get("stages"))
         names = dict.fromkeys(name for stage in stages for name in stage.devices)
@@ -164,14 +164,14 @@ class _Tail:
 
 
 def _stages(raw: object) -> tuple[LiveStage, ...]:
-    """Of a plan as it stands in a file, which may be anything."""
-    found = []
-    for number, one in enumerate(raw if isinstance(raw, list) else ()):
-        layers, devices = (one.get("layers"), one.get("devices")) if isinstance(one, dict) else (None, None)
+    """Return the stages of a plan as it stands in a file, which may hold anything."""
+    stages = []
+    for number, stage in enumerate(raw if isinstance(raw, list) else ()):
+        layers, devices = (stage.get("layers"), stage.get("devices")) if isinstance(stage, dict) else (None, None)
         if isinstance(layers, list) and len(layers) == 2 and all(isinstance(layer, int) for layer in layers):
             names = tuple(str(name) for name in devices) if isinstance(devices, list) else ()
-            found.append(LiveStage(number, layers[0], layers[1], devices=names))
-    return tuple(found)
+            stages.append(LiveStage(number, layers[0], layers[1], devices=names))
+    return tuple(stages)
 
 
 def _rows(lines: list[str]) -> Iterator[list[str]]:
@@ -197,10 +197,10 @@ def _whole(value: object) -> int:
 
 def _document(path: Path) -> dict[str, Any] | None:
     try:
-        found = read_document(path)
+        document = read_document(path)
     except ManyhandsError:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _is_live(live: Live) -> bool:
@@ -229,20 +229,20 @@ def is_run(folder: Path) -> bool:
 def runs_here(where: Path = RUNS) -> list[Path]:
     """Folders of runs below this one, the one that was written to last first."""
     try:
-        found = [folder for folder in where.iterdir() if folder.is_dir() and is_run(folder)]
+        folders = [folder for folder in where.iterdir() if folder.is_dir() and is_run(folder)]
     except OSError:
         return []
-    return sorted(found, key=_touched, reverse=True)
+    return sorted(folders, key=_touched, reverse=True)
 
 
 def known_runs() -> list[Path]:
     """Folders of runs in runs/ and of those that were started lately elsewhere, the one that was written to last first.
     Those below the present folder by their short names."""
-    found = {folder.resolve(): folder for folder in runs_here()}
+    folders = {folder.resolve(): folder for folder in runs_here()}
     for folder in recent_runs():
         if is_run(folder):
-            found.setdefault(folder.resolve(), _shortest(folder))
-    return sorted(found.values(), key=_touched, reverse=True)
+            folders.setdefault(folder.resolve(), _shortest(folder))
+    return sorted(folders.values(), key=_touched, reverse=True)
 
 
 def _shortest(folder: Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy
 
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send

@@ -12,7 +12,8 @@ from itertools import groupby, pairwise
 
 import numpy
 
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.network import Network
 from manyhands.facts.plan import WarmUp
 from manyhands.facts.profile import DeviceProfile, Profile, Timing

@@ -16,7 +16,7 @@ from manyhands.profiler.steps import random_inputs
 from manyhands.schedule.tileable import tileable_layers
 
 LEAST_ROWS = 32
-"""Of a band: with fewer a map's edges would be most of it."""
+"""The least rows of a band: with fewer a map's edges would be most of it."""
 _ROOM = 1.3
 """What allocators and kernels take beside tensors."""
 
@@ -31,7 +31,7 @@ def possible_parts(network: Network) -> tuple[int, ...]:
     """Into how many bands the input may be cut so that every map's rows are divided evenly; 1 first."""
     inputs = [network.tensors[name] for name in network.inputs]
     last = tileable_layers(network)[0]
-    if not last or any(len(one.shape) != 4 for one in inputs):
+    if not last or any(len(size.shape) != 4 for size in inputs):
         return (1,)
     rows = inputs[0].shape[2]
     maps = [
@@ -40,10 +40,12 @@ def possible_parts(network: Network) -> tuple[int, ...]:
         for name in op.outputs
         if len(network.tensors[name].shape) == 4
     ]
-    found = [1]
-    while rows // (2 * found[-1]) >= LEAST_ROWS and not any(one % (2 * found[-1]) for one in (rows, *maps) if one > 1):
-        found.append(2 * found[-1])
-    return tuple(found)
+    counts = [1]
+    while rows // (2 * counts[-1]) >= LEAST_ROWS and not any(
+        size % (2 * counts[-1]) for size in (rows, *maps) if size > 1
+    ):
+        counts.append(2 * counts[-1])
+    return tuple(counts)
 
 
 def fitting_parts(network: Network, samples: int, free_bytes: int) -> int:
@@ -62,8 +64,8 @@ def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) ->
 
 
 def whole_seconds(network: Network, seconds: Sequence[float], parts: int) -> list[float]:
-    """Of all layers, from those of one band."""
+    """Return the seconds of all layers from those of one band."""
     if parts == 1:
         return list(seconds)
     last = tileable_layers(network)[0]
-    return [one * parts if place < last else one for place, one in enumerate(seconds)]
+    return [layer_seconds * parts if place < last else layer_seconds for place, layer_seconds in enumerate(seconds)]

@@ -15,7 +15,7 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedTrial:
     """Something to time, by name. `prepare` runs before it and is not timed."""
 
     name: str
@@ -23,11 +23,11 @@ class Trial:
     prepare: Callable[[], object] | None = None
 
 
-Timer = Callable[[Trial], float]
+Timer = Callable[[TimedTrial], float]
 """Runs a trial once and says how many seconds it took. Tests put a rigged one here."""
 
 
-def stopwatch(trial: Trial) -> float:
+def stopwatch(trial: TimedTrial) -> float:
     """The real timer."""
     if trial.prepare is not None:
         trial.prepare()
@@ -43,12 +43,12 @@ class Computed(float):
 
     @classmethod
     def of(cls, seconds: float, passed_seconds: float) -> Computed:
-        found = cls(seconds)
-        found.passed_seconds = passed_seconds
-        return found
+        timings = cls(seconds)
+        timings.passed_seconds = passed_seconds
+        return timings
 
 
-def computing(trial: Trial) -> float:
+def computing(trial: TimedTrial) -> float:
     """The timer to compare trials by where one thread does all the work: the seconds for which it computed.
 
     On a machine that does other work too, or gives this process a share of a core, a trial takes several times as long
@@ -91,7 +91,7 @@ class Timings:
 
 
 def interleave(
-    trials: Sequence[Trial],
+    trials: Sequence[TimedTrial],
     *,
     repeats: int = 5,
     least_repeats: int = 1,
@@ -104,26 +104,26 @@ def interleave(
 
     A trial `hopeless` times slower than the best leaves early. The first trial is the reference and stays.
     """
-    found = Timings({trial.name: [] for trial in trials})
+    timings = Timings({trial.name: [] for trial in trials})
     alive = list(trials)
     for _ in range(warm_ups):
         first = {trial.name: timer(trial) for trial in alive}
-        found.spent_seconds += sum(map(passed, first.values()))
+        timings.spent_seconds += sum(map(passed, first.values()))
         # A first run also builds what later ones reuse, so it must be worse by twice as much.
         alive = _promising(alive, first, 2 * hopeless)
     for number in range(repeats):
         begin = number % len(alive)
         round_seconds = {trial.name: timer(trial) for trial in alive[begin:] + alive[:begin]}
-        for name, one in round_seconds.items():
-            found.seconds[name].append(float(one))
-        found.spent_seconds += sum(map(passed, round_seconds.values()))
+        for name, trial_seconds in round_seconds.items():
+            timings.seconds[name].append(float(trial_seconds))
+        timings.spent_seconds += sum(map(passed, round_seconds.values()))
         alive = _promising(alive, round_seconds, hopeless)
         next_seconds = sum(passed(round_seconds[trial.name]) for trial in alive)
-        if number + 1 >= least_repeats and found.spent_seconds + next_seconds > seconds:
+        if number + 1 >= least_repeats and timings.spent_seconds + next_seconds > seconds:
             break
-    return found
+    return timings
 
 
-def _promising(alive: list[Trial], seconds: dict[str, float], hopeless: float) -> list[Trial]:
+def _promising(alive: list[TimedTrial], seconds: dict[str, float], hopeless: float) -> list[TimedTrial]:
     limit = hopeless * min(seconds.values())
     return [trial for index, trial in enumerate(alive) if index == 0 or seconds[trial.name] <= limit]

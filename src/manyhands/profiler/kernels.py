@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.facts.profile import Kernel
-from manyhands.graph.graph import Graph, Node, values_of
-from manyhands.graph.kernels import packable, takes_flags, takes_format, takes_product
-from manyhands.profiler.clock import Timer, Timings, Trial, computing, interleave, passed, stopwatch
+from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import packable, takes_flags, takes_product
+from manyhands.graph.nodes import Node, values_of
+from manyhands.profiler.clock import TimedTrial, Timer, Timings, computing, interleave, passed, stopwatch
 from manyhands.profiler.operators import OperatorSeconds, follows_format, is_pixel, measure_operators
 from manyhands.profiler.steps import InferenceStep, TrainingStep
 from manyhands.profiler.threads import with_threads
@@ -91,11 +93,11 @@ def _candidates(graph: Graph, path: dict[str, Kernel], training: bool) -> dict[s
         "packed": {n.name: Kernel(channels_last=True, packed=n.name in may_be_packed) for n in formatted},
         "native": {n.name: Kernel(onednn=False) for n in graph.nodes if takes_flags(graph, n)},
     }
-    found: dict[str, dict[str, Kernel]] = {}
+    candidates: dict[str, dict[str, Kernel]] = {}
     for name, choice in everything.items():
-        if name == DEFAULT or (choice and choice not in found.values()):
-            found[name] = choice
-    return found
+        if name == DEFAULT or (choice and choice not in candidates.values()):
+            candidates[name] = choice
+    return candidates
 
 
 def _decide(
@@ -113,12 +115,12 @@ def _decide(
         if took == math.inf and name != DEFAULT:
             del trials[name]
     left = max(0.0, seconds * _STEPS - spent)
-    found = _rounds(list(trials.values()), left, timer)
-    medians = {name: found.median(name) for name in trials}
-    winner = max(trials, key=lambda name: found.ratio(DEFAULT, name))
-    if winner == DEFAULT or found.ratio(DEFAULT, winner) < LEAST_GAIN:
+    timings = _rounds(list(trials.values()), left, timer)
+    medians = {name: timings.median(name) for name in trials}
+    winner = max(trials, key=lambda name: timings.ratio(DEFAULT, name))
+    if winner == DEFAULT or timings.ratio(DEFAULT, winner) < LEAST_GAIN:
         return Choice(step_seconds=medians)
-    left = max(seconds - spent - found.spent_seconds, seconds * (1 - _STEPS))
+    left = max(seconds - spent - timings.spent_seconds, seconds * (1 - _STEPS))
     for _ in range(_VOTES):
         again = _rounds([trials[DEFAULT], trials[winner]], left, timer)
         gain = again.ratio(DEFAULT, winner)
@@ -127,14 +129,14 @@ def _decide(
     return Choice(step_seconds=medians)
 
 
-def _rounds(trials: list[Trial], seconds: float, timer: Timer) -> Timings:
+def _rounds(trials: list[TimedTrial], seconds: float, timer: Timer) -> Timings:
     return interleave(
         trials, repeats=_MOST_ROUNDS, least_repeats=_LEAST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=2.5,
         timer=timer,
     )  # fmt: skip
 
 
-def _first_run(trial: Trial, timer: Timer) -> float:
+def _first_run(trial: TimedTrial, timer: Timer) -> float:
     """Seconds of a first run; infinite where an operator of the network refuses the format."""
     try:
         return timer(trial)
@@ -156,13 +158,13 @@ class _Path:
         return _Path(self.seconds + seconds, (name, kernel), self)
 
     def choices(self) -> dict[str, Kernel]:
-        found: dict[str, Kernel] = {}
+        chosen: dict[str, Kernel] = {}
         path: _Path | None = self
         while path is not None:
             if path.last is not None:
-                found[path.last[0]] = path.last[1]
+                chosen[path.last[0]] = path.last[1]
             path = path.before
-        return found
+        return chosen
 
 
 def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, training: bool = True) -> dict[str, Kernel]:

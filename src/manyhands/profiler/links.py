@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.link import Link
 
 LIMIT_SECONDS = 20.0
 """Longest wait for the other process at any point; then it is ended and the measurement fails."""

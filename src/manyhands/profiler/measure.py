@@ -112,8 +112,8 @@ def _quick_parts(layers: _Layers, samples: int, least: int, seconds: float) -> i
     """The fewest bands, but no fewer than fit, of which one takes no longer than so many seconds."""
     possible = possible_parts(layers.graph.network)
     layers.parts = possible[-1]
-    found = layers.run(layers.inputs(samples), samples)
-    taken = sum(found.forward) + sum(found.backward)
+    timed = layers.run(layers.inputs(samples), samples)
+    taken = sum(timed.forward) + sum(timed.backward)
     return next((parts for parts in possible if parts >= least and taken <= seconds * parts), possible[-1])
 
 
@@ -170,7 +170,9 @@ def _profile(
     timings = []
     for index, layer in enumerate(network.layers):
         ladder = tuple(
-            Timing(samples, median(one.forward[index] for one in runs), median(one.backward[index] for one in runs))
+            Timing(
+                samples, median(timed.forward[index] for timed in runs), median(timed.backward[index] for timed in runs)
+            )
             for samples, runs in passes.items()
         )
         timings.append(LayerTiming(layer.name, ladder))
@@ -228,9 +230,11 @@ class _Layers:
     def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         """One training step without the optimiser, or one inference, each layer timed; from a band, for all of it."""
         self._rest(samples)
-        found = self._training(inputs, samples) if self.training else self._inference(inputs, samples)
+        timed = self._training(inputs, samples) if self.training else self._inference(inputs, samples)
         network = self.graph.network
-        return _Pass(*(whole_seconds(network, one, self.parts) for one in (found.forward, found.backward)))
+        return _Pass(
+            *(whole_seconds(network, layer_seconds, self.parts) for layer_seconds in (timed.forward, timed.backward))
+        )
 
     def _rest(self, samples: int) -> None:
         if not self.training:
@@ -240,27 +244,27 @@ class _Layers:
     def _training(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         for tensor in self.weights.tensors.values():
             tensor.grad = None
-        found = _Pass()
+        timed = _Pass()
         clock = _Clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
         left: list[dict[str, torch.Tensor]] = []
         for piece in self.pieces:
-            own = {name: values[name].detach() for name in piece.inputs}
-            for name, tensor in own.items():
+            inputs_here = {name: values[name].detach() for name in piece.inputs}
+            for name, tensor in inputs_here.items():
                 if name not in inputs and tensor.is_floating_point():
                     tensor.requires_grad_()
             clock.start()
-            made = piece(own, context)
+            made = piece(inputs_here, context)
             clock.stop()
-            entered.append(own)
+            entered.append(inputs_here)
             left.append(made)
             values.update({name: tensor.detach() for name, tensor in made.items()})
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
-        found.forward = clock.seconds()
-        found.backward = _backward(entered, left, seeds, _Clock(self.device, self.alone))
-        return found
+        timed.forward = clock.seconds()
+        timed.backward = _backward(entered, left, seeds, _Clock(self.device, self.alone))
+        return timed
 
     @torch.no_grad()
     def _inference(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
@@ -284,9 +288,9 @@ def _backward(
 ) -> list[float]:
     """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
     while left:
-        own, made = entered.pop(), left.pop()
+        inputs, made = entered.pop(), left.pop()
         clock.start()
-        backward_piece(own, made, gradients)
+        backward_piece(inputs, made, gradients)
         clock.stop()
         for name in made:
             gradients.pop(name, None)

@@ -11,19 +11,14 @@ import torch
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
-from manyhands.graph.graph import Argument, Graph, Node, Value, Weight, values_of, weights_of
-from manyhands.graph.kernels import (
-    kernel_calls,
-    packable,
-    reformat,
-    store_weights,
-    takes_flags,
-    takes_format,
-    takes_product,
-)
+from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.graph import Graph
+from manyhands.graph.kernels import kernel_calls, packable, store_weights, takes_flags, takes_product
+from manyhands.graph.memory_formats import reformat
+from manyhands.graph.nodes import Argument, Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.clock import TimedTrial, Timer, interleave, stopwatch
 from manyhands.profiler.steps import random_tensor
 
 HOPELESS = 1.6
@@ -78,12 +73,12 @@ def kernels_for(graph: Graph, node: Node, may_be_packed: Container[str] = ()) ->
     """The kernels worth measuring on the threads at hand; PyTorch's default first. `may_be_packed`: at rest."""
     if takes_format(graph, node):
         formats = (False,) if is_pixel(graph, node) else (False, True)
-        found = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
+        kernels = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
         if takes_product(graph, node):
-            found.append(Kernel(channels_last=True, product=True))
+            kernels.append(Kernel(channels_last=True, product=True))
         if node.name in may_be_packed:
-            found.append(Kernel(channels_last=True, packed=True))
-        return found
+            kernels.append(Kernel(channels_last=True, packed=True))
+        return kernels
     # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
     if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
         return []
@@ -132,7 +127,7 @@ def _measure(
     if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
         single = Kernel(best.channels_last, best.onednn, threads=1)
         first.update(_time(graph, index, samples, [best, single], left, timer, found, training))
-    return {kernel: one for kernel, one in first.items() if one < math.inf}
+    return {kernel: kernel_seconds for kernel, kernel_seconds in first.items() if kernel_seconds < math.inf}
 
 
 def _time(
@@ -149,7 +144,7 @@ def _time(
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
 
 
-def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[Trial]:
+def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[TimedTrial]:
     """One operator as a piece of its own, for each kernel."""
     node = graph.nodes[index]
     for kernel in kernels:
@@ -165,7 +160,7 @@ def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], train
             tensor = random_tensor(spec, samples)
             tensor = reformat(tensor, kernel.channels_last) if tensor.dim() in (4, 5) else tensor
             inputs[name] = tensor.requires_grad_(spec.differentiable and training)
-        yield Trial(f"{node.name}: {kernel}", _Run(piece, inputs, samples, training))
+        yield TimedTrial(f"{node.name}: {kernel}", _Run(piece, inputs, samples, training))
 
 
 def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, Any]:
@@ -202,5 +197,5 @@ def _convert_seconds_per_byte(graph: Graph, samples: int, timer: Timer) -> float
         return 0.0
     spec = specs[len(specs) // 2]
     data = random_tensor(spec, samples)
-    timings = interleave([Trial("convert", lambda: reformat(reformat(data, True), False))], repeats=5, timer=timer)
+    timings = interleave([TimedTrial("convert", lambda: reformat(reformat(data, True), False))], repeats=5, timer=timer)
     return timings.least("convert") / spec.bytes_for(samples)

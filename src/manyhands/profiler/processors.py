@@ -90,9 +90,9 @@ def processor_name(root: Path = Path("/proc")) -> str:
     board = _plain(_read(root / "device-tree" / "model"))
     if board and not _NOT_A_BOARD.search(board):
         return board
-    told = _read(root / "cpuinfo")
-    named = next((name for name in _fields(told, "model name") if not _NOT_A_NAME.match(name)), "")
-    return named or core_names(told) or platform.processor() or platform.machine() or "unknown processor"
+    text = _read(root / "cpuinfo")
+    named = next((name for name in _fields(text, "model name") if not _NOT_A_NAME.match(name)), "")
+    return named or core_names(text) or platform.processor() or platform.machine() or "unknown processor"
 
 
 def core_names(cpuinfo: str) -> str:
@@ -115,7 +115,7 @@ def _numbered(designer: int, part: int) -> str:
 
 def _fields(text: str, name: str) -> Iterator[str]:
     """The values of a field, one for each core that has it."""
-    return (_plain(found[1]) for found in re.finditer(rf"(?m)^{re.escape(name)}[ \t]*:[ \t]*(.+)$", text))
+    return (_plain(match[1]) for match in re.finditer(rf"(?m)^{re.escape(name)}[ \t]*:[ \t]*(.+)$", text))
 
 
 def _read(path: Path) -> str:

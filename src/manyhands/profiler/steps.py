@@ -13,7 +13,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights, plain
-from manyhands.profiler.clock import Trial
+from manyhands.profiler.clock import TimedTrial
 
 
 def random_tensor(spec: TensorSpec, samples: int, seed: int = 0) -> torch.Tensor:
@@ -38,15 +38,15 @@ def now(device: torch.device) -> float:
 
 def random_state(graph: Graph) -> dict[str, torch.Tensor]:
     """Weights made up for timing: small normal numbers, ones for buffers (a variance must not be zero)."""
-    found = {}
+    state = {}
     for seed, spec in enumerate(graph.weights):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.buffer or not dtype.is_floating_point:
-            found[spec.name] = torch.ones(spec.shape, dtype=dtype)
+            state[spec.name] = torch.ones(spec.shape, dtype=dtype)
         else:
             generator = torch.Generator().manual_seed(seed)
-            found[spec.name] = torch.randn(spec.shape, dtype=dtype, generator=generator) * 0.05
-    return found
+            state[spec.name] = torch.randn(spec.shape, dtype=dtype, generator=generator) * 0.05
+    return state
 
 
 class TrainingStep:
@@ -62,7 +62,7 @@ class TrainingStep:
         self.optimizer = torch.optim.SGD(list(self.weights.trainable().values()), lr=0.0)
         self._stored: Mapping[str, Kernel] | None = None
 
-    def trial(self, name: str, choice: Mapping[str, Kernel]) -> Trial:
+    def trial(self, name: str, choice: Mapping[str, Kernel]) -> TimedTrial:
         """A step by a choice of kernels; putting the weights in their format is not timed."""
         calls = kernel_calls(self.graph, choice)
         pieces: list[Piece] = []
@@ -74,7 +74,7 @@ class TrainingStep:
             if not pieces:
                 pieces.append(Piece(self.graph, self.weights, kernels=calls))
 
-        return Trial(name, lambda: self.run(pieces[0]), prepare)
+        return TimedTrial(name, lambda: self.run(pieces[0]), prepare)
 
     def run(self, piece: Piece) -> None:
         self.optimizer.zero_grad()
@@ -94,7 +94,7 @@ class InferenceStep:
         self._stored: Mapping[str, Kernel] | None = None
         self._piece = Piece(graph, self.weights)
 
-    def trial(self, name: str, choice: Mapping[str, Kernel]) -> Trial:
+    def trial(self, name: str, choice: Mapping[str, Kernel]) -> TimedTrial:
         """An inference by a choice of kernels; laying out the weights for them is not timed."""
         calls = kernel_calls(self.graph, choice)
 
@@ -107,7 +107,7 @@ class InferenceStep:
             self._stored, self._piece = choice, Piece(self.graph, self.weights, kernels=calls)
             self._piece.rest(self.samples)
 
-        return Trial(name, self.run, prepare)
+        return TimedTrial(name, self.run, prepare)
 
     @torch.no_grad()
     def run(self) -> None:

@@ -31,7 +31,7 @@ def profiles_folder() -> Path:
 
 
 def profile_path(network: Network, machine: Machine, folder: Path | None = None, *, training: bool = True) -> Path:
-    """Where the profile of a network on a machine is kept; that of inference beside that of training."""
+    """Return the path of a network's profile on a machine; that of inference lies beside that of training."""
     parts = (network.name, network.input_text, network.granularity)
     readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60].strip("-") for part in parts)
     kind = "" if training else "_inference"

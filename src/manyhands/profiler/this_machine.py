@@ -13,10 +13,11 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
-from manyhands.profiler.clock import Timer, Trial, interleave, stopwatch
+from manyhands.profiler.clock import TimedTrial, Timer, interleave, stopwatch
 from manyhands.profiler.processors import processor_name
 from manyhands.profiler.threads import with_threads
 
@@ -120,19 +121,19 @@ def _training_flops_per_second(timer: Timer) -> float:
     def multiply() -> None:
         torch.autograd.grad(F.linear(rows, matrix).sum(), (rows, matrix))
 
-    trials = [Trial("convolution", convolve), Trial("product", multiply)]
-    found = interleave(trials, repeats=9, seconds=4.0, timer=timer)
+    trials = [TimedTrial("convolution", convolve), TimedTrial("product", multiply)]
+    timings = interleave(trials, repeats=9, seconds=4.0, timer=timer)
     macs = 2 * 64 * 64 * 9 * 56 * 56 + 256 * 1024 * 512
     # Forward, the input's gradient and the weight's gradient each cost the same arithmetic.
-    return 3 * 2 * macs / (found.least("convolution") + found.least("product"))
+    return 3 * 2 * macs / (timings.least("convolution") + timings.least("product"))
 
 
 def copy_bytes_per_second(timer: Timer = stopwatch) -> float:
     """Bytes read and written by a copy that does not fit the caches."""
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
-    found = interleave([Trial("copy", lambda: target.copy_(source))], repeats=9, seconds=2.0, timer=timer)
-    return 2 * _COPY_BYTES / found.least("copy")
+    timings = interleave([TimedTrial("copy", lambda: target.copy_(source))], repeats=9, seconds=2.0, timer=timer)
+    return 2 * _COPY_BYTES / timings.least("copy")
 
 
 def _operator_seconds(timer: Timer) -> float:
@@ -143,4 +144,4 @@ def _operator_seconds(timer: Timer) -> float:
         for _ in range(_SMALL_CALLS):
             torch.relu(data)
 
-    return interleave([Trial("small", small)], repeats=5, seconds=1.0, timer=timer).least("small") / _SMALL_CALLS
+    return interleave([TimedTrial("small", small)], repeats=5, seconds=1.0, timer=timer).least("small") / _SMALL_CALLS

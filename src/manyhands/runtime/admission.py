@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from manyhands.engine.keys import KeyBook, Role, fingerprint
 from manyhands.engine.transport import ControlChannel
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.cluster import Cluster, Device
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL

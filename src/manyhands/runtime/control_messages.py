@@ -12,7 +12,7 @@ import msgspec
 from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.projections import SumRecord
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Kernel
 from manyhands.runtime.control_parts import Arrival, Checksum, Facts, Job, Seen, Shape, Standing, TensorEntry

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from manyhands.data.silo import Kept
+from manyhands.data.silo import SiloContent
 from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.endpoint import Address
 from manyhands.engine.keys import Credentials, Role
@@ -98,7 +98,7 @@ class Coordinator:
         """The key of data connections between those that have joined."""
         self.audit = AuditLog(config_folder() if self._credentials is not None else None)
         self.local = LocalWorkers(logs=logs)
-        self.silos: dict[str, Kept] = {}
+        self.silos: dict[str, SiloContent] = {}
         """Worker -> what it takes from its own data in the job under way; set by split/silos.py."""
         self.generation = 0
         self._closing = threading.Event()

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.engine.keys import Credentials
-from manyhands.engine.transport import Reached, Transport, reach_either
+from manyhands.engine.transport import ControlConnection, Transport, reach_either
 from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
@@ -52,7 +52,7 @@ class Joining:
     """This device's key and whom it knows; asked for beyond loopback."""
 
 
-def reach(joining: Joining, name: str, transport: Transport) -> Reached:
+def reach(joining: Joining, name: str, transport: Transport) -> ControlConnection:
     """The coordinator, which may not be there yet."""
     return reach_either(
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,

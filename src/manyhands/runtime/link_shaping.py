@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
 from manyhands.engine.transport import ConnectedEndpoint
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.runtime.control_parts import Shape
 
 

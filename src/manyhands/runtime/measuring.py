@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import at_start
-from manyhands.facts.cluster import Link
 from manyhands.facts.errors import TimedOut, error_named
+from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import Kernel
 from manyhands.graph.document import to_document

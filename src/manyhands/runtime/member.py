@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.engine.transport import ControlChannel
-from manyhands.facts.cluster import Device
+from manyhands.facts.device import Device
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_parts import Facts, Standing
 from manyhands.runtime.identity import Identity

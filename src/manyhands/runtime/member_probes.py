@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from manyhands.engine.door import knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.endpoint import Address
 from manyhands.engine.security import Purpose, Security, is_loopback
 from manyhands.facts.errors import ManyhandsError
@@ -85,7 +85,7 @@ class MemberProbes:
         security = address.security or self._security
         try:
             if is_allowed:
-                knock(address.host, address.port, security, Purpose.DATA, deadline, once=True).close()
+                dial(address.host, address.port, security, Purpose.DATA, deadline, once=True).close()
                 return Answer(address.host, address.port, OPEN, time.monotonic() - start)
         except (ManyhandsError, OSError, OverflowError, UnicodeError):
             pass  # whatever it was: it is the same to the coordinator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -55,7 +55,7 @@ class Order:
     """Of a round, by the planner; None: nobody has asked it."""
     located: Located | None = None
     """Where the state lies that it starts from; None: all of `start` is here."""
-    preload: Laying | None = None
+    preload: Preload | None = None
     """All samples, to be preloaded at the devices before the first step; then batches are of their numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: none are."""

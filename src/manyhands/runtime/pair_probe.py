@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from manyhands.engine.endpoint import Endpoint
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 from manyhands.runtime.probing import SMALL_BYTES
 
 MOST_BYTES = 64_000_000

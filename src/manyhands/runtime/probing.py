@@ -24,7 +24,7 @@ import torch
 
 from manyhands.engine.endpoint import Endpoint
 from manyhands.facts.boxes import cut_points
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000

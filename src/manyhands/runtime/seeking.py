@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from manyhands.engine.keys import Role
 from manyhands.engine.proofs import WrongToken
-from manyhands.engine.transport import Reached, Transport, reach_either
+from manyhands.engine.transport import ControlConnection, Transport, reach_either
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 from manyhands.facts.version import __version__
 from manyhands.runtime.discovery import Announcement, Lookout
@@ -33,7 +33,7 @@ class Found:
     announcement: Announcement
     joining: Joining
     """Where it is."""
-    reached: Reached
+    reached: ControlConnection
 
 
 def seek(

@@ -19,7 +19,7 @@ from manyhands.engine.channel import SEND_LIMIT_SECONDS
 from manyhands.engine.keys import fingerprint
 from manyhands.engine.proofs import KeyRefused, WrongProof
 from manyhands.engine.security import DeviceSecurity, Security, is_loopback, is_secret, new_token
-from manyhands.engine.transport import ControlChannel, Reached, TcpTransport, Transport
+from manyhands.engine.transport import ControlChannel, ControlConnection, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
@@ -130,7 +130,7 @@ def listen(
             reception.report(f"{reception.name} has left.")
 
 
-def _work(reached: Reached, joining: Joining, reception: _Reception) -> ManyhandsError | None:
+def _work(reached: ControlConnection, joining: Joining, reception: _Reception) -> ManyhandsError | None:
     """Work for one coordinator until it is gone; returns why, where it did not end as it should."""
     origin = reached.channel.peer_host
     limit_seconds = min(joining.limit_seconds, _ANSWER_SECONDS * joining.timeout_factor)
@@ -204,7 +204,7 @@ class _Reception:
         """Whether the process is gone without which this one ends too."""
         return bool(self._parent) and os.getppid() != self._parent
 
-    def next_peer(self, limit_seconds: float) -> Reached | None:
+    def next_peer(self, limit_seconds: float) -> ControlConnection | None:
         with self._change:
             if not self._change.wait_for(lambda: self._next, limit_seconds):
                 return None
@@ -212,7 +212,7 @@ class _Reception:
             self._next = None
         assert peer is not None
         peer.received_at = time.monotonic()
-        return Reached(peer, self.security, self.listener)
+        return ControlConnection(peer, self.security, self.listener)
 
     def leave(self) -> None:
         """The coordinator that was present has gone."""

@@ -11,7 +11,7 @@ from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_se
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.check import check_graph
-from manyhands.graph.document import read_document
+from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed

@@ -21,7 +21,7 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.engine.security import LaterSecurity
-from manyhands.engine.transport import Reached, TcpTransport, Transport
+from manyhands.engine.transport import ControlConnection, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime import link_probe
 from manyhands.runtime.assignment import Assignment, Stopped, seen_round
@@ -80,7 +80,9 @@ SWITCH_SECONDS = 2e-4
 class Worker:
     """One device of a cluster, for as long as its coordinator lives."""
 
-    def __init__(self, joining: Joining, transport: Transport | None = None, reached: Reached | None = None) -> None:
+    def __init__(
+        self, joining: Joining, transport: Transport | None = None, reached: ControlConnection | None = None
+    ) -> None:
         """`reached`: a coordinator that has come here (see `inviting`), in place of one to go to."""
         self.joining = joining
         self.owns_process = transport is None

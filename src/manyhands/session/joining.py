@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from manyhands.engine.security import check_token
-from manyhands.facts.cluster import NAME_HINT, Cluster
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import NAME_HINT
 from manyhands.facts.errors import BadFile, BadValue
-from manyhands.facts.presets import PRESETS, preset
+from manyhands.facts.presets import PRESETS
 
 if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator

@@ -14,14 +14,15 @@ from pathlib import Path
 import msgspec
 
 from manyhands.engine.security import new_secret
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
-from manyhands.facts.lab import LabCluster, Played, play, scale_text, scaled, with_slots
+from manyhands.facts.lab import Played, play, scale_text, scaled, with_slots
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import load_cluster
 from manyhands.files.traces import read_link_trace
-from manyhands.lab.lab import DESK, Lab, missing
-from manyhands.lab.spaces import entered
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import missing
+from manyhands.lab.spaces import COORDINATOR_SPACE, entered
 from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
@@ -98,9 +99,9 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
     say(f"Lab {asked.cluster.name}, {scale_text(played.scale)}.")
     with (
         Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
-        entered(lab.spaces.namespace(DESK)),
+        entered(lab.spaces.namespace(COORDINATOR_SPACE)),
         Coordinator(
-            lab.address(DESK),
+            lab.address(COORDINATOR_SPACE),
             0,
             new_secret(),
             logs=logs,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import read_document, write_document

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue
-from manyhands.facts.lab import LabCluster
 from manyhands.files.documents import load_cluster
 from manyhands.plans.local_cluster import threads_each
 from manyhands.runtime.assembly import JOIN_SECONDS

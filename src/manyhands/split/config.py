@@ -25,7 +25,7 @@ from manyhands.session.joining import DEVICE_NAME, parse_address
 from manyhands.split.plans import CONVENTIONAL, bits_of, labels_of, mode_of, phases_of, side_of
 
 if TYPE_CHECKING:
-    from manyhands.data.sets import DataSets
+    from manyhands.data.data_sets import DataSets
     from manyhands.job.base import OnOpened, OnPlanned, OnStep
     from manyhands.split.job import SplitResult
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from manyhands.engine.keys import Role
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
 from manyhands.planner.split import LinkRates
 from manyhands.runtime.assembly import JOIN_SECONDS

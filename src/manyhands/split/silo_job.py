@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 
 from manyhands.executor.optimizers import slots
 from manyhands.explaining.planned_run import Planned
-from manyhands.facts.cluster import Cluster, DirectedLink, Link
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, WorkerLost, unknown
+from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve

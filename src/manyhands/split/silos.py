@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import length
-from manyhands.data.silo import TARGET, Kept, agreed, digests_of, write_silo
+from manyhands.data.silo import TARGET, SiloContent, agreed, digests_of, write_silo
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, BadValue
@@ -122,7 +122,7 @@ def check_again(coordinator: Coordinator, joined: Joined, data: Dataset[Any] | N
         raise BadData(
             "A device came back with other samples than it had.", hint="Start it with the file it had, and resume."
         )
-    coordinator.silos = {name: Kept(frozenset(own), rows[name]) for name, own in joined.holders.items()}
+    coordinator.silos = {name: SiloContent(frozenset(own), rows[name]) for name, own in joined.holders.items()}
 
 
 def _is_read(joined: Joined) -> bool:
@@ -291,7 +291,7 @@ def _agreed(
         lacking = ", ".join(sorted(wanted - away))
         raise BadValue(f"No silo has {lacking}, and no data set was given.", hint="Look at the files of --silo.")
     fingerprint, rows = agreed(_told(coordinator, tuple(holders), own))
-    coordinator.silos = {name: Kept(frozenset(names), rows[name]) for name, names in holders.items()}
+    coordinator.silos = {name: SiloContent(frozenset(names), rows[name]) for name, names in holders.items()}
     entries: dict[str, TensorEntry] = {}
     for name in holders:
         silo = coordinator.members[name].facts.silo

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import UnknownName, unknown
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import parse as parse_optimizer
 from manyhands.job.named import Say, Wish, build_model, check_classes, full_path, load_data, loss_of, none_held_out
 from manyhands.models.registry import ZOO

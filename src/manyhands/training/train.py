@@ -14,14 +14,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.given import batch_size_of, given
-from manyhands.data.laying import Laying
 from manyhands.data.loader import Prefetcher
+from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
 from manyhands.explaining.planned_run import Planned
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadPlan, ManyhandsError
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
@@ -257,7 +256,7 @@ class TrainJob(Job):
             alike[:most],
             self.options.optimizer,
             kernels,
-            Laying(inputs, targets, self.options.batch_size),
+            Preload(inputs, targets, self.options.batch_size),
             is_laid=self.options.feed == "start",
         )
         for plan, seconds in trials:

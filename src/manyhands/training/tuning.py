@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import at_start
 from manyhands.facts.errors import BadPlan, OutOfMemory
@@ -57,7 +57,7 @@ def fastest_in_trial(
     plans: Sequence[Plan],
     optimizer: Optimizer,
     kernels: Mapping[str, Mapping[str, Kernel]],
-    batch: Laying,
+    batch: Preload,
     *,
     is_laid: bool,
 ) -> Trials:
@@ -146,7 +146,7 @@ def _steps(
     plan: Plan,
     optimizer: Optimizer,
     kernels: Mapping[str, Mapping[str, Kernel]],
-    batch: Laying,
+    batch: Preload,
     is_laid: bool,
 ) -> list[float]:
     """Seconds of each of a few steps; none where a worker has no room for it."""
@@ -163,7 +163,7 @@ def _steps(
     return run.run(same_batches(batch, WARM_UP + STEPS, is_laid=is_laid)).step_seconds[WARM_UP:]
 
 
-def same_batches(batch: Laying, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
+def same_batches(batch: Preload, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
     """One batch over and over; its numbers, where it was laid out."""
     fed = batch.numbers() if is_laid else (batch.inputs, batch.targets)
     return ((step, *fed) for step in range(steps))

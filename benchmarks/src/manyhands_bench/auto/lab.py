@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import LabError, ManyhandsError
-from manyhands.facts.lab import LabCluster
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.planner.strategies import CORNERS
 from manyhands.plans import planning as public
 from manyhands.session.opening import open_session

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.executor.optimizers import slots
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError, OutOfMemory, WorkerLost
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.lab.lab import Lab, missing
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.plans import planning as public
 from manyhands.profiler.this_machine import this_machine

@@ -36,19 +36,19 @@ class Sides:
 def draw_gains(gains: Sequence[Gain], path: Path, title: str) -> Path:
     """A bar for every scenario, the largest gain first, coloured by whose plan it is. Where no corner fits a bar has
     no height of its own: it is drawn to the top, hatched."""
-    known = sorted((one for one in gains if one.gain is not None), key=lambda one: -(one.gain or 0))
-    alone = [one for one in gains if one.gain is None]
-    top = max([1.1, *(1.05 * (one.gain or 1) for one in known)])
+    paired = sorted((gain for gain in gains if gain.gain is not None), key=lambda gain: -(gain.gain or 0))
+    alone = [gain for gain in gains if gain.gain is None]
+    top = max([1.1, *(1.05 * (gain.gain or 1) for gain in paired)])
     figure = new_figure(max(9.0, 0.14 * len(gains) + 2), 4.8)
     axes = figure.subplots()
-    for kind in dict.fromkeys(one.kind for one in (*alone, *known)):
+    for kind in dict.fromkeys(gain.kind for gain in (*alone, *paired)):
         colour = _COLOURS.get(kind, _OTHER)
-        places = [place for place, one in enumerate(known, len(alone)) if one.kind == kind]
-        heights = [(known[place - len(alone)].gain or 1) - 1 for place in places]
-        label = f"{kind} ({sum(one.kind == kind for one in gains)})"
+        places = [place for place, gain in enumerate(paired, len(alone)) if gain.kind == kind]
+        heights = [(paired[place - len(alone)].gain or 1) - 1 for place in places]
+        label = f"{kind} ({sum(gain.kind == kind for gain in gains)})"
         axes.bar(places, heights, _WIDTH, bottom=1.0, color=colour, label=label)
         axes.plot(places, [1.0] * len(places), "|", color=colour, markersize=6)  # a gain of 1 has no bar
-        hatched = [place for place, one in enumerate(alone) if one.kind == kind]
+        hatched = [place for place, gain in enumerate(alone) if gain.kind == kind]
         if hatched:
             axes.bar(hatched, top - 1, _WIDTH, bottom=1.0, color="white", edgecolor=colour, hatch="//")
     if alone:

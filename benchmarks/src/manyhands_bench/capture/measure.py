@@ -20,7 +20,7 @@ from manyhands.graph.tape import bind_inputs
 from manyhands.graph.verify import verify
 from manyhands.graph.weights import Weights
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
-from manyhands.profiler.clock import Timings, Trial, interleave
+from manyhands.profiler.clock import TimedTrial, Timings, interleave
 from manyhands.profiler.kernels import DEFAULT, choose_kernels
 from manyhands.profiler.steps import TrainingStep
 from manyhands.profiler.this_machine import identify
@@ -35,7 +35,7 @@ _MOST_ROUNDS = 50
 
 
 @dataclass(frozen=True)
-class Setting:
+class CaptureSetting:
     """A model at an input size and batch."""
 
     model: str
@@ -47,20 +47,20 @@ class Setting:
         return f"{self.model} {'x'.join(map(str, shape))} batch {self.samples}"
 
 
-OVERHEAD = (Setting("yolov2-16", 1), Setting("resnet50", 4), Setting("mobilenetv2", 8))
-KERNEL_GAIN = Setting("yolov2-16", 1, (3, 608, 608))
+OVERHEAD = (CaptureSetting("yolov2-16", 1), CaptureSetting("resnet50", 4), CaptureSetting("mobilenetv2", 8))
+KERNEL_GAIN = CaptureSetting("yolov2-16", 1, (3, 608, 608))
 KERNELS = (
-    Setting("tiny", 16),
-    Setting("resnet18", 2),
-    Setting("resnet34", 2),
-    Setting("resnet50", 2),
-    Setting("mobilenetv2", 4),
-    Setting("mobilenetv3-large", 4),
-    Setting("efficientnet-b1", 2),
-    Setting("vgg16", 1, (3, 112, 112)),
-    Setting("vgg19", 1, (3, 112, 112)),
-    Setting("unet", 1, (3, 128, 128)),
-    Setting("yolov2", 1, (3, 224, 224)),
+    CaptureSetting("tiny", 16),
+    CaptureSetting("resnet18", 2),
+    CaptureSetting("resnet34", 2),
+    CaptureSetting("resnet50", 2),
+    CaptureSetting("mobilenetv2", 4),
+    CaptureSetting("mobilenetv3-large", 4),
+    CaptureSetting("efficientnet-b1", 2),
+    CaptureSetting("vgg16", 1, (3, 112, 112)),
+    CaptureSetting("vgg19", 1, (3, 112, 112)),
+    CaptureSetting("unet", 1, (3, 128, 128)),
+    CaptureSetting("yolov2", 1, (3, 224, 224)),
 )
 _QUICK_KERNELS = ("tiny", "resnet18", "mobilenetv2")
 
@@ -94,10 +94,10 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
             figures[f"capture_seconds_{name}"] = capture_seconds(name)
         for setting in OVERHEAD:
             say(f"the captured chain beside the module: {setting}")
-            found = overhead(setting, budget.overhead, budget.least_rounds)
-            figures[f"capture_overhead_{setting.model}"] = found.ratio("captured", "module")
-            figures[f"capture_overhead_noise_{setting.model}"] = found.ratio("module again", "module")
-            figures[f"capture_overhead_rounds_{setting.model}"] = found.rounds()
+            measured = overhead(setting, budget.overhead, budget.least_rounds)
+            figures[f"capture_overhead_{setting.model}"] = measured.ratio("captured", "module")
+            figures[f"capture_overhead_noise_{setting.model}"] = measured.ratio("module again", "module")
+            figures[f"capture_overhead_rounds_{setting.model}"] = measured.rounds()
             figures.update(verify_cost(setting, budget.compare, budget.least_rounds))
         figures["capture_overhead"] = max(float(figures[f"capture_overhead_{s.model}"]) for s in OVERHEAD)
         figures["verify_over_step"] = max(float(figures[f"verify_over_step_{s.model}"]) for s in OVERHEAD)
@@ -112,7 +112,7 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
         return figures
 
 
-def _about(quick: bool, kernel_settings: list[Setting]) -> Figures:
+def _about(quick: bool, kernel_settings: list[CaptureSetting]) -> Figures:
     """The machine and the settings of both sides."""
     machine = identify(THREADS)
     return {
@@ -145,14 +145,14 @@ def capture_seconds(name: str) -> float:
     return time.perf_counter() - start
 
 
-def _captured(setting: Setting) -> tuple[torch.nn.Module, torch.Tensor, Graph]:
+def _captured(setting: CaptureSetting) -> tuple[torch.nn.Module, torch.Tensor, Graph]:
     module = build(setting.model).train()
     batch = example_batch(setting.model, setting.samples, input_shape=setting.input_shape)
     assert isinstance(batch, torch.Tensor)
     return module, batch, capture(module, batch, name=setting.model)
 
 
-def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
+def overhead(setting: CaptureSetting, seconds: float, least_rounds: int) -> Timings:
     """Steps of the plain module and of the captured chain, in turns, with PyTorch's default kernels on both sides.
 
     A copy of the plain module runs too: what differs between it and the module is the machine's noise.
@@ -161,14 +161,14 @@ def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
     twin, again = copy.deepcopy(module), copy.deepcopy(module)
     piece, inputs = Piece(graph, Weights.shared(graph, twin)), bind_inputs(graph, batch)
     trials = [
-        Trial("module", _step(module, lambda: module(batch))),
-        Trial("captured", _step(twin, lambda: piece(inputs)[graph.outputs[0]])),
-        Trial("module again", _step(again, lambda: again(batch))),
+        TimedTrial("module", _step(module, lambda: module(batch))),
+        TimedTrial("captured", _step(twin, lambda: piece(inputs)[graph.outputs[0]])),
+        TimedTrial("module again", _step(again, lambda: again(batch))),
     ]
     return interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
 
 
-def verify_cost(setting: Setting, seconds: float, least_rounds: int) -> Figures:
+def verify_cost(setting: CaptureSetting, seconds: float, least_rounds: int) -> Figures:
     """The self-check before a run's first step, on four samples, over a plain step of eight: it runs four twice."""
     module, loss = build(setting.model).train(), loss_function(ZOO[setting.model].loss)
 
@@ -181,13 +181,13 @@ def verify_cost(setting: Setting, seconds: float, least_rounds: int) -> Figures:
     graph = capture(module, few, loss=loss, target=classes)
     graph.network.layers  # noqa: B018  (described once, as any run does)
     trials = [
-        Trial("check", lambda: verify(graph, module, loss, few, classes)),
-        Trial("step", _step(module, lambda: loss(module(batch), targets))),
+        TimedTrial("check", lambda: verify(graph, module, loss, few, classes)),
+        TimedTrial("step", _step(module, lambda: loss(module(batch), targets))),
     ]
-    found = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
+    timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
     return {
-        f"verify_over_step_{setting.model}": found.ratio("check", "step"),
-        f"verify_seconds_{setting.model}": found.median("check"),
+        f"verify_over_step_{setting.model}": timings.ratio("check", "step"),
+        f"verify_seconds_{setting.model}": timings.median("check"),
     }
 
 
@@ -202,7 +202,7 @@ def _step(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Calla
     return step
 
 
-def kernel_gain(setting: Setting, choose_seconds: float, compare_seconds: float, least_rounds: int) -> Figures:
+def kernel_gain(setting: CaptureSetting, choose_seconds: float, compare_seconds: float, least_rounds: int) -> Figures:
     """Choose kernels, then compare with the default in a run of its own: the choice's own timings are not used."""
     _, batch, graph = _captured(setting)
     inputs = bind_inputs(graph, batch)
@@ -215,9 +215,9 @@ def kernel_gain(setting: Setting, choose_seconds: float, compare_seconds: float,
     if choice.kernels:
         step = TrainingStep(graph, setting.samples, inputs)
         trials = [step.trial(DEFAULT, {}), step.trial(CHOSEN, choice.kernels)]
-        found = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
-        figures[f"kernel_choice_gain_{setting.model}"] = found.ratio(DEFAULT, CHOSEN)
-        figures[f"kernel_choice_rounds_{setting.model}"] = found.rounds()
-        figures[f"step_seconds_default_{setting.model}"] = found.median(DEFAULT)
-        figures[f"step_seconds_chosen_{setting.model}"] = found.median(CHOSEN)
+        timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
+        figures[f"kernel_choice_gain_{setting.model}"] = timings.ratio(DEFAULT, CHOSEN)
+        figures[f"kernel_choice_rounds_{setting.model}"] = timings.rounds()
+        figures[f"step_seconds_default_{setting.model}"] = timings.median(DEFAULT)
+        figures[f"step_seconds_chosen_{setting.model}"] = timings.median(CHOSEN)
     return figures

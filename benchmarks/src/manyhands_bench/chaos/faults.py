@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.lab.spaces import DESK, entered
+from manyhands.lab.spaces import COORDINATOR_SPACE, entered
 from manyhands_bench.chaos.draw import COORDINATOR, SLOWED_TIMES, Fault
 from manyhands_bench.chaos.fork_server import is_alive, wait_gone
 from manyhands_bench.chaos.trial import GONE_SECONDS, Trial
@@ -111,12 +111,16 @@ def _slow_link(fault: Fault, trial: Trial) -> Course:
 
 def _junk(fault: Fault, trial: Trial) -> Course:
     drawing = random.Random(f"{trial.scenario.name} {fault.delay_seconds}")
-    targets = [(trial.place.address(DESK), trial.port)]
+    targets = [(trial.place.address(COORDINATOR_SPACE), trial.port)]
     for name, process in trial.workers.items():
         targets += [(trial.place.address(name), port) for port in listening_ports(process)]
     struck = Struck(time.monotonic(), (), life=trial.life)
     made: list[socket.socket] = []
-    with entered(trial.place.namespace(DESK)) if trial.place.network is not None else contextlib.nullcontext():
+    with (
+        entered(trial.place.namespace(COORDINATOR_SPACE))
+        if trial.place.network is not None
+        else contextlib.nullcontext()
+    ):
         reached = sum(_throw_junk(target, drawing, made) for target in targets)
     struck.has_fired = reached == len(targets) and len(targets) > len(trial.workers)
     yield struck

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError
+from manyhands.facts.link import Link
 from manyhands.lab import groups, spaces
 from manyhands.lab.spaces import Spaces, entered, run, run_batch
 from manyhands_bench.chaos.draw import KINDS

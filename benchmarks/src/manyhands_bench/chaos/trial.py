@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manyhands.lab.spaces import DESK
+from manyhands.lab.spaces import COORDINATOR_SPACE
 from manyhands_bench.chaos.coordinator import CoordinatorConfig
 from manyhands_bench.chaos.draw import COORDINATOR, SPLIT_DEVICES, Fault, Scenario
 from manyhands_bench.chaos.fork_server import ForkServer, is_alive, wait_gone
@@ -68,7 +68,7 @@ class Trial:
     def start_worker(self, name: str) -> None:
         """Start it, or start it again."""
         self.end_process(self.workers.get(name, 0))
-        config = WorkerConfig(name, self.place.address(DESK), self.port, self.token, self._control(name))
+        config = WorkerConfig(name, self.place.address(COORDINATOR_SPACE), self.port, self.token, self._control(name))
         self.workers[name] = self.forks.start(
             config, self.place.folder / "logs" / f"{name}.log", namespace=self.place.namespace(name),
             group=self.place.group(name),
@@ -78,11 +78,11 @@ class Trial:
         """Start it; one that finds a checkpoint in the run folder goes on from there, as --resume does."""
         self.life += 1
         config = CoordinatorConfig(
-            self.scenario.share, self.scenario.devices, self.place.address(DESK), self.port, self.token,
+            self.scenario.share, self.scenario.devices, self.place.address(COORDINATOR_SPACE), self.port, self.token,
             str(self.place.disk / "run"), str(self.watched.path), self._control(COORDINATOR), self.life,
         )  # fmt: skip
         log = self.place.folder / "logs" / f"coordinator-{self.life}.log"
-        self.coordinator = self.forks.start(config, log, namespace=self.place.namespace(DESK))
+        self.coordinator = self.forks.start(config, log, namespace=self.place.namespace(COORDINATOR_SPACE))
 
     def end_process(self, process: int) -> bool:
         """Whether it was there, and is gone now."""

@@ -31,7 +31,7 @@ GLOO_LIMIT_SECONDS = 10.0
 HOST = "127.0.0.1"
 
 
-class Link(Protocol):
+class BenchLink(Protocol):
     """One end: `a` begins, `b` answers."""
 
     def start(self) -> str:
@@ -360,7 +360,7 @@ def _answer(value: object) -> None:
 
 def serve(kind: str, role: str) -> None:
     """Obey the commands on stdin until they end."""
-    link: Link = LINKS[kind](role)
+    link: BenchLink = LINKS[kind](role)
     pings = 0
     for line in sys.stdin:
         command, argument = json.loads(line)

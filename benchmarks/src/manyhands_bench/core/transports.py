@@ -146,12 +146,12 @@ def _latency(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]
             assert isinstance(seconds, list)
             if number:  # the first warms up
                 medians[pair.kind].append(statistics.median(seconds) / 2)
-    found: dict[str, float | str] = {
+    times: dict[str, float | str] = {
         f"{kind}_latency_us": round(statistics.median(values) * 1e6, 1) for kind, values in medians.items()
     }
-    found["latency_ratio"] = _ratio(medians["tcp"], medians["raw"])
-    found["tls_latency_ratio"] = _ratio(medians["tls"], medians["raw"])
-    return found
+    times["latency_ratio"] = _ratio(medians["tcp"], medians["raw"])
+    times["tls_latency_ratio"] = _ratio(medians["tls"], medians["raw"])
+    return times
 
 
 def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, LabCluster, preset
+from manyhands.facts.device import Device
 from manyhands.facts.errors import LabError
-from manyhands.facts.lab import LabCluster
-from manyhands.facts.presets import preset
+from manyhands.facts.link import Link
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.plans.inference import plan_for, sample_seconds
 from manyhands.profiler.this_machine import this_machine
 from manyhands.session.lab_session import play_here

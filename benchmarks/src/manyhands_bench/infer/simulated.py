@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.plan import Plan
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile
 from manyhands.planner.pricing import subcluster
 from manyhands.planner.task import Candidate

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from manyhands.facts.cluster import preset
 from manyhands.facts.network import Network
-from manyhands.facts.presets import preset
 from manyhands.plans.inference import plan_for
 from manyhands.schedule.synchronisation import SyncCount, sync_points, window_exchanges
 from manyhands_bench.capture.measure import Figures, Progress

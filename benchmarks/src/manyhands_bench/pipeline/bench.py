@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 from manyhands.explaining.comparison import ALONE, HETPIPE, Comparison, compare
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.facts.cluster import Cluster, preset
+from manyhands.facts.device import Device
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines

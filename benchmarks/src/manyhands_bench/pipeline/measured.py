@@ -16,17 +16,19 @@ from itertools import combinations, pairwise
 
 import torch
 
-from manyhands.data.laying import Laying
-from manyhands.facts.cluster import Cluster, Device, Link
+from manyhands.data.preload import Preload
+from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, LabError
-from manyhands.facts.lab import LabCluster
+from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BUCKET_BYTES, BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.lab.lab import Lab, missing
+from manyhands.lab.lab import Lab
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.plans import planning as public
 from manyhands.profiler.kernels import Choice, choose_kernels
@@ -97,13 +99,13 @@ class Ours:
     graph: Graph = field(init=False)
     choice: Choice = field(default_factory=Choice)
 
-    laying: Laying = field(init=False)
+    laying: Preload = field(init=False)
     """PyTorch's processes have the batch at hand, so do our workers."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.data = SameBatch(self.setting.model, self.setting.shape, self.setting.samples)
-        self.laying = Laying.of(self.data)
+        self.laying = Preload.of(self.data)
         module, loss = build(self.setting.model), loss_function(ZOO[self.setting.model].loss)
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 

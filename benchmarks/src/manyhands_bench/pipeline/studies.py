@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 from manyhands.data.digits import load_digits
 from manyhands.data.loader import length
 from manyhands.explaining.comparison import ALONE, OURS, compare
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.models.registry import build
 from manyhands.planner.ground import Batch, by_memory

@@ -19,7 +19,7 @@ import torch
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
-from manyhands.lab.lab import missing
+from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS

@@ -23,7 +23,7 @@ class Course:
     up: Line
     """From this moment on, Mbit/s from the edge."""
     down: Line
-    """The same to the edge."""
+    """From this moment on, Mbit/s to the edge."""
     cuts: Sequence[tuple[float, int]]
     """From this moment on, the layers before this one were at the edge."""
     speeds: Line
@@ -57,8 +57,8 @@ def draw_course(course: Course, path: Path, title: str) -> Path:
         ({"cut": cuts}, "layers at the edge"),
         ({"speed": course.speeds}, "samples/s"),
     ]
-    for axes, (own, up) in zip(panels, lines):
-        for place, (name, line) in enumerate(own.items()):
+    for axes, (panel_lines, up) in zip(panels, lines):
+        for place, (name, line) in enumerate(panel_lines.items()):
             moments, values = _held(_thinned(line), course.end)
             axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.4, label=name)
         for moment, _ in course.cuts[1:]:

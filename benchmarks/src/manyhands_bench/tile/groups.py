@@ -12,7 +12,8 @@ import msgspec
 
 from manyhands.executor.log import MeasuredSpan
 from manyhands.executor.messages import COORDINATOR, feed_parts, plan_bytes
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import LayerName, Plan
 from manyhands.facts.plan_check import resolve

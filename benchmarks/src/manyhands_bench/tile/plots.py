@@ -58,7 +58,7 @@ def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]
     for (name, counts), colour in zip(elements.items(), ("#54A24B", "#F58518", "#B279A2"), strict=True):
         megabytes = [count * _BYTES / 1e6 for count in counts]
         axes.bar(range(len(batches)), megabytes, 0.6, bottom=below, label=name, color=colour)
-        below = [low + own for low, own in zip(below, megabytes, strict=True)]
+        below = [low + part for low, part in zip(below, megabytes, strict=True)]
     axes.set_xticks(range(len(batches)), list(map(str, batches)))
     finish_axes(
         axes, "batch size", "MB of one tile in one step", "Fig. 5.2c: communication by part (the paper's model)"
@@ -90,18 +90,20 @@ def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
     places = list(range(len(splits)))
     bottom = [0.0] * len(splits)
     parts = (
-        [one.computing_seconds for one in splits],
-        [one.boundary_seconds for one in splits],
-        [one.weights_seconds for one in splits],
+        [split.computing_seconds for split in splits],
+        [split.boundary_seconds for split in splits],
+        [split.weights_seconds for split in splits],
     )
     for (name, colour), seconds in zip(_PARTS.items(), parts, strict=True):
         above.bar(places, seconds, 0.7, bottom=bottom, label=name, color=colour)
-        bottom = [low + own for low, own in zip(bottom, seconds, strict=True)]
+        bottom = [low + part for low, part in zip(bottom, seconds, strict=True)]
     first = splits[0]
-    below.plot(places, [first.seconds / one.seconds for one in splits], marker="o", color="#4C78A8", label="batch 1")
-    below.plot(places, [first.bare_seconds / one.bare_seconds for one in splits], marker="o", color="#54A24B",
+    below.plot(
+        places, [first.seconds / split.seconds for split in splits], marker="o", color="#4C78A8", label="batch 1"
+    )
+    below.plot(places, [first.bare_seconds / split.bare_seconds for split in splits], marker="o", color="#54A24B",
                label="without weight update")  # fmt: skip
-    below.set_xticks(places, [f"{one.devices}x{one.tiles}" for one in splits], rotation=60, fontsize=8)
+    below.set_xticks(places, [f"{split.devices}x{split.tiles}" for split in splits], rotation=60, fontsize=8)
     finish_axes(above, "", "seconds of a step", "Fig. 6.1: time of one sample (simulated)")
     finish_axes(below, "devices x tiles on each", "speed-up", "")
     return write_figure(figure, path)
@@ -122,7 +124,10 @@ def draw_rivals(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], 
     axes = figure.subplots()
     for name, bars in _bars_by_batch(axes, batches, seconds, _WAYS).items():
         if name != "tiles":
-            texts = [f"{other / own:.2f}x" for other, own in zip(seconds[name], seconds["tiles"], strict=True)]
+            texts = [
+                f"{other / tiles_seconds:.2f}x"
+                for other, tiles_seconds in zip(seconds[name], seconds["tiles"], strict=True)
+            ]
             axes.bar_label(bars, texts, padding=2, fontsize=7)
     title = "Fig. 6.6: three ways to share a batch (simulated; above bars: how many times tiles')"
     finish_axes(axes, "batch size", "seconds of a step", title)
@@ -135,9 +140,9 @@ def _bars_by_batch(
     """Beside each other at every batch size, one bar for each name."""
     width = 0.8 / len(seconds)
     bars = {}
-    for number, (name, own) in enumerate(seconds.items()):
+    for number, (name, heights) in enumerate(seconds.items()):
         places = [place + (number - (len(seconds) - 1) / 2) * width for place in range(len(batches))]
-        bars[name] = axes.bar(places, own, width * 0.92, label=name, color=colours[name])
+        bars[name] = axes.bar(places, heights, width * 0.92, label=name, color=colours[name])
     axes.set_xticks(range(len(batches)), list(map(str, batches)))
     return bars
 
@@ -145,8 +150,8 @@ def _bars_by_batch(
 def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
     """Fig. 6.4: forward and backward apart, by the links' rate and the grouping."""
     figure = new_figure(11, 4.5)
-    for axes, (way, own) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
-        for name, values in own.items():
+    for axes, (way, way_seconds) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
+        for name, values in way_seconds.items():
             axes.plot(rates, values, marker="o", markersize=3.5, color=_COLOURS[name], label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data.laying import Laying
+from manyhands.data.preload import Preload
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
@@ -80,7 +80,7 @@ class Subject:
     shape: tuple[int, ...]
     graph: Graph
     data: SameBatch
-    laying: Laying
+    laying: Preload
     kernels: Mapping[str, Kernel]
 
     @classmethod
@@ -89,7 +89,7 @@ class Subject:
         torch.manual_seed(0)
         module, loss = build(MODEL), loss_function(ZOO[MODEL].loss)
         return cls(
-            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Laying.of(data), kernels or {}
+            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Preload.of(data), kernels or {}
         )
 
     def __str__(self) -> str:

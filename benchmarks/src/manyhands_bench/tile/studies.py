@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster, Link
+from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.lab import slot_names, with_slots
+from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.grouping import Costs, communication_components, cost_sweep, group_tiles, kernel_layers
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step

@@ -1,11 +1,11 @@
-"""Who turns the engine: its own thread, or whoever waits for a message meanwhile.
+"""The event loop of a transport, run by its own thread or by a thread that waits for a message.
 
 A message that is read by the thread that waits for it is there one change of threads earlier, which is much of the
-time a small message takes. So a waiting thread takes the wheel. The engine's own thread stands back while somebody
-waits or did so just now, and comes back by itself: nobody has to wake it.
+time a small message takes. So a waiting thread runs the loop. The transport's own thread stands back while another
+waits or did so just now, and comes back by itself: nothing has to wake it.
 
-Over a slow link a message trickles in, and to read each part as it comes would take a slow device a good part of its
-processor: parts are let gather, for a moment where somebody waits for them, longer where nobody does.
+Over a slow link a message trickles in, and reading each part as it comes would cost a slow device much of its
+processor. So parts gather first: for a moment where a thread waits for them, longer where none does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable
 
 _LEND_SECONDS = 0.002
-"""How long after a wait the engine's thread stays away: the next wait is often near."""
+"""How long after a wait the transport's thread stays away: the next wait is often near."""
 _LONGEST_AWAY_SECONDS = 0.016
 _MAKE_WAY_LIMIT_SECONDS = 0.05
 _GATHER_SECONDS, _GATHER_SHORTLY_SECONDS = 0.008, 0.0005
-"""How long parts of messages gather that nobody waits for, and those that somebody does."""
+"""How long parts of messages gather that no thread waits for, and those that one does."""
 
 
-class Wheel:
-    """Only who holds it looks at the sockets. `turn(limit_seconds)` looks once, and says whether it found parts only;
-    `ring` ends a look from outside."""
+class EventLoop:
+    """Only the thread that runs the loop looks at the sockets.
+
+    `turn(limit_seconds)` looks once, and returns whether it found parts only; `ring` ends a look from outside.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class Wheel:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    # Those who wait; the count is kept under the mailbox's lock
+    # Waiting threads; the count is kept under the mailbox's lock
 
     def begin_waiting(self) -> None:
         self._waiting += 1
@@ -58,7 +60,7 @@ class Wheel:
             self._come_back.set()
 
     def help(self, is_over: Callable[[], bool], limit_seconds: float) -> bool:
-        """Look once at the sockets in the caller's thread. False where somebody else who waits is doing so."""
+        """Look once at the sockets in the caller's thread. False where another waiting thread is doing so."""
         if self._is_closing:
             return False
         if not self._held.acquire(blocking=False):
@@ -77,11 +79,11 @@ class Wheel:
         return True
 
     def wake(self) -> None:
-        """There is something to do, or to know, for whoever turns the wheel."""
+        """Have the thread that runs the loop look for work."""
         self._ring()
         self._come_back.set()
 
-    # The engine's thread
+    # The transport's own thread
 
     def _run(self) -> None:
         away_seconds = _LEND_SECONDS

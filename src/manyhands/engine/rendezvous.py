@@ -1,8 +1,10 @@
-"""How devices find each other: of two names the smaller one connects, the larger one is connected to, unless their
-addresses say otherwise: one that was invited never connects, it is connected to.
+"""The rendezvous of devices: each pair of them makes one connection.
 
-Inside the handshake the guest says who he is and whom he looks for. A guest nobody has named yet waits: the others may
-have learnt of him a moment earlier. He is refused when his time is up.
+Of two names the smaller one connects and the larger one is connected to, unless their addresses say otherwise: a device
+that was invited never connects, it is connected to.
+
+Inside the handshake the connecting peer sends its name and the name it looks for. A peer that has not been named yet is
+kept pending: other devices may have learnt of it a moment earlier. It is refused when its time is up.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from manyhands.engine.door import Door, knock
+from manyhands.engine.dialling import dial
 from manyhands.engine.endpoint import Address, Peers
+from manyhands.engine.listener import PeerListener
 from manyhands.engine.security import Purpose, Security
 from manyhands.engine.wire import Broken, Wire, read_exactly, write_all
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 
-STRANGER_SECONDS = 10.0
-"""How long a guest waits to be named."""
-_MOST_STRANGERS = 256
+PENDING_SECONDS = 10.0
+"""How long a pending peer waits to be named."""
+_MOST_PENDING = 256
 _MOST_AT_ONCE = 16
 _LARGEST_HELLO_BYTES = 4096
 _RETRY_SECONDS = 0.1
@@ -31,8 +34,8 @@ _LENGTH = struct.Struct("<I")
 WELCOME, UNKNOWN, TAKEN, WRONG_NAME = "welcome", "unknown", "taken", "wrong name"
 
 
-class Meeting:
-    """One device's door and its list of those it expects."""
+class Rendezvous:
+    """One device's listener and the names of the peers it expects."""
 
     def __init__(
         self,
@@ -42,53 +45,53 @@ class Meeting:
         port: int,
         install: Callable[[str, Wire], None],
         is_connected: Callable[[str], bool],
-        door: Door | None = None,
+        peer_listener: PeerListener | None = None,
     ) -> None:
-        """`door`: one that is somebody else's, in place of one at `host` and `port`."""
+        """`peer_listener`: a listener that another object owns, in place of a new one at `host` and `port`."""
         self.name, self._security = name, security
         self._install, self._is_connected = install, is_connected
         self._named: set[str] = set()
-        self._strangers: dict[str, tuple[Wire, float]] = {}
+        self._pending: dict[str, tuple[Wire, float]] = {}
         self._looking: set[Wire] = set()
         self._change = threading.Condition()
         self._is_closing = False
-        self._owns_door = door is None
-        self._door = door or Door(host, port, security, Purpose.DATA, self._hear)
-        self.address = self._door.address
-        if door is not None:
-            door.receive(Purpose.DATA, security, self._hear)
+        self._owns_listener = peer_listener is None
+        self._listener = peer_listener or PeerListener(host, port, security, Purpose.DATA, self._hear)
+        self.address = self._listener.address
+        if peer_listener is not None:
+            peer_listener.receive(Purpose.DATA, security, self._hear)
 
-    # Those who come
+    # Peers that connect to this device
 
     def _hear(self, wire: Wire) -> None:
         deadline = time.monotonic() + self._security.handshake_seconds
         hello = _read_hello(wire, deadline)
-        guest, wanted = hello.get("from", ""), hello.get("to", "")
+        peer, wanted = hello.get("from", ""), hello.get("to", "")
         with self._change:
-            if wanted != self.name or not guest or guest == self.name:
+            if wanted != self.name or not peer or peer == self.name:
                 verdict = WRONG_NAME
-            elif self._is_connected(guest):
+            elif self._is_connected(peer):
                 verdict = TAKEN
-            elif guest in self._named:
+            elif peer in self._named:
                 verdict = WELCOME
             else:
-                self._park(guest, wire)
+                self._park(peer, wire)
                 return
         if verdict != WELCOME:
             _write_hello(wire, {"verdict": verdict, "name": self.name}, deadline)
-            raise Refused(f"'{guest:.64}' looks for '{wanted:.64}' at {self.name}: {verdict}.")
-        self._welcome(guest, wire)
+            raise Refused(f"'{peer:.64}' looks for '{wanted:.64}' at {self.name}: {verdict}.")
+        self._welcome(peer, wire)
 
-    def _park(self, guest: str, wire: Wire) -> None:
-        """Keep a stranger until he is named; a second one of the same name takes the place of the first."""
-        older = self._strangers.pop(guest, None)
+    def _park(self, peer: str, wire: Wire) -> None:
+        """Keep a peer pending until it is named; a second one of the same name takes the place of the first."""
+        older = self._pending.pop(peer, None)
         if older is not None:
             older[0].close()
-        if self._is_closing or len(self._strangers) >= _MOST_STRANGERS:
-            raise Refused("Too many wait to be named.")
-        self._strangers[guest] = (wire, time.monotonic() + STRANGER_SECONDS * self._security.patience)
+        if self._is_closing or len(self._pending) >= _MOST_PENDING:
+            raise Refused("Too many peers wait to be named.")
+        self._pending[peer] = (wire, time.monotonic() + PENDING_SECONDS * self._security.patience)
 
-    def _welcome(self, guest: str, wire: Wire) -> None:
+    def _welcome(self, peer: str, wire: Wire) -> None:
         try:
             _write_hello(
                 wire, {"verdict": WELCOME, "name": self.name}, time.monotonic() + self._security.handshake_seconds
@@ -96,37 +99,37 @@ class Meeting:
         except TimeoutError as error:
             raise Broken("it took no answer") from error
         with self._change:
-            self._install(guest, wire)
+            self._install(peer, wire)
             self._change.notify_all()
 
     def tidy(self) -> None:
-        """Send away strangers whose time is up."""
+        """Refuse pending peers whose time is up."""
         now = time.monotonic()
         with self._change:
-            overdue = [name for name, (_, until) in self._strangers.items() if now > until]
-            wires = [self._strangers.pop(name)[0] for name in overdue]
+            overdue = [name for name, (_, until) in self._pending.items() if now > until]
+            wires = [self._pending.pop(name)[0] for name in overdue]
         for wire in wires:
             _send_away(wire, {"verdict": UNKNOWN, "name": self.name})
 
     def forget(self, peer: str) -> None:
-        """A lost peer is a stranger until it is named again: its return must not hide its loss."""
+        """Treat a lost peer as unknown until it is named again: its return must not hide its loss."""
         with self._change:
             self._named.discard(peer)
 
-    # Those we look for
+    # Peers that this device connects to
 
     def gather(self, peers: Peers, limit_seconds: float) -> None:
         """See `TcpEndpoint.connect`."""
         deadline = time.monotonic() + limit_seconds
         with self._change:
             self._named.update(peers)
-            waiting = [(name, *self._strangers.pop(name)) for name in peers if name in self._strangers]
+            waiting = [(name, *self._pending.pop(name)) for name in peers if name in self._pending]
         for name, wire, _ in waiting:
             try:
                 _check_alive(wire)
                 self._welcome(name, wire)
             except Broken:
-                wire.close()  # he gave up; he knocks again, or is missed below
+                wire.close()  # it gave up; it connects again, or is missing below
         addresses = {name: Address.of(peers[name]) for name in sorted(peers)}
         outward = [
             name
@@ -156,14 +159,14 @@ class Meeting:
                     raise error
 
     def _reach(self, peer: str, address: Address, deadline: float) -> None:
-        """Connect to one peer. One that does not know us yet, or has not noticed that we were gone, is asked again."""
+        """Connect to one peer; retry where it does not know this device yet, or has not noticed that it was gone."""
         host, port = address.host, address.port
         security = address.security or self._security
         where = f"{peer} at {host}:{port}"
         refusal: Refused | None = None
         while not self._is_connected(peer):
             try:
-                wire = knock(host, port, security, Purpose.DATA, deadline, lambda: self._is_closing)
+                wire = dial(host, port, security, Purpose.DATA, deadline, lambda: self._is_closing)
             except TimedOut as error:
                 raise refusal or error from None
             with self._change:
@@ -206,17 +209,17 @@ class Meeting:
     def close(self) -> None:
         with self._change:
             self._is_closing = True
-            wires = [wire for wire, _ in self._strangers.values()]
-            self._strangers.clear()
+            wires = [wire for wire, _ in self._pending.values()]
+            self._pending.clear()
             for wire in self._looking:
                 wire.shut()
             self._change.notify_all()
         for wire in wires:
             wire.close()
-        if self._owns_door:
-            self._door.close()
+        if self._owns_listener:
+            self._listener.close()
         else:
-            self._door.receive_no_more(Purpose.DATA)
+            self._listener.receive_no_more(Purpose.DATA)
 
 
 def _write_hello(wire: Wire, fields: Mapping[str, str], deadline: float) -> None:
@@ -229,12 +232,12 @@ def _read_hello(wire: Wire, deadline: float) -> dict[str, str]:
     if size > _LARGEST_HELLO_BYTES:
         raise Broken(f"a hello of {size} bytes; at most {_LARGEST_HELLO_BYTES} are read")
     try:
-        found = json.loads(read_exactly(wire, size, deadline))
+        fields = json.loads(read_exactly(wire, size, deadline))
     except (ValueError, RecursionError) as error:
         raise Broken("a hello that is none") from error
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
         raise Broken("a hello that is none")
-    return found
+    return fields
 
 
 def _send_away(wire: Wire, fields: Mapping[str, str]) -> None:
@@ -247,6 +250,6 @@ def _send_away(wire: Wire, fields: Mapping[str, str]) -> None:
 
 
 def _check_alive(wire: Wire) -> None:
-    """A guest who waits says nothing: bytes or an end mean that he is gone."""
+    """Raise Broken unless a pending peer is still there: it sends nothing, so bytes or an end mean that it is gone."""
     if wire.read([memoryview(bytearray(1))]):
         raise Broken("it did not wait for its answer")

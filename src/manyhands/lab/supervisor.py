@@ -1,9 +1,11 @@
-"""The process behind a lab: carries frames where the kernel has no delays, follows traces, and takes the lab down when
-whoever brought it up for himself has died.
+"""The lab supervisor: the process behind a lab.
 
-    python -m manyhands.lab.keeper LAB
+It carries frames where the kernel has no delays, follows traces, and takes the lab down when the process that owns it
+has died.
 
-It says 'ready' once frames are carried.
+    python -m manyhands.lab.supervisor LAB
+
+It prints 'ready' once frames are carried.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import threading
 import time
 
 from manyhands.facts.errors import ManyhandsError
-from manyhands.facts.lab import SLOWEST_BYTES_PER_SECOND, Played
-from manyhands.facts.trace import LinkTrace
 from manyhands.files.traces import read_link_trace
 from manyhands.lab import record
+from manyhands.lab.follower import TraceFollower
+from manyhands.lab.removal import take_down
 from manyhands.lab.spaces import Spaces, entered
 from manyhands.lab.switch import Switch
 
@@ -29,54 +31,26 @@ _LOOK_SECONDS = 0.2
 _AGAIN_SECONDS = 1.0
 
 
-class Follower:
-    """A device's port along a trace, whose time goes as slowly as everything in the lab."""
-
-    def __init__(self, spaces: Spaces, played: Played, device: str, trace: LinkTrace) -> None:
-        self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
-        own = played.network.device(device)
-        self.up_part = 1.0
-        """Where one recording stands for both directions, up keeps its ratio to down."""
-        if math.isfinite(own.up_bytes_per_second) and math.isfinite(own.down_bytes_per_second):
-            self.up_part = own.up_bytes_per_second / own.down_bytes_per_second
-        self.began = time.monotonic()
-        self.due = self.began
-
-    def follow(self, now: float) -> None:
-        """Set what holds now, if it is time."""
-        if now < self.due:
-            return
-        moment = (now - self.began) / self.scale
-        rate, lasts = self.trace.down.at(moment)
-        down = max(rate, SLOWEST_BYTES_PER_SECOND) / self.scale
-        up = down * self.up_part
-        if not self.trace.is_one_way:
-            rate, up_lasts = self.trace.up.at(moment)
-            up, lasts = max(rate, SLOWEST_BYTES_PER_SECOND) / self.scale, min(lasts, up_lasts)
-        self.spaces.set_rates(self.device, up, down)
-        self.due = now + lasts * self.scale
-
-
-class Keeper:
-    """Of one lab, until it is told to end."""
+class LabSupervisor:
+    """Supervises one lab until SIGTERM or SIGINT."""
 
     def __init__(self, name: str) -> None:
-        self.known = record.load(name)
+        self.record = record.load(name)
         self.ended = threading.Event()
-        self.spaces = Spaces(name, self.known.played.network, uses_switch=self.known.uses_switch)
+        self.spaces = Spaces(name, self.record.played.network, uses_switch=self.record.uses_switch)
         self.followers = [
-            Follower(self.spaces, self.known.played, device, read_link_trace(file))
-            for device, file in self.known.played.traces
+            TraceFollower(self.spaces, self.record.played, device, read_link_trace(file))
+            for device, file in self.record.played.traces
         ]
         self.is_ready = self.orphaned = False
 
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.ended.set())
-        looking = threading.Thread(target=self._look, name="keeper", daemon=True)
+        looking = threading.Thread(target=self._look, name="lab supervisor", daemon=True)
         looking.start()
         try:
-            if self.known.uses_switch:
+            if self.record.uses_switch:
                 switch = Switch([self.spaces.port(member) for member in self.spaces.members], self._delay)
                 with entered(self.spaces.hub):
                     switch.run(self.ended.is_set, self._on_idle)
@@ -88,9 +62,7 @@ class Keeper:
                 looking.join()  # the switch has failed; the owner is watched all the same
             looking.join(5)
             if self.orphaned:
-                from manyhands.lab.lab import take_down
-
-                take_down(self.known.name)
+                take_down(self.record.name)
 
     def _on_idle(self, now: float) -> float:
         """The switch calls this first when it listens on all ports."""
@@ -102,21 +74,21 @@ class Keeper:
         self.is_ready = True
         print(READY, flush=True)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # whoever waited for the word is not kept waiting for more
+        os.dup2(nowhere, 1)  # the process that waited for the word must not wait for more
         os.close(nowhere)
 
     def _delay(self, sender: int, receiver: int) -> float:
         a, b = self.spaces.members[sender], self.spaces.members[receiver]
-        return self.known.played.network.link_between(a, b).delay_seconds if sender and receiver else 0.0
+        return self.record.played.network.link_between(a, b).delay_seconds if sender and receiver else 0.0
 
-    def _is_known(self) -> bool:
+    def _is_registered(self) -> bool:
         try:
-            keeper = record.load(self.known.name).keeper
+            supervisor = record.load(self.record.name).keeper
         except ManyhandsError:
             return False
-        return keeper is None or keeper.pid == os.getpid()
+        return supervisor is None or supervisor.pid == os.getpid()
 
-    def _follow(self, follower: Follower, now: float) -> None:
+    def _follow(self, follower: TraceFollower, now: float) -> None:
         """A rate that cannot be set is tried again: the owner is watched whatever becomes of it."""
         try:
             follower.follow(now)
@@ -126,13 +98,13 @@ class Keeper:
 
     def _look(self) -> None:
         """Beside the switch, which has no time to wait for other programs."""
-        owner = self.known.owner
+        owner = self.record.owner
         while not self.ended.is_set():
             if owner is not None and not owner.is_alive:
                 self.orphaned = True
                 self.ended.set()
                 return
-            if not self._is_known():  # taken down while it came up, or by hand
+            if not self._is_registered():  # taken down while it came up, or by hand
                 self.ended.set()
                 return
             now = time.monotonic()
@@ -143,4 +115,4 @@ class Keeper:
 
 
 if __name__ == "__main__":
-    Keeper(sys.argv[1]).run()
+    LabSupervisor(sys.argv[1]).run()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data import laying
-from manyhands.data.laying import Laying, Numbered
+from manyhands.data import preload
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
+from manyhands.data.preload import Numbered, Preload
 from manyhands.facts.errors import BadData
 
 
@@ -25,12 +25,12 @@ class Drawn(Dataset[Any]):
 
 
 def test_every_sample_is_there_in_order() -> None:
-    found = Laying.of(Drawn())
+    found = Preload.of(Drawn())
     assert found.count == 10
     assert found.inputs["left"].shape == (10, 2, 3)
     assert found.inputs["left"][:, 0, 0].tolist() == found.inputs["right"][1].tolist() == list(range(10))
     assert found.targets.tolist() == [index % 3 for index in range(10)]
-    assert found.key != Laying.of(Drawn()).key, "another reading may give other samples"
+    assert found.key != Preload.of(Drawn()).key, "another reading may give other samples"
 
 
 def test_numbers_come_in_the_structure_of_samples() -> None:
@@ -41,7 +41,7 @@ def test_numbers_come_in_the_structure_of_samples() -> None:
             wanted = inputs["right"][0].tolist()
             assert rows["left"].tolist() == rows["right"][0].tolist() == numbers.tolist() == wanted
             assert targets.tolist() == [one % 3 for one in wanted]
-    inputs, targets = Laying.of(Drawn()).numbers()
+    inputs, targets = Preload.of(Drawn()).numbers()
     assert inputs["left"].tolist() == targets.tolist() == list(range(10))
 
 
@@ -52,7 +52,7 @@ def test_numbered_samples_end() -> None:
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laying.psutil, "virtual_memory", lambda: SimpleNamespace(available=300))
+    monkeypatch.setattr(preload.psutil, "virtual_memory", lambda: SimpleNamespace(available=300))
     with pytest.raises(BadData, match=r"All 10 samples take .*150 B may be used") as raised:
-        Laying.of(Drawn())
+        Preload.of(Drawn())
     assert "--feed start" in raised.value.hint

@@ -1,6 +1,6 @@
-"""Samples that are laid out at the devices before the first step: from then on their numbers travel, not they.
+"""Preload: every sample is sent to the devices before the first step, and from then on only sample numbers travel.
 
-Right where every pass over the data set gives the same samples: what is drawn anew each time (a random crop) would be
+It fits where every pass over the data set gives the same samples: what is drawn anew each time (a random crop) would be
 drawn once.
 """
 
@@ -24,37 +24,38 @@ HINT = "Leave feed='start' out (--feed start): then each step's samples travel w
 
 
 @dataclass(frozen=True)
-class Laying:
-    """Every sample of a data set, in one batch."""
+class Preload:
+    """Every sample of a data set in one batch, for the devices to hold."""
 
     inputs: Any
     targets: Any
     count: int
     key: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Who has what was laid out under this name has the same samples."""
+    """A device that holds a resident dataset of this key has the same samples."""
 
     @classmethod
-    def of(cls, data: Dataset[Any]) -> Laying:
+    def of(cls, data: Dataset[Any]) -> Preload:
         """Read a data set to its end."""
         count = length(data)
-        one = sum(leaf.nbytes for leaf in tree_leaves(example(data, 1)) if isinstance(leaf, torch.Tensor))
+        sample_bytes = sum(leaf.nbytes for leaf in tree_leaves(example(data, 1)) if isinstance(leaf, torch.Tensor))
         room = _MOST_OF_MEMORY * psutil.virtual_memory().available
-        if count * one > room:
+        if count * sample_bytes > room:
             raise BadData(
-                f"All {count:,} samples take {format_bytes(count * one)}; {format_bytes(int(room))} may be used here.",
+                f"All {count:,} samples take {format_bytes(count * sample_bytes)}; "
+                f"{format_bytes(int(room))} may be used here.",
                 hint=HINT,
             )
         return cls(*example(data, count), count)
 
     def numbers(self) -> tuple[Any, Any]:
-        """All samples, by their numbers."""
+        """Return the numbers of all samples, in the structure of a batch."""
         rows = torch.arange(self.count)
         inputs, targets = tree_map(lambda _: rows, (self.inputs, self.targets))
         return inputs, targets
 
 
 class Numbered(Dataset[Any]):
-    """In place of all that a sample is made of, its number."""
+    """A data set that gives the number of a sample in place of each of its tensors."""
 
     def __init__(self, data: Dataset[Any]) -> None:
         self.count, self._like = length(data), data[0]

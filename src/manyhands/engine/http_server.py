@@ -21,12 +21,12 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from manyhands.engine.admission import Admission, Pending, shut_down
-from manyhands.engine.turnstile import AddressTurnstiles, Turnstile
+from manyhands.engine.rate_limiter import AddressRateLimiter, RateLimiter
 from manyhands.facts.errors import AddressTaken, BadValue
 
 HANDSHAKE_SECONDS = 5.0
 _ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE = 500, 500
-"""Connections that are given a thread: whoever connects without end must not keep this process busy."""
+"""Connections that are given a thread: a client that connects without end must not keep this process busy."""
 _POLL_SECONDS = 0.1
 _TURN_SECONDS = 1.0
 
@@ -36,16 +36,16 @@ class ConnectionLimits:
     """What the clients of a server may do, so that others are answered too."""
 
     connections: int = 64
-    """Of clients that have sent a request they may make."""
+    """The most connections of clients that have sent a request they may make."""
     pending: int = 64
-    """Of clients that have not, at a time; from one address three quarters of them."""
+    """The most connections of clients that have not, at a time; three quarters of them may be of one address."""
     idle_seconds: float = 15.0
     """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
     drain_seconds: float = 30.0
     """How long requests under way are waited for in the end."""
 
 
-class PatientReader(io.RawIOBase):
+class DeadlineReader(io.RawIOBase):
     """Reads from a socket until a point in time that is set anew for every part of a request."""
 
     def __init__(self, connected: socket.socket, idle_seconds: float) -> None:
@@ -69,7 +69,7 @@ class PatientReader(io.RawIOBase):
             self.connected.settimeout(self.idle_seconds)  # for what is written
 
 
-class Door(ThreadingHTTPServer):
+class HttpServer(ThreadingHTTPServer):
     """Listens, counts who is there, and ends without leaving a request half answered."""
 
     daemon_threads = True
@@ -83,23 +83,23 @@ class Door(ThreadingHTTPServer):
         handler: Callable[..., Any],
         limits: ConnectionLimits,
         context: ssl.SSLContext | None,
-        turnstiles: AddressTurnstiles | None = None,
+        rate_limiter: AddressRateLimiter | None = None,
     ) -> None:
-        """`turnstiles`: a connection passes them once its client has spoken, before anything is agreed upon; one whose
-        turn does not come is ended."""
+        """`rate_limiter`: a connection passes it once its client has sent something, before the TLS handshake; one
+        whose turn does not come is ended."""
         host, port = address
-        self.limits, self.context, self.turnstiles = limits, context, turnstiles
+        self.limits, self.context, self.rate_limiter = limits, context, rate_limiter
         self.is_closing = False
         self._changed = threading.Condition()
         self._admission = Admission(limits.pending, max(1, limits.pending * 3 // 4))
-        self._accepting = Turnstile(_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE)
+        self._accepting = RateLimiter(_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE)
         self._connections: dict[socket.socket, Pending] = {}
         """All that have a thread."""
         self._served: set[socket.socket] = set()
         self._idle: set[socket.socket] = set()
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            self.address_family = found[0]
+            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family = resolved[0]
             super().__init__((host, port), handler)
         except OverflowError as error:
             raise BadValue(f"The port is {port}; it must be 0 to 65535.") from error
@@ -114,7 +114,7 @@ class Door(ThreadingHTTPServer):
         self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_SECONDS,), name="http", daemon=True)
 
     def server_bind(self) -> None:
-        """As the base does, without asking a name server who this machine is."""
+        """Bind as the base class does, without asking a name server for this machine's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -152,9 +152,9 @@ class Door(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         pending = self._connections[request]
-        if self.turnstiles is not None and not (
+        if self.rate_limiter is not None and not (
             _has_spoken(request, self.limits.idle_seconds)
-            and self.turnstiles.passes(pending.host, _TURN_SECONDS, pending.evicted.wait)
+            and self.rate_limiter.passes(pending.host, _TURN_SECONDS, pending.evicted.wait)
         ):
             return
         if self.context is None:
@@ -191,7 +191,7 @@ class Door(ThreadingHTTPServer):
             if len(self._served) >= self.limits.connections:
                 return False
             self._served.add(connected)
-            pending = next(one for one in self._connections.values() if one.connected is connected)
+            pending = next(other for other in self._connections.values() if other.connected is connected)
         self._admission.leave(pending)
         return True
 
@@ -201,7 +201,7 @@ class Door(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody may come any more; requests under way are answered, within their limit."""
+        """Stop accepting; requests under way are answered, within their limit."""
         with self._changed:
             self.is_closing = True
         self.shutdown()

@@ -10,7 +10,7 @@ from endpoint_pairs import joined, wait_until
 
 from manyhands.engine.frames import CHUNK_BYTES
 from manyhands.engine.security import Security
-from manyhands.facts.cluster import Link
+from manyhands.facts.link import Link
 
 RATE = 8_000_000
 BULK, URGENT = 8 * CHUNK_BYTES, 8 * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""So many may pass in a second, and the others wait for their turn: a flood costs the process next to nothing."""
+"""Rate limiters: a number may pass in a second, the others wait, so that a flood costs the process next to nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from manyhands.engine.admission import client_network
 
 _MOST_ADDRESSES = 1024
-"""Whose rates are remembered; the one that came longest ago is forgotten for a new one."""
+"""How many addresses are remembered; the one that came longest ago is forgotten for a new one."""
 
 
-class Turnstile:
+class RateLimiter:
     """`burst` may pass at once, then `per_second`."""
 
     def __init__(self, per_second: float, burst: float) -> None:
@@ -34,26 +34,26 @@ class Turnstile:
         return wait <= most_seconds
 
 
-class AddressTurnstiles:
+class AddressRateLimiter:
     """A rate limiter for each client address, and one for all of them together.
 
-    One address has at most a quarter of what all may have, so that whoever floods the server slows down itself, and the
-    process still spends a bounded part of its time on clients.
+    One address has at most a quarter of what all may have, so that a client that floods the server slows down itself,
+    and the process still spends a bounded part of its time on clients.
     """
 
     def __init__(self, per_second: float, burst: float) -> None:
-        """Of one client address."""
+        """`per_second` and `burst` are those of one client address."""
         self._per_second, self._burst = per_second, burst
-        self._everybody = Turnstile(4 * per_second, 4 * burst)
-        self._own: OrderedDict[str, Turnstile] = OrderedDict()
+        self._everybody = RateLimiter(4 * per_second, 4 * burst)
+        self._own: OrderedDict[str, RateLimiter] = OrderedDict()
         self._lock = threading.Lock()
 
     def passes(self, host: str, most_seconds: float, sleep: Callable[[float], object] = time.sleep) -> bool:
-        """As `Turnstile.passes`, for a client at `host`."""
+        """Wait for a turn of a client at `host`; see `RateLimiter.passes`."""
         network = client_network(host)
         with self._lock:
-            own = self._own.pop(network, None) or Turnstile(self._per_second, self._burst)
-            self._own[network] = own
+            limiter = self._own.pop(network, None) or RateLimiter(self._per_second, self._burst)
+            self._own[network] = limiter
             if len(self._own) > _MOST_ADDRESSES:
                 self._own.popitem(last=False)
-        return own.passes(most_seconds, sleep) and self._everybody.passes(most_seconds, sleep)
+        return limiter.passes(most_seconds, sleep) and self._everybody.passes(most_seconds, sleep)

@@ -1,0 +1,58 @@
+"""The bytes of tensors, without copies: what is sent, and where what comes is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+KNOWN_TO_NUMPY = frozenset(
+    {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
+    | {torch.int8, torch.int16, torch.int32, torch.int64}
+)
+Memory = torch.Tensor | memoryview
+"""What is sent, or filled: a contiguous tensor on the CPU, or the bytes of one."""
+
+
+def as_bytes(tensor: Memory) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
+    if isinstance(tensor, memoryview):
+        return tensor
+    assert tensor.is_cpu, "only memory of the CPU travels"
+    assert tensor.is_contiguous(), "tensor must be contiguous"
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    array: Any = (tensor if tensor.dtype in KNOWN_TO_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
+    if array.size and array.dtype.char in "fBlq?d":
+        return memoryview(array).cast("B")
+    return memoryview(array.reshape(-1).view(numpy.uint8))
+
+
+def byte_count(parts: Sequence[Memory]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
+    """Bytes [offset, offset + length) of some views laid end to end."""
+    parts = []
+    for view in views:
+        size = len(view)
+        if offset >= size:
+            offset -= size
+            continue
+        if not length:
+            break
+        part = view if not offset and size <= length else view[offset : offset + length]
+        parts.append(part)
+        length -= len(part)
+        offset = 0
+    return parts
+
+
+def copy_into(source: memoryview, views: list[memoryview]) -> None:
+    place = 0
+    for view in views:
+        view[:] = source[place : place + len(view)]
+        place += len(view)

@@ -1,0 +1,75 @@
+"""The conversion of an exported program under way: what it is given, and what it has made so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.facts.network import TensorSpec
+from manyhands.graph.nodes import Argument, Node, values_of, weights_of
+from manyhands.graph.rows import outer_of
+
+WEIGHT_MARK = "weight "  # before a weight's name, where it is the memory that a value shares
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The exported program and what is known of its module."""
+
+    program: Any
+    name: str
+    input_names: list[str]
+    input_tree: Any
+    output_tree: Any
+    granularity: str
+    wrappers: tuple[str, ...] = ("inner.",)
+    """What stands before the names of the module's own weights and children; the first that fits is taken off."""
+    assigned: tuple[str, ...] = ()
+    """Buffers that forward assigned anew; the program's last outputs are their new values."""
+
+
+@dataclass
+class Conversion:
+    """The conversion under way."""
+
+    nodes: list[Node] = field(default_factory=list)
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    """Name in the exported program -> what stands for it in the Graph."""
+    root: dict[str, str] = field(default_factory=dict)
+    """Value -> the value, or 'weight NAME', whose memory it may share."""
+    prefix: str = ""
+    """Set inside a sub-graph, whose names are its own."""
+    buffers: set[str] = field(default_factory=set)
+    weight_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+    wrappers: tuple[str, ...] = ()
+    around: list[tuple[Any, str]] = field(default_factory=list)
+    """The nodes whose sub-graphs are being converted, with the prefix outside."""
+    without_gradient: bool = False
+    with_gradient: set[str] = field(default_factory=set)
+    """Values, and 'weight NAME', through which gradients may flow."""
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    outers: dict[str, int] = field(default_factory=dict)
+    """rows.py's outer factor of values whose samples are interleaved."""
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        if node.updates:
+            return
+        self.specs.update({spec.name: spec for spec in node.outputs})
+        reads = {*values_of(node), *(WEIGHT_MARK + name for name in weights_of(node))}
+        if not self.without_gradient and node.target != "aten.detach.default" and reads & self.with_gradient:
+            self.with_gradient.update(spec.name for spec in node.outputs)
+        outer = outer_of(node, self.specs, self.outers)
+        if outer != 1:
+            self.outers.update((spec.name, outer or spec.rows_per_sample) for spec in node.outputs)
+
+
+def own_name(name: str, wrappers: tuple[str, ...]) -> str:
+    """Return a name in the wrapper module without the wrapper's prefix."""
+    return next((name.removeprefix(prefix) for prefix in wrappers if name.startswith(prefix)), name)
+
+
+def module_of(node: Any, state: Conversion) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return own_name(list(stack.values())[-1][0] + ".", state.wrappers).rstrip(".") if stack else ""

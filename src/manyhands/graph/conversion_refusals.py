@@ -1,0 +1,76 @@
+"""What a captured module may not do, and what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph import ops
+from manyhands.graph.conversion import Conversion
+from manyhands.graph.custom_functions import INCOMING
+from manyhands.graph.nodes import Argument, Node, values_of
+from manyhands.graph.random_ops import RANDOM_CALLS
+from manyhands.graph.replacements import advice
+from manyhands.graph.sizes import at
+from manyhands.graph.source_lines import line_of, place_of
+
+
+def refuse_nonlinear_backward(nodes: list[Node]) -> None:
+    """A custom function whose gradient depends on the incoming one other than linearly (custom_functions.py)."""
+    for node in nodes:
+        if node.target == "aten.full_like.default" and node.arguments[1] == INCOMING:
+            raise CaptureFailed(
+                "The backward of an autograd function is not linear in the gradient that it gets, so shares of a batch "
+                f"would not add up.{at(node.where)}",
+                hint="Scaling, masking and reversing a gradient can be captured; clipping or normalising one cannot: "
+                "each device has the gradient of its own samples only.",
+            )
+
+
+def autocast_refusal(node: Any) -> CaptureFailed:
+    """A region under torch.autocast: which types it computes in would have to be repeated on every device."""
+    inner = getattr(node.graph.owning_module, node.args[4].target).graph
+    place = next(
+        (line for inner_node in inner.nodes if inner_node.op == "call_function" and (line := place_of(inner_node))), ""
+    )
+    return CaptureFailed(
+        f"The module computes under torch.autocast (to {str(node.args[1]).removeprefix('torch.')}), which is not "
+        f"captured.{at(place)}",
+        hint="Take the torch.autocast out of forward, or cast by hand there: x.to(torch.bfloat16).",
+    )
+
+
+def refuse_unfit_randomness(node: Node, state: Conversion) -> None:
+    """A mask is drawn sample by sample; so each sample's rows must lie together."""
+    random = RANDOM_CALLS.get(node.target)
+    if random is None or not random.draws(node, training=True):
+        return
+    spec = node.outputs[0]
+    if any(name in state.outers for name in (spec.name, *values_of(node))):
+        raise CaptureFailed(
+            f"{node.target} draws for an axis that holds the samples interleaved, not batch first.{at(node.where)}",
+            hint="Drop before merging axes, or merge them batch first: (batch, steps, ...) to (batch * steps, ...).",
+        )
+    if node.target == "aten.feature_dropout.default" and (spec.batch_axis or 0) > 1:
+        raise CaptureFailed(
+            f"{node.target} drops whole features of a tensor whose batch is axis {spec.batch_axis}.{at(node.where)}",
+            hint="Bring the batch to the front (axis 0) first.",
+        )
+
+
+def refuse_hidden_randomness(target: str, arguments: tuple[Argument, ...], where: str) -> None:
+    if target in ops.RECURRENT:
+        dropout = arguments[5]
+        if isinstance(dropout, float) and dropout > 0 and arguments[4] > 1:
+            raise CaptureFailed(
+                f"A recurrent layer draws dropout (p={dropout}) inside one operator, which no share could repeat."
+                f"{at(where)}",
+                hint="Use one nn.LSTM(num_layers=1) per layer with nn.Dropout between them.",
+            )
+
+
+def off_list(target: str, node: Any) -> CaptureFailed:
+    return CaptureFailed(
+        f"The operator {target.split('.')[1]} ({target}) is none of those that manyhands runs.{at(line_of(node))}",
+        hint=advice(target),
+    )

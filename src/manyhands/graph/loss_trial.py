@@ -1,0 +1,149 @@
+"""Runs a loss on drawn data, as a whole batch and in shares, and compares the two.
+
+Outputs are drawn, targets resampled, and shares have several sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from manyhands.facts.network import LossCombination
+from manyhands.graph.double_precision import cast_to_double, in_double
+from manyhands.graph.graph import Graph
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.trees import tree_leaves
+from manyhands.graph.weights import Weights
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other longer than such small runs take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_TOLERANCE = 1e-9
+_LARGE = 10_000
+"""Elements of one sample above which one draw must do: capture is to stay quick."""
+_DRAWS = (("normal", False), ("between 0 and 1", True), ("probabilities", False), ("normal", True))
+"""How outputs are drawn, and whether targets that are no integers are changed; a loss may not take all of them."""
+
+
+def agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tensor]) -> bool:
+    """Whether values and gradients of shares add up to those of the whole, on every draw that the loss can take."""
+    try:
+        double = in_double(loss)
+        piece = Piece(double, Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()}))
+    except (RuntimeError, NotImplementedError):
+        return False  # e.g. weights without values
+    is_large = sum(spec.elements for spec in loss.inputs) > _LARGE
+    samples, splits = (3, ((1, 2),)) if is_large else (5, ((2, 3), (1, 1, 1, 2)))
+    generator = torch.Generator().manual_seed(0)
+    batched = {spec.name for spec in loss.inputs if spec.batch_axis is not None}
+    of_outputs = set(tree_leaves(loss.input_tree[0][0])) & batched
+    taken = 0
+    for drawing, is_changed in _DRAWS:
+        values = {
+            name: _drawn(given[name], samples, generator, drawing if name in of_outputs else "", is_changed)
+            if name in batched
+            else cast_to_double(given[name])
+            for name in piece.inputs
+        }
+        whole = _run(piece, values, of_outputs, samples)
+        if whole is None:
+            continue
+        for sizes in splits:
+            order = iter(torch.randperm(samples, generator=generator).tolist())
+            shares = [list(islice(order, size)) for size in sizes]
+            if not _adds_up(piece, claim, values, of_outputs, whole, shares):
+                return False
+        taken += 1
+        if is_large:
+            break
+    return taken > 0
+
+
+@dataclass(frozen=True)
+class _Result:
+    value: float
+    gradients: dict[str, torch.Tensor]
+
+
+def _adds_up(
+    piece: Piece,
+    claim: LossCombination,
+    values: Mapping[str, torch.Tensor],
+    of_outputs: set[str],
+    whole: _Result,
+    shares: list[list[int]],
+) -> bool:
+    samples = sum(len(rows) for rows in shares)
+    total, size = 0.0, abs(whole.value)
+    for rows in shares:
+        share = {
+            name: tensor if piece.specs[name].batch_axis is None else tensor[rows] for name, tensor in values.items()
+        }
+        result = _run(piece, share, of_outputs, len(rows))
+        if result is None:
+            return False
+        factor = len(rows) / samples if claim == "mean" else 1.0
+        total += factor * result.value
+        size = max(size, abs(factor * result.value))
+        for name, gradient in result.gradients.items():
+            wanted = whole.gradients[name][rows]
+            # A gradient that is 0 but for rounding is measured by the loss.
+            limit = _TOLERANCE * float(wanted.abs().max()) + 1e-13 * abs(whole.value) if wanted.numel() else 0.0
+            if wanted.numel() and float((wanted - factor * gradient).abs().max()) > limit:
+                return False
+    return abs(total - whole.value) <= _TOLERANCE * size
+
+
+def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str], samples: int) -> _Result | None:
+    """Return the loss and its gradients for the outputs; None where it raises or is no number."""
+    entered = {name: tensor.detach() for name, tensor in values.items()}
+    inputs = {name: t.requires_grad_() for name, t in entered.items() if name in of_outputs and t.is_floating_point()}
+    try:
+        with torch.enable_grad():
+            value = piece(entered, Context(samples=samples))[piece.graph.outputs[0]]
+            results: Sequence[torch.Tensor | None] = [None] * len(inputs)
+            if value.requires_grad and inputs:
+                results = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
+    except Exception:  # the loss is the user's: it may refuse drawn numbers, or a share of one sample, in any way
+        return None
+    gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(inputs.items(), results, strict=True)}
+    number = float(value.detach())
+    totals = [float(gradient.sum()) for gradient in gradients.values()]  # of which one is no number if any element is
+    return _Result(number, gradients) if all(map(math.isfinite, (number, *totals))) else None
+
+
+def _drawn(
+    example: torch.Tensor, samples: int, generator: torch.Generator, drawing: str, is_changed: bool
+) -> torch.Tensor:
+    """Return `samples` samples like the example: an output is drawn anew, a target's rows are taken again."""
+    example = torch.zeros(example.shape, dtype=example.dtype) if example.is_meta else example.detach().cpu()
+    rows = torch.randint(example.shape[0], (samples,), generator=generator)
+    taken = cast_to_double(example[rows])
+    if not taken.is_floating_point():
+        return taken  # class numbers stay valid
+    if not drawing:
+        return taken * (0.5 + _uniform(taken, generator)) if is_changed else taken
+    if drawing == "between 0 and 1":
+        return 0.05 + 0.9 * _uniform(taken, generator)
+    normal = torch.randn(taken.shape, generator=generator, dtype=torch.float64)
+    if drawing == "probabilities":
+        return normal.softmax(1) if taken.dim() > 1 else normal.sigmoid()
+    return taken + normal
+
+
+def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64)

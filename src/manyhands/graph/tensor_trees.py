@@ -1,0 +1,69 @@
+"""Example inputs, targets and outputs: nested tensors taken apart into leaves, and with another number of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph.trees import tree_leaves, tree_map
+
+
+def flattened(value: Any, leaves: list[torch.Tensor], where: str) -> Any:
+    """Replace every tensor in `value` by its number in `leaves`, as '#3'."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return f"#{len(leaves) - 1}"
+    if isinstance(value, dict):
+        return {str(key): flattened(item, leaves, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [flattened(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise CaptureFailed(
+        f"{where} is a {type(value).__name__}; inputs and outputs must be tensors, or tuples, lists and dicts of them."
+    )
+
+
+def batch_of(leaves: list[torch.Tensor]) -> int:
+    sizes = [leaf.shape[0] for leaf in leaves if leaf.dim()]
+    hint = "Pass e.g. torch.randn(4, 3, 32, 32)."
+    if not sizes:
+        raise CaptureFailed("The example batch holds no tensor with a batch axis.", hint=hint)
+    if not sizes[0]:
+        raise CaptureFailed("The example batch is empty: its first axis has no samples.", hint=hint)
+    return sizes[0]
+
+
+def exported_samples(batch: int) -> int:
+    return 3 if batch < 2 else batch
+
+
+def as_many(target: Any, example_batch: Any) -> Any:
+    """The example target with as many samples as the module was exported with."""
+    given: list[torch.Tensor] = []
+    flattened(example_batch, given, "the input")
+    batch = batch_of(given)
+    leaves: list[torch.Tensor] = []
+    tree = flattened(target, leaves, "the target")
+    is_batched = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
+    sized = [resized(leaf, exported_samples(batch)) if o else leaf for leaf, o in zip(leaves, is_batched)]
+    return tree_map(lambda leaf: sized[int(leaf[1:])], tree)
+
+
+def resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:
+    if leaf.shape[0] == samples:
+        return leaf
+    return leaf[:1].expand(samples, *leaf.shape[1:]).contiguous()
+
+
+def example_outputs(program: Any, tree: Any, extra: int) -> Any:
+    """Zero tensors shaped as the module's outputs, for capturing the loss."""
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    nodes = output.args[0][: len(output.args[0]) - extra]
+    metas = [node.meta["val"] for node in nodes][-len(list(tree_leaves(tree))) :]
+    examples = [torch.zeros([int(_hint(s)) for s in meta.shape], dtype=meta.dtype) for meta in metas]
+    return tree_map(lambda leaf: examples[int(leaf[1:])], tree)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
