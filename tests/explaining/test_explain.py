@@ -17,7 +17,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.planner.task import Candidate
+from manyhands.planner.task import PlanCandidate
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import Planned
 
@@ -204,8 +204,8 @@ def test_runners_up_say_where_they_lose() -> None:
     plans = {"pipeline": pipeline(heavy), "samples": shared(heavy)}
     seconds = {name: mh.simulate(plan, heavy, cluster, profile).seconds for name, plan in plans.items()}
     candidates = [
-        *(Candidate(name, plan, seconds[name]) for name, plan in plans.items()),
-        Candidate("tiles", None, math.inf, "a would hold 3 GB of 1 GB.\nAnd more."),
+        *(PlanCandidate(name, plan, seconds[name]) for name, plan in plans.items()),
+        PlanCandidate("tiles", None, math.inf, "a would hold 3 GB of 1 GB.\nAnd more."),
     ]
     found = explain(Planned(plans["pipeline"], candidates), heavy, cluster, profile, with_what_if=False)
     samples, tiles = found.runners_up

@@ -30,10 +30,10 @@ from manyhands.graph.capture import capture
 from manyhands.inference.replanning import replan_inference
 from manyhands.models.registry import build
 from manyhands.planner.channel_plans import channel_groups, channel_stage, compositions, dense_cuts
+from manyhands.planner.incremental import IncrementalReplanner
 from manyhands.planner.inference import INFERENCE_STRATEGIES, inference_task
 from manyhands.planner.inference_stages import balanced_pipeline, fair_samples
 from manyhands.planner.inference_tiles import tile_ends
-from manyhands.planner.mending import Mending
 from manyhands.planner.task import Task
 from manyhands.plans.inference import inference_table, plan_for, sample_seconds, stream_seconds
 from manyhands.plans.networks import load_network
@@ -554,9 +554,9 @@ def test_a_mended_plan_keeps_the_number_of_channel_groups(decoupled: Network) ->
         left = cluster
         for name in gone:
             left = left.without(name)
-        mending = Mending(plan, decoupled, left, Profile(profile.devices))
-        crews = next(iter(mending.shapes()))[0]
-        found = mending.built(crews, (len(decoupled.layers),)).stages[0]
+        mending = IncrementalReplanner(plan, decoupled, left, Profile(profile.devices))
+        drafts = next(iter(mending.shapes()))[0]
+        found = mending.built(drafts, (len(decoupled.layers),)).stages[0]
         assert found.devices == left.names
         assert found.share == ByChannels(groups, *_lists(plan))
 

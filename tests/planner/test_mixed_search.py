@@ -18,7 +18,7 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.ground import Batch, Pairs, sizes
+from manyhands.planner.context import Batch, DevicePairs, sizes
 from manyhands.planner.mixed import MOST_STAGES, Repeating, is_mixed, mixed_plans
 from manyhands.planner.refining import moved_cuts, shortened, soon
 from manyhands.planner.strategies import CORNERS
@@ -66,12 +66,12 @@ def task_of(network: Network, cluster: Cluster, batch_size: int) -> Task:
 
 
 def every_way(search: Repeating, most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Places and crews of every plan of up to so many stages."""
+    """Places and options of every plan of up to so many stages."""
     end = len(search.positions) - 1
     for count in range(1, most + 1):
         for inside in combinations(range(1, end), count - 1):
-            for crews in product(range(len(search.crews)), repeat=count):
-                yield (0, *inside, end), crews
+            for options in product(range(len(search.options)), repeat=count):
+                yield (0, *inside, end), options
 
 
 @pytest.mark.parametrize("cluster", ["env-d", "home"])
@@ -79,19 +79,19 @@ def test_the_repeating_search_equals_exhaustive_search(tiny: Network, cluster: s
     """Without weight gradients to add up, which hide behind other stages: those are simulated."""
     search = Repeating(task_of(tiny, preset(cluster), 8), Batch(8, 1), Tiling.of(tiny))
     search.positions = [0, *numpy.linspace(1, len(tiny.layers), 4).astype(int).tolist()]
-    search.crews = [*search.crews[:2], *search.crews[-4:]]
+    search.options = [*search.options[:2], *search.options[-4:]]
     prices, moves = search._prices, search._moves
     prices.reduce[:], prices.tail[:] = 0.0, 0.0
 
-    def seconds(places: tuple[int, ...], crews: tuple[int, ...]) -> float:
-        own = sum(prices.own[crew, a, b] for crew, a, b in zip(crews, places, places[1:]))
-        return float(own + sum(moves[at, a, b] for at, a, b in zip(places[1:], crews, crews[1:])))
+    def seconds(places: tuple[int, ...], options: tuple[int, ...]) -> float:
+        own = sum(prices.own[option, a, b] for option, a, b in zip(options, places, places[1:]))
+        return float(own + sum(moves[at, a, b] for at, a, b in zip(places[1:], options, options[1:])))
 
     found = search.plans()
     for bits in ({1}, {2}, {1, 2}):
         ways = [
-            seconds(places, crews) for places, crews in every_way(search, MOST_STAGES)
-            if {search.crews[crew].bit for crew in crews} == bits
+            seconds(places, options) for places, options in every_way(search, MOST_STAGES)
+            if {search.options[option].bit for option in options} == bits
         ]  # fmt: skip
         own = [
             one for one, plan in found
@@ -273,15 +273,15 @@ def test_sizes_rise_to_all(count: int) -> None:
 
 def test_pairs_are_the_clusters() -> None:
     plain = preset("home")
-    pairs = Pairs.of(plain, plain.names)
+    pairs = DevicePairs.of(plain, plain.names)
     for a, b in product(range(len(plain.names)), repeat=2):
         if a != b:
             assert pairs.rates[a, b] == plain.bytes_per_second_between(plain.names[a], plain.names[b])
             assert pairs.delays[a, b] == plain.link_between(plain.names[a], plain.names[b]).delay_seconds
     even = preset("pi3x6")
     assert not even.links
-    same = Pairs.of(even, even.names)
-    named = Pairs.of(msgspec.structs.replace(even, links=_written_out(even)), even.names)
+    same = DevicePairs.of(even, even.names)
+    named = DevicePairs.of(msgspec.structs.replace(even, links=_written_out(even)), even.names)
     apart = ~numpy.eye(6, dtype=bool)
     assert (same.rates == named.rates)[apart].all()
     assert (same.delays == named.delays)[apart].all()

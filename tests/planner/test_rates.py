@@ -18,7 +18,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import Trace, parse_trace
 from manyhands.planner.rates import Engine, Meter, Rates
 from manyhands.planner.split import Cut, Deployment, LinkRates, SplitProfile, seconds_of
-from manyhands.planner.split_choice import RIVALS, STATIC, choose
+from manyhands.planner.split_choice import BASELINES, STATIC, choose
 
 MBIT = 1e6 / 8
 TRACES = Path(__file__).parents[3] / "shared/data/traces"
@@ -275,7 +275,7 @@ class Pipeline:
 
 
 def engine_for(profile: SplitProfile, rates: LinkRates, name: str = "ours", k: int = 5, **facts: Any) -> Engine:
-    chooser = choose if name == "ours" else RIVALS[name]
+    chooser = choose if name == "ours" else BASELINES[name]
     current = chooser(profile, rates, 100, None, k, WIDTHS)
     return Engine(profile, Rates(rates), current, k=k, widths=WIDTHS, chooser=chooser, **facts)
 

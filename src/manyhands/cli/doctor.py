@@ -12,7 +12,7 @@ from manyhands.cli.show import plain
 from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
-    from manyhands.doctor.check import Check, Diagnosis
+    from manyhands.doctor.check import Check, Findings
 
 MOST_GOOD_LINKS = 12
 """Of more, the slowest are shown."""
@@ -43,10 +43,12 @@ def doctor(
 ) -> None:
     """Check this machine, its workers and the network between them. Exit code 19: something would break a run."""
     from manyhands.cli.show import print_json, working
-    from manyhands.doctor.report import Asked, examine
+    from manyhands.doctor.report import DoctorOptions, examine
     from manyhands.session.joining import parse_devices
 
-    asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait)
+    asked = DoctorOptions(
+        workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait
+    )
     with working("manyhands doctor") as spin:
 
         def say(text: str) -> None:
@@ -64,7 +66,7 @@ def doctor(
         _fail(found, is_fix_shown=not json)
 
 
-def _show(found: Diagnosis) -> None:
+def _show(found: Findings) -> None:
     shown, left_out = _chosen(found)
     if sys.stdout.isatty():
         _print_table(shown)
@@ -77,7 +79,7 @@ def _show(found: Diagnosis) -> None:
     typer.echo(f"{counts} {'' if found.broken else 'A run would work here.'}".rstrip())
 
 
-def _chosen(found: Diagnosis) -> tuple[list[Check], int]:
+def _chosen(found: Findings) -> tuple[list[Check], int]:
     """Of many good links only the slowest."""
     good = [check for check in found.checks if check.subject == "link" and check.state == "ok"]
     if len(good) <= MOST_GOOD_LINKS:
@@ -117,7 +119,7 @@ def _print_table(checks: list[Check]) -> None:
             typer.echo(plain("".join(f"  {line}\n" for line in check.fix.splitlines())))
 
 
-def _fail(found: Diagnosis, *, is_fix_shown: bool) -> None:
+def _fail(found: Findings, *, is_fix_shown: bool) -> None:
     from manyhands.facts.errors import Unfit
 
     first = found.broken[0]

@@ -36,7 +36,7 @@ class PairRate:
 
 
 @dataclass
-class Diagnosis:
+class Findings:
     """All that was looked at, in that order."""
 
     checks: list[Check] = field(default_factory=list)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Diagnosis
+from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Findings
 from manyhands.doctor.machine import machine_checks
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, TimedOut
 from manyhands.files.documents import load_cluster
@@ -29,7 +29,7 @@ OnCheck = Callable[[Check], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     """Whose health it is about: this machine's and that of workers started here, of those that join, or of a lab."""
 
     workers: int | None = None
@@ -67,17 +67,17 @@ class Asked:
         return WORKERS if self.workers is None else self.workers
 
 
-def examine(asked: Asked, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Diagnosis:
+def examine(asked: DoctorOptions, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Findings:
     """Look at everything. `say`: what is being looked at now; `on_check`: each finding as soon as it is there."""
     asked.check()
-    found = Diagnosis()
+    found = Findings()
     for check in _checks(asked, found, say):
         found.checks.append(check)
         on_check(check)
     return found
 
 
-def _checks(asked: Asked, found: Diagnosis, say: Say) -> Iterator[Check]:
+def _checks(asked: DoctorOptions, found: Findings, say: Say) -> Iterator[Check]:
     say("this machine")
     yield from machine_checks(asked.started_here)
     if any(check.subject in ("torch", "packages", "Python") for check in found.broken):
@@ -103,7 +103,7 @@ def _checks(asked: Asked, found: Diagnosis, say: Say) -> Iterator[Check]:
     yield discovery_check(say)
 
 
-def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[Check]:
+def _network(coordinator: Coordinator, found: Findings, say: Say) -> Iterator[Check]:
     from manyhands.doctor import network
 
     members = sorted(coordinator.alive(), key=lambda member: (len(member.name), member.name))  # local-2 before local-10
@@ -120,7 +120,7 @@ def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[C
 
 
 @contextlib.contextmanager
-def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
+def _workers(asked: DoctorOptions, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
     """A coordinator; those of other machines may not all have come when their time is up."""
     from manyhands.facts.cluster import Cluster
     from manyhands.runtime.coordinator import Coordinator
@@ -145,7 +145,7 @@ def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
+def _listening(asked: DoctorOptions, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
     from manyhands.runtime.household import household_token
     from manyhands.session.joining import join_text, parse_address
@@ -164,7 +164,7 @@ def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str
         yield coordinator
 
 
-def _not_there(asked: Asked, error: ManyhandsError) -> Check:
+def _not_there(asked: DoctorOptions, error: ManyhandsError) -> Check:
     if isinstance(error, AddressTaken):
         fix = error.hint or "Give another port: --listen HOST:PORT"
         return Check("workers", BROKEN, error.message, f"a free port at {asked.listen or '0.0.0.0:7077'}", fix)
@@ -173,7 +173,7 @@ def _not_there(asked: Asked, error: ManyhandsError) -> Check:
     return lost_before_joining(error)
 
 
-def _joined(asked: Asked, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
+def _joined(asked: DoctorOptions, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
     """Whether all came who were waited for, and who was turned away."""
     there = sorted(member.name for member in coordinator.alive())
     wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(asked.devices)]

@@ -16,7 +16,7 @@ from manyhands.facts.plan import BatchNorm, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes
-from manyhands.planner.rivals import every_rival, hetpipe, volume
+from manyhands.planner.baselines import every_baseline, hetpipe, volume
 from manyhands.planner.simple import single
 from manyhands.planner.strategies import pipeline
 from manyhands.planner.task import Task, fitting
@@ -30,7 +30,7 @@ OURS, ALONE, HETPIPE = "manyhands", "one device", "HetPipe"
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One way to train, as simulated."""
 
     name: str
@@ -69,17 +69,17 @@ class Row:
 class Comparison:
     """All rows, ours first, and why it wins."""
 
-    rows: list[Row]
+    rows: list[ComparisonRow]
     why: str
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> ComparisonRow:
         return next(row for row in self.rows if row.name == name)
 
     @property
-    def ours(self) -> Row:
+    def ours(self) -> ComparisonRow:
         return self.rows[0]
 
-    def best_rival(self) -> Row | None:
+    def best_baseline(self) -> ComparisonRow | None:
         """The fastest synchronous rival that fits in memory; one device alone counts."""
         return min(
             (row for row in self.rows[1:] if row.runs and row.is_synchronous), key=lambda row: row.seconds, default=None
@@ -121,7 +121,7 @@ def compare(
             raise found
         return found
 
-    def row(name: str, make: Callable[[], Plan]) -> Row:
+    def row(name: str, make: Callable[[], Plan]) -> ComparisonRow:
         try:
             return _row(name, task, resolve(make(), network, machines))
         except ManyhandsError as error:
@@ -133,7 +133,7 @@ def compare(
         return found
 
     rows = [row(OURS, lambda: pipeline(task, price)), row(ALONE, alone)]
-    for name, made in every_rival(task, price):
+    for name, made in every_baseline(task, price):
         rows.append(_no_row(name, made) if isinstance(made, ManyhandsError) else _row(name, task, made))
     if rows[1].runs and rows[1].seconds < rows[0].seconds:  # then distributing it is a mistake, and we say so
         rows[0] = _row(OURS, task, rows[1].plan)
@@ -142,7 +142,7 @@ def compare(
     return Comparison(rows, _why(comparison, task))
 
 
-def _row(name: str, task: Task, plan: Plan | None) -> Row:
+def _row(name: str, task: Task, plan: Plan | None) -> ComparisonRow:
     assert plan is not None
     result = simulate(plan, task.network, task.cluster, task.profile, keep_spans=False)
     tightest = max(result.devices.values(), key=lambda one: one.peak_bytes / one.memory_bytes)
@@ -150,7 +150,7 @@ def _row(name: str, task: Task, plan: Plan | None) -> Row:
     if tightest.peak_bytes > tightest.memory_bytes:
         peak, budget = format_bytes(tightest.peak_bytes), format_bytes(tightest.memory_bytes)
         problem = f"{tightest.device} runs out of memory: {peak} of {budget}"
-    return Row(
+    return ComparisonRow(
         name, plan, result.seconds, result.samples_per_second, result.total_bytes, volume(plan, task),
         tightest.peak_bytes, result.joules_per_sample, _busy(result), problem,
     )  # fmt: skip
@@ -160,11 +160,11 @@ def _busy(result: Simulation) -> float:
     return sum(1 - result.idle_part(name) for name in result.devices) / len(result.devices)
 
 
-def _no_row(name: str, error: ManyhandsError) -> Row:
-    return Row(name, None, float("inf"), 0.0, 0.0, 0, 0.0, 0.0, 0.0, error.message.split("\n")[0])
+def _no_row(name: str, error: ManyhandsError) -> ComparisonRow:
+    return ComparisonRow(name, None, float("inf"), 0.0, 0.0, 0, 0.0, 0.0, 0.0, error.message.split("\n")[0])
 
 
-def _hetpipe_row(task: Task) -> Row:
+def _hetpipe_row(task: Task) -> ComparisonRow:
     """Asynchronous: priced by its virtual workers' own pipelines and the server's port, never a candidate."""
 
     def price_on(plan: Plan, cluster: Cluster) -> float:
@@ -182,7 +182,7 @@ def _hetpipe_row(task: Task) -> Row:
         peak = max(peak, *(device.peak_bytes for device in result.devices.values()))
         joules += result.joules * task.batch_size / len(found.workers) / one.samples
         busy.append(_busy(result))
-    return Row(
+    return ComparisonRow(
         HETPIPE, found.workers[0].plan, found.seconds, task.batch_size / found.seconds, found.bytes, found.bytes, peak,
         joules / task.batch_size, sum(busy) / len(busy), "", is_synchronous=False,
     )  # fmt: skip
@@ -190,7 +190,7 @@ def _hetpipe_row(task: Task) -> Row:
 
 def _why(comparison: Comparison, task: Task) -> str:
     """In words: against the best rival, what made the difference."""
-    ours, rival = comparison.ours, comparison.best_rival()
+    ours, rival = comparison.ours, comparison.best_baseline()
     if not ours.runs:
         return f"Nothing fits: {ours.problem}."
     assert ours.plan is not None

@@ -21,7 +21,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes, format_seconds
 from manyhands.planner.strategies import CORNERS
-from manyhands.planner.task import Candidate
+from manyhands.planner.task import PlanCandidate
 from manyhands.plans.planning import Planned, cluster_of, network_of, plan
 from manyhands.plans.planning import simulate as simulate_plan
 from manyhands.simulator.result import Simulation
@@ -237,7 +237,7 @@ class _Explainer:
                 found.append(self._runner_up(one, ranked[0], limits))
         return found
 
-    def _runner_up(self, one: Candidate, best: Candidate, chosen: list[Limit]) -> RunnerUp:
+    def _runner_up(self, one: PlanCandidate, best: PlanCandidate, chosen: list[Limit]) -> RunnerUp:
         """Where it spends most more than the plan that was chosen."""
         if one.plan is None:
             return RunnerUp(one.name, None, None, one.reason.split("\n")[0])
@@ -356,7 +356,7 @@ class _Explainer:
         return simulate_plan(self._timed(one), self.network, self.cluster, self.profile)
 
 
-def _score(one: Candidate) -> float:
+def _score(one: PlanCandidate) -> float:
     """What was ranked by: seconds, unless the objective is another."""
     return one.seconds if one.score is None else one.score
 

@@ -28,7 +28,7 @@ from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.facts.units import format_seconds
 from manyhands.files.documents import read_document
 from manyhands.graph.graph import Graph
-from manyhands.planner.correction import Evidence, corrected, evidence, promises
+from manyhands.planner.correction import TimingEvidence, corrected, evidence, promises
 from manyhands.planner.cost import CostModel
 from manyhands.profiler.store import forget_sessions, load_profile, save_profile
 from manyhands.schedule.policy import Schedule
@@ -36,7 +36,7 @@ from manyhands.session.measuring import profile_place
 from manyhands.session.session import Session
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.planned_run import PlannedRun
 
 TOLERANCE = 0.15
 """Beyond this a prediction is called wrong."""
@@ -70,7 +70,7 @@ class StageTimes(msgspec.Struct, frozen=True):
         return is_off(self.factor)
 
 
-class Honesty(msgspec.Struct, frozen=True):
+class PredictionAccuracy(msgspec.Struct, frozen=True):
     """Predicted beside measured, of one step of the last plan."""
 
     predicted_seconds: float
@@ -115,8 +115,8 @@ def is_off(ratio: float) -> bool:
 
 
 def compared(
-    planned: Planned, schedule: Schedule, logs: Mapping[str, DeviceLog], step_seconds: Sequence[float]
-) -> Honesty | None:
+    planned: PlannedRun, schedule: Schedule, logs: Mapping[str, DeviceLog], step_seconds: Sequence[float]
+) -> PredictionAccuracy | None:
     """How right the prediction was; None: the run was too short, or of order replay, whose rounds are not all alike.
 
     `step_seconds`: of every step of the run, the last ones by this plan.
@@ -136,10 +136,10 @@ def compared(
             stages.append(StageTimes(number, device, layer_range(stage), *own, len(taken)))
     rounds = max(logs[one.device].rounds for one in stages)
     steady = step_seconds[-rounds:][WARM_UP_ROUNDS:] or step_seconds
-    return Honesty(planned.step_seconds, statistics.median(steady), tuple(stages))
+    return PredictionAccuracy(planned.step_seconds, statistics.median(steady), tuple(stages))
 
 
-def sentence(found: Honesty, folder: Path, learnt: str = "") -> str:
+def sentence(found: PredictionAccuracy, folder: Path, learnt: str = "") -> str:
     """What is to be said of a prediction that was wrong; empty: it was right."""
     worst, texts = found.worst, []
     if worst is not None:
@@ -175,7 +175,9 @@ def _gap(rest: tuple[float, float]) -> float:
 # What is learnt
 
 
-def correct_profiles(session: Session, graph: Graph, planned: Planned, optimizer: Optimizer, found: Honesty) -> int:
+def correct_profiles(
+    session: Session, graph: Graph, planned: PlannedRun, optimizer: Optimizer, found: PredictionAccuracy
+) -> int:
     """Correct the stored profiles of a run's devices by what they took. Gives back from how many steps; 0: none was.
 
     A stored profile is judged by what itself would have promised, which need not be what the run was planned with.
@@ -198,7 +200,7 @@ def correct_profiles(session: Session, graph: Graph, planned: Planned, optimizer
     promised = promises(schedule, CostModel(network, planned.cluster, Profile({**profile.devices, **known})))
     used, when = 0, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     for path, own in stored.items():
-        seen: list[Evidence] = []
+        seen: list[TimingEvidence] = []
         steps: list[int] = []
         for name in files[path]:
             for geometry in schedule.lowering.work[name].geometries if name in known else ():

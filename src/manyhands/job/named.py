@@ -21,7 +21,7 @@ from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import entry_of, from_file
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.strategies import STRATEGIES
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.plans.networks import parse_input
 from manyhands.plans.planning import plan_file
 from manyhands.plans.tiles import tile_wish
@@ -146,7 +146,7 @@ class Wish:
         return self.plan not in STRATEGIES
 
     @property
-    def tiles(self) -> TileWish:
+    def tiles(self) -> TileOptions:
         return tile_wish(self.grid or None, self.rows or None, self.columns or None)
 
     @property

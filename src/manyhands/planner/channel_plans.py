@@ -18,7 +18,7 @@ from manyhands.facts.reads import Blocks
 from manyhands.planner.cost import CostModel
 from manyhands.planner.pricing import Named, Pricer, alike
 from manyhands.planner.simple import proportional
-from manyhands.planner.task import Candidate, Task
+from manyhands.planner.task import PlanCandidate, Task
 
 UNDIVIDED = 16
 """Parts for each device that the channels of a network without groups are cut into."""
@@ -35,14 +35,14 @@ _SLACK = 0.95
 def channel_groups(network: Network) -> int:
     """The largest g by which the groups of all convolutions on maps can be divided, the first one and depthwise ones
     apart; 1: it is not decoupled."""
-    found = 0
+    divisor = 0
     for op in network.ops:
         if op.channels not in ("dense", "grouped") or "conv" not in op.target or not _is_inside(network, op):
             continue
         groups = groups_of(network, op)
         if groups < network.tensors[op.inputs[0]].shape[1]:
-            found = gcd(found, groups)
-    return found or 1
+            divisor = gcd(divisor, groups)
+    return divisor or 1
 
 
 def groups_of(network: Network, op: Op) -> int:
@@ -69,13 +69,13 @@ class DenseCut(NamedTuple):
 def dense_cuts(network: Network, first: int, last: int) -> list[DenseCut]:
     """The ways that are looked at for operators [first, last); those that come to the same are left out."""
     divided, everywhere, ends = _divided(network, first, last)
-    found = [DenseCut("by bytes", None, ())]
+    cuts = [DenseCut("by bytes", None, ())]
     if divided:
-        found.append(DenseCut("input-based", tuple(divided), ()))
-        found.append(DenseCut("output-based", (), ()))
+        cuts.append(DenseCut("input-based", tuple(divided), ()))
+        cuts.append(DenseCut("output-based", (), ()))
     if everywhere:
-        found.append(DenseCut("sums everywhere", (*everywhere, *ends), tuple(everywhere)))
-    return found
+        cuts.append(DenseCut("sums everywhere", (*everywhere, *ends), tuple(everywhere)))
+    return cuts
 
 
 def _divided(network: Network, first: int, last: int) -> tuple[list[str], list[str], list[str]]:
@@ -127,9 +127,9 @@ def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
             if not left:
                 yield given
             return
-        before = next((given[one] for one in range(place - 1, -1, -1) if kinds[one] == kinds[place]), left)
-        for own in range(min(left, before), -1, -1):
-            yield from give((*given, own), left - own)
+        before = next((given[earlier] for earlier in range(place - 1, -1, -1) if kinds[earlier] == kinds[place]), left)
+        for count in range(min(left, before), -1, -1):
+            yield from give((*given, count), left - count)
 
     yield from give((), total)
 
@@ -141,35 +141,35 @@ def shares_worth_a_look(task: Task, total: int) -> list[tuple[float, tuple[int, 
     if comb(total + len(names) - 1, total) <= TOLD_APART:
         kinds = list(range(len(names)))
     each = {name: _least_seconds(task, name) / total for name in names}
-    found = []
+    ranked = []
     for number, counts in enumerate(compositions(total, kinds)):
         if number >= MOST_COMPOSITIONS:
             return shares_by_speed(task, total)
         if sum(map(bool, counts)) > 1:
-            found.append((max(each[name] * own for name, own in zip(names, counts)), counts))
-    return sorted(found, key=lambda one: one[0])
+            ranked.append((max(each[name] * count for name, count in zip(names, counts)), counts))
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def shares_by_speed(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
     """The same for the fastest two devices, three and so on only, in proportion to their speeds."""
     each = {name: _least_seconds(task, name) / total for name in task.cluster.names}
     fastest = sorted(each, key=each.__getitem__)
-    found = []
+    ranked = []
     for count in range(2, min(total, len(fastest)) + 1):
         chosen = fastest[:count]
-        own = proportional(total - count, [1.0 / max(each[name], 1e-30) for name in chosen])
-        given = dict(zip(chosen, (one + 1 for one in own)))
+        extra = proportional(total - count, [1.0 / max(each[name], 1e-30) for name in chosen])
+        given = dict(zip(chosen, (number + 1 for number in extra)))
         least = max(each[name] * number for name, number in given.items())
-        found.append((least, tuple(given.get(name, 0) for name in each)))
-    return sorted(found, key=lambda one: one[0])
+        ranked.append((least, tuple(given.get(name, 0) for name in each)))
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def _least_seconds(task: Task, name: str) -> float:
     """Seconds of one sample's operators that are divided among devices, all of them on one device."""
     costs = CostModel(task.network, task.cluster, task.profile)
-    own = task.profile.of(name)
+    profile = task.profile.of(name)
     return sum(
-        costs.range_seconds(own, name, index, index + 1, 1.0)[0]
+        costs.range_seconds(profile, name, index, index + 1, 1.0)[0]
         for index, op in enumerate(task.network.ops)
         if op.macs and op.channels in ("dense", "grouped")
     )
@@ -177,13 +177,13 @@ def _least_seconds(task: Task, name: str) -> float:
 
 def channel_stage(layers: tuple[int, int], names: Sequence[str], counts: Sequence[int], cut: DenseCut) -> Stage:
     """A stage by channels; devices without a group are left out."""
-    given = [(name, own) for name, own in zip(names, counts) if own]
+    given = [(name, count) for name, count in zip(names, counts) if count]
     devices = tuple(name for name, _ in given)
-    share = ByChannels(tuple(own for _, own in given), input_based=cut.input_based, everywhere=cut.everywhere)
+    share = ByChannels(tuple(count for _, count in given), input_based=cut.input_based, everywhere=cut.everywhere)
     return Stage(layers, devices, share)
 
 
-def channels(task: Task, pricer: Pricer) -> list[Candidate]:
+def channels(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """The network as one stage by channels: every way to give its groups to devices that may win is simulated."""
     names, network = task.cluster.names, task.network
     if len(names) < 2:
@@ -191,12 +191,12 @@ def channels(task: Task, pricer: Pricer) -> list[Candidate]:
     total = channel_groups(network)
     cuts = dense_cuts(network, 0, len(network.ops))
     shares = shares_worth_a_look(task, total) if total > 1 else shares_by_speed(task, UNDIVIDED * len(names))[:2]
-    found: list[Candidate] = []
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     simulated = 0
     for least, counts in shares:
-        fastest = min((pricer.best, *(one.seconds for one in found)))
-        if found and (_SLACK * least >= fastest or simulated >= MOST_SIMULATED):
+        fastest = min((pricer.best, *(candidate.seconds for candidate in candidates)))
+        if candidates and (_SLACK * least >= fastest or simulated >= MOST_SIMULATED):
             break
         try:
             ranked = pricer.rank(_plans(task, names, counts, cuts))
@@ -204,10 +204,10 @@ def channels(task: Task, pricer: Pricer) -> list[Candidate]:
             refusal = refusal or error
             continue
         simulated += len(cuts)
-        found += ranked
-    if not found:
+        candidates += ranked
+    if not candidates:
         raise refusal or BadPlan(f"{network.name} has {total} channel group(s): too few for two devices.")
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
 def _plans(task: Task, names: Sequence[str], counts: Sequence[int], cuts: Sequence[DenseCut]) -> Iterator[Named]:
@@ -215,5 +215,5 @@ def _plans(task: Task, names: Sequence[str], counts: Sequence[int], cuts: Sequen
         stage = channel_stage((0, len(task.network.layers)), names, counts, cut)
         words = f" {cut.name}" if len(cuts) > 1 else ""
         plan: Plan = task.plan([stage], 1)
-        given = counts if len(counts) <= MOST_SHOWN else [own for own in counts if own]
+        given = counts if len(counts) <= MOST_SHOWN else [count for count in counts if count]
         yield f"channels {','.join(map(str, given))}{words}", plan

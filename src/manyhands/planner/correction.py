@@ -53,7 +53,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class TimingEvidence:
     """Some layers took `factor` times what a profile says of them."""
 
     factor: float
@@ -63,7 +63,7 @@ class Evidence:
 
 def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
     """Of every stage on every device that computes in it."""
-    found: dict[Place, Promise] = {}
+    by_place: dict[Place, Promise] = {}
     for device, work in schedule.lowering.work.items():
         computing = {geometry.index: 0.0 for geometry in work.geometries}
         copying = 0.0
@@ -74,11 +74,11 @@ def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
                 copying += costs.copy_seconds(device, action)
         total = sum(computing.values())
         for stage, seconds in computing.items():
-            found[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)
-    return found
+            by_place[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)
+    return by_place
 
 
-def evidence(geometry: StageGeometry, network: Network, device: str, factor: float) -> Evidence:
+def evidence(geometry: StageGeometry, network: Network, device: str, factor: float) -> TimingEvidence:
     """What a stage on a device says of its layers."""
     ahead, back = geometry.fractions(device), geometry.backward_fractions(device)
     samples: dict[int, set[float]] = {}
@@ -86,33 +86,33 @@ def evidence(geometry: StageGeometry, network: Network, device: str, factor: flo
         facts = network.ops[op]
         if geometry.is_split_inside and not (facts.macs or facts.moved_bytes):  # takes no time
             continue
-        own = samples.setdefault(network.layer_of_op[op], set())
-        own |= {part[op - geometry.first] * geometry.samples for part in (ahead, back)}
-    return Evidence(factor, {layer: frozenset(s for s in own if s > 0) for layer, own in samples.items()})
+        layer_samples = samples.setdefault(network.layer_of_op[op], set())
+        layer_samples |= {part[op - geometry.first] * geometry.samples for part in (ahead, back)}
+    return TimingEvidence(factor, {layer: frozenset(s for s in numbers if s > 0) for layer, numbers in samples.items()})
 
 
-def corrected(profile: DeviceProfile, found: Iterable[Evidence], *, steps: int, when: str) -> DeviceProfile:
+def corrected(profile: DeviceProfile, evidence: Iterable[TimingEvidence], *, steps: int, when: str) -> DeviceProfile:
     """The profile with its layers as they were found to be; the same profile where it was right.
 
     `steps`: that each piece of evidence is the median of.
     """
-    seen = tuple(found)
-    whole = {int(n) for one in seen for samples in one.samples.values() for n in samples if n == int(n)}
+    seen = tuple(evidence)
+    whole = {int(n) for piece in seen for samples in piece.samples.values() for n in samples if n == int(n)}
     ladders = [_with_rungs(profile, layer, whole) for layer in range(len(profile.layers))]
     factors: dict[tuple[int, int], list[float]] = {}
-    for one in seen:
-        factor = min(max(one.factor, 1 / MOST), MOST)
-        for layer, samples in one.samples.items():
+    for piece in seen:
+        factor = min(max(piece.factor, 1 / MOST), MOST)
+        for layer, samples in piece.samples.items():
             ladder = ladders[layer]
             for rung in {rung for number in samples for rung in rungs(ladder, number)}:
                 factors.setdefault((layer, rung), []).append(factor)
-    taken = {place: _worth(statistics.median(several)) for place, several in factors.items()}
+    taken = {place: _worth(statistics.median(measured)) for place, measured in factors.items()}
     if all(factor == 1.0 for factor in taken.values()):
         return profile
     layers = []
     for number, ladder in enumerate(ladders):
-        own = {rung: factor for (of, rung), factor in taken.items() if of == number}
-        layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, own) if own else ladder))
+        by_rung = {rung: factor for (of, rung), factor in taken.items() if of == number}
+        layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, by_rung) if by_rung else ladder))
     before = profile.corrected or Corrected(0, 0, "")
     return msgspec.structs.replace(
         profile, layers=tuple(layers), corrected=Corrected(before.runs + 1, before.steps + steps, when)
@@ -143,21 +143,21 @@ def _worth(factor: float) -> float:
 
 
 def _scaled(ladder: tuple[Timing, ...], factors: Mapping[int, float]) -> tuple[Timing, ...]:
-    forward = _rising([one.forward_seconds for one in ladder], factors)
-    backward = _rising([one.backward_seconds for one in ladder], factors)
-    return tuple(Timing(one.samples, f, b) for one, f, b in zip(ladder, forward, backward))
+    forward = _rising([timing.forward_seconds for timing in ladder], factors)
+    backward = _rising([timing.backward_seconds for timing in ladder], factors)
+    return tuple(Timing(timing.samples, f, b) for timing, f, b in zip(ladder, forward, backward))
 
 
 def _rising(before: list[float], factors: Mapping[int, float]) -> list[float]:
     """Every rung times its factor, the others times its root. Where more samples took no less time before, they do not
     now: a rung that nothing is known of gives way to its neighbours, and one that is known to those below it."""
     other = math.sqrt(statistics.median(factors.values()))
-    found = [seconds * factors.get(rung, other) for rung, seconds in enumerate(before)]
+    scaled = [seconds * factors.get(rung, other) for rung, seconds in enumerate(before)]
     rises = [low <= high for low, high in zip(before, before[1:])]
-    for low in range(len(found) - 2, -1, -1):
+    for low in range(len(scaled) - 2, -1, -1):
         if rises[low] and low not in factors:
-            found[low] = min(found[low], found[low + 1])
-    for low in range(len(found) - 1):
+            scaled[low] = min(scaled[low], scaled[low + 1])
+    for low in range(len(scaled) - 1):
         if rises[low]:
-            found[low + 1] = max(found[low + 1], found[low])
-    return found
+            scaled[low + 1] = max(scaled[low + 1], scaled[low])
+    return scaled

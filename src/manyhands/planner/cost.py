@@ -35,27 +35,29 @@ class CostModel:
         """Seconds of a forward or backward action on its device: the same for every micro-batch. Devices that share a
         stage wait for each other, so the slowest of them counts."""
         key = (geometry, device, isinstance(action, Forward), action.first, action.last, action.part)
-        found = self._computed.get(key)
-        if found is None:
+        seconds = self._computed.get(key)
+        if seconds is None:
             together = self.profile.of(device).together(len(geometry.devices))
-            found = self._computed[key] = self._compute_seconds(geometry, device, action) * together
-        return found
+            seconds = self._computed[key] = self._compute_seconds(geometry, device, action) * together
+        return seconds
 
     def _compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         key = (geometry, device, isinstance(action, Forward))
         parts = self._fractions.get(key)
         if parts is None:
-            found = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions
-            parts = self._fractions[key] = found(device)
-        own = self.profile.of(device)
+            fractions_of = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions
+            parts = self._fractions[key] = fractions_of(device)
+        profile = self.profile.of(device)
         if not geometry.is_split_inside:
-            forward, backward = self.range_seconds(own, device, action.first, action.last, parts[0] * geometry.samples)
+            forward, backward = self.range_seconds(
+                profile, device, action.first, action.last, parts[0] * geometry.samples
+            )
             return forward if isinstance(action, Forward) else backward
         total = 0.0
         for op in range(action.first, action.last):
             samples = parts[op - geometry.first] * geometry.samples
             if samples:
-                forward, backward = self.range_seconds(own, device, op, op + 1, samples)
+                forward, backward = self.range_seconds(profile, device, op, op + 1, samples)
                 if isinstance(action, Forward):
                     total += forward * self._forward_part(geometry, device, action)
                 else:
@@ -75,9 +77,9 @@ class CostModel:
     ) -> tuple[float, float]:
         """Forward and backward seconds of operators [first, last) for some samples (a fraction: a tile of one)."""
         key = (id(profile), first, last, samples)
-        found = self._known.get(key)
-        if found is not None:
-            return found
+        seconds = self._known.get(key)
+        if seconds is not None:
+            return seconds
         shares = self._shares(profile, device)
         forward = backward = 0.0
         op = first
@@ -96,16 +98,16 @@ class CostModel:
 
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
         """Each operator's part of its layer's time: measured per layer, divided by the roofline estimate."""
-        found = self._op_shares.get(id(profile))
-        if found is not None:
-            return found
+        stored = self._op_shares.get(id(profile))
+        if stored is not None:
+            return stored
         kind = self.cluster.device(device)
         weights = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
         shares: list[float] = []
         for layer in self.network.layers:
-            own = weights[layer.first : layer.last]
-            total = sum(own)
-            shares.extend(weight / total if total else 1.0 / len(own) for weight in own)
+            layer_weights = weights[layer.first : layer.last]
+            total = sum(layer_weights)
+            shares.extend(weight / total if total else 1.0 / len(layer_weights) for weight in layer_weights)
         self._op_shares[id(profile)] = tuple(shares)
         return self._op_shares[id(profile)]
 
@@ -136,12 +138,12 @@ class CostModel:
     def _moved_bytes(self, reduce: Reduce) -> list[float]:
         """What each device of a sum sends and receives for it."""
         key = (reduce.devices, reduce.what, reduce.first, reduce.last, reduce.bytes)
-        found = self._moved.get(key)
-        if found is None:
+        moved = self._moved.get(key)
+        if moved is None:
             sizes, count = flow_bytes(reduce, self.network), len(reduce.devices)
-            ends = [numpy.bincount(own, weights=sizes, minlength=count) for own in flow_ends(reduce)]
-            found = self._moved[key] = (ends[0] + ends[1]).tolist()
-        return found
+            ends = [numpy.bincount(ends_of, weights=sizes, minlength=count) for ends_of in flow_ends(reduce)]
+            moved = self._moved[key] = (ends[0] + ends[1]).tolist()
+        return moved
 
     def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
         """What each pair of devices exchanges to form a sum."""
@@ -150,12 +152,12 @@ class CostModel:
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
         """Every round waits for the slowest link's delay."""
         key = (reduce.devices, reduce.what)
-        found = self._delays.get(key)
-        if found is None:
+        seconds = self._delays.get(key)
+        if seconds is None:
             slowest = self.cluster.link.delay_seconds
             if self.cluster.links:
                 devices, (sources, targets) = reduce.devices, flow_ends(reduce)
                 pairs = zip(sources.tolist(), targets.tolist())
                 slowest = max(self.link(devices[a], devices[b]).delay_seconds for a, b in pairs)
-            found = self._delays[key] = rounds_in(reduce) * slowest
-        return found
+            seconds = self._delays[key] = rounds_in(reduce) * slowest
+        return seconds

@@ -141,28 +141,28 @@ class InteriorTile:
     @cached_property
     def _forward(self) -> dict[tuple[int, int], tuple[Fraction, int]]:
         """Every group's multiply-accumulates and boundary elements, from its output tile backwards."""
-        found = {}
+        groups = {}
         for end in range(1, len(self.layers) + 1):
             grown, macs = self._whole(end), Fraction(0)
             for start in range(end - 1, -1, -1):
                 layer = self.layers[start]
                 grown = [self._demand(layer, axis, *grown[axis]) for axis in (0, 1)]
                 macs += layer.macs_per_place * _area(grown)
-                found[start, end] = (macs, self._boundary(start, grown))
-        return found
+                groups[start, end] = (macs, self._boundary(start, grown))
+        return groups
 
     @cached_property
     def _backward(self) -> dict[tuple[int, int], tuple[Fraction, int]]:
         """The same for delta maps, from the tile at the group's input side forwards."""
-        found = {}
+        groups = {}
         for start in range(len(self.layers)):
             grown, macs = self._whole(start), Fraction(0)
             for end in range(start + 1, len(self.layers) + 1):
                 layer = self.layers[end - 1]
                 macs += layer.macs_per_place * _area(grown)
                 grown = [self._touched(layer, axis, *grown[axis]) for axis in (0, 1)]
-                found[start, end] = (macs, self._boundary(end, grown))
-        return found
+                groups[start, end] = (macs, self._boundary(end, grown))
+        return groups
 
     def _whole(self, place: int) -> list[tuple[int, int]]:
         """The own tile at a map: first and last row, first and last column."""
@@ -231,8 +231,8 @@ def cheapest_groups(count: int, cost: Callable[[int, int], Fraction], longest: i
     best: list[tuple[Fraction, int, tuple[int, ...]]] = [(Fraction(0), 0, ())]
     for end in range(1, count + 1):
         ways = [
-            (known + cost(start, end), groups + 1, (*starts, start))
-            for start, (known, groups, starts) in enumerate(best)
+            (so_far + cost(start, end), groups + 1, (*starts, start))
+            for start, (so_far, groups, starts) in enumerate(best)
             if longest is None or end - start <= longest
         ]
         best.append(min(ways))
@@ -393,7 +393,9 @@ def communication_components(network: Network, grid: Size, batch_sizes: Sequence
     samples = rows * columns * tile.channels[0] + 2 * last_rows * last_columns * tile.channels[-1]
     directions: tuple[Direction, Direction] = ("forward", "backward")
     least = sum(tile.boundary(way, tile.best(way, Costs(0.0, 1.0)).starts) for way in directions)
-    one, every = (sum(tile.boundary(way, starts) for way in directions) for starts in ((0,), range(len(layers))))
+    one_group, every = (sum(tile.boundary(way, starts) for way in directions) for starts in ((0,), range(len(layers))))
     specs = [network.weights[name] for name in network.weights_of(0, layers[-1].operators[1])]
     weights = 2 * sum(spec.elements for spec in specs if spec.trainable)
-    return [Components(size, samples * size, least * size, one * size, every * size, weights) for size in batch_sizes]
+    return [
+        Components(size, samples * size, least * size, one_group * size, every * size, weights) for size in batch_sizes
+    ]

@@ -30,7 +30,7 @@ _Chosen = tuple[float, tuple[tuple[int, str], ...]]
 def singles(task: Task) -> Iterator[Named]:
     """Each kind of device alone."""
     seen: set[int] = set()
-    for name, kind in sorted(alike(task).items(), key=lambda one: task.step_seconds(one[0], 1)):
+    for name, kind in sorted(alike(task).items(), key=lambda entry: task.step_seconds(entry[0], 1)):
         if kind not in seen:
             seen.add(kind)
             yield f"single on {name}", single(task, name)
@@ -42,7 +42,7 @@ def sample_shares(task: Task) -> Iterator[Named]:
     sizes = [size for size in (count * 2**power for power in range(4)) if size <= max(count, MOST_SAMPLES)]
     for size in sizes:
         counts = fair_samples(task, size)
-        names = [name for name, own in counts.items() if own]
+        names = [name for name, count in counts.items() if count]
         if len(names) < 2:
             continue
         share = BySamples(tuple(counts[name] for name in names))
@@ -132,14 +132,14 @@ def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:
                 for last in lasts:
                     if weights[last] - weights[first] > task.cluster.device(name).memory_bytes:
                         break
-                    own = max(slowest, arriving, running[name][last] - running[name][first])
+                    slowest_now = max(slowest, arriving, running[name][last] - running[name][first])
                     key = (last, used | {name}, name)
-                    if own < further.get(key, (inf, ()))[0]:
-                        further[key] = (own, (*stages, (last, name)))
+                    if slowest_now < further.get(key, (inf, ()))[0]:
+                        further[key] = (slowest_now, (*stages, (last, name)))
         best = further
     if not best:
         return None
-    _, chosen = min(best.values(), key=lambda one: one[0])
+    _, chosen = min(best.values(), key=lambda entry: entry[0])
     starts = [0, *(last for last, _ in chosen[:-1])]
     return [Stage((first, last), (name,)) for first, (last, name) in zip(starts, chosen)]
 
@@ -158,18 +158,18 @@ def _next_devices(names: list[str], used: frozenset[str], kinds: dict[str, int],
 
 def _running(task: Task, name: str) -> list[float]:
     """[n]: seconds of the first n layers."""
-    found = [0.0]
+    sums = [0.0]
     for layer in range(len(task.network.layers)):
-        found.append(found[-1] + task.layer_seconds(name, layer, 1))
-    return found
+        sums.append(sums[-1] + task.layer_seconds(name, layer, 1))
+    return sums
 
 
 def _weight_bytes(task: Task) -> list[int]:
     """[n]: bytes of the weights of the first n layers."""
-    found = [0]
+    sums = [0]
     for layer in task.network.layers:
-        found.append(found[-1] + layer.parameter_bytes + layer.buffer_bytes)
-    return found
+        sums.append(sums[-1] + layer.parameter_bytes + layer.buffer_bytes)
+    return sums
 
 
 def _transfer(task: Task, source: str, target: str, size: int) -> float:

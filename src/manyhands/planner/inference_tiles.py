@@ -27,7 +27,7 @@ from manyhands.planner.channel_plans import UNDIVIDED, channel_groups, channel_s
 from manyhands.planner.hybrid import coarse_cuts
 from manyhands.planner.pricing import Named, Pricer, subcluster
 from manyhands.planner.simple import proportional
-from manyhands.planner.task import Candidate, Grid, Task
+from manyhands.planner.task import Grid, PlanCandidate, Task
 from manyhands.planner.tile_plans import grids, tile_stages
 from manyhands.planner.tiles import TilePrices
 from manyhands.schedule.tiles import maps_of, tileable_layers
@@ -52,12 +52,12 @@ _Way = tuple[float, tuple[int, ...]]
 def tile_ends(network: Network) -> list[int]:
     """Layers before which a tiled stage may end: where the maps end, and after what every tile can have whole."""
     end, _ = tileable_layers(network)
-    found = [end] if end else []
+    ends = [end] if end else []
     for layer in range(end + 1, len(network.layers) + 1):
         if not end or maps_of(network, 0, network.layers[layer - 1].last)[1] is not None:
             break
-        found.append(layer)
-    return found
+        ends.append(layer)
+    return ends
 
 
 def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) -> Iterator[tuple[str, list[Stage]]]:
@@ -77,7 +77,7 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
     if total < len(names):
         return
     more = proportional(total - len(names), [1.0 / task.step_seconds(name, 1) for name in names])
-    counts = [1 + own for own in more]
+    counts = [1 + extra for extra in more]
     for cut in dense_cuts(network, first, len(network.ops)):
         if cut.name != "output-based":
             yield f"{rest} by channels {cut.name}", [channel_stage((end, layers), names, counts, cut)]
@@ -86,20 +86,20 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
 # ---- Rivals
 
 
-def modnn(task: Task, pricer: Pricer) -> list[Candidate]:
+def modnn(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """Rows over all devices."""
     count = len(task.cluster.names)
     return _rival(task, pricer, (count, 1), f"modnn {count}x1")
 
 
-def coates(task: Task, pricer: Pricer) -> list[Candidate]:
+def coates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """Rows and columns over all devices, as near to a square as their number lets; a prime number has columns only."""
     count = len(task.cluster.names)
     rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
     return _rival(task, pricer, (rows, count // rows), f"coates {rows}x{count // rows}")
 
 
-def _rival(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[Candidate]:
+def _rival(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[PlanCandidate]:
     base = tile_stages(task, grid)
     return pricer.rank(_with_tails(task, base, name), may_interleave=False)
 
@@ -116,29 +116,29 @@ def _with_tails(task: Task, base: Plan, name: str) -> Iterator[Named]:
 # ---- Ours
 
 
-def tiles(task: Task, pricer: Pricer) -> list[Candidate]:
+def tiles(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """The fastest devices, two of them, three and so on, in every grid; where they exchange and how deep they go."""
-    found: list[Candidate] = []
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     for _, plan, prices in _promising_grids(task)[:MOST_GRIDS]:
         every = _every_layer(task, plan)
         try:  # larger groups compute more, so what cannot win without them cannot win with them
-            found += pricer.rank(_grouped(task, plan, prices) if pricer.may_win(every[1]) else [every])
+            candidates += pricer.rank(_grouped(task, plan, prices) if pricer.may_win(every[1]) else [every])
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         assert refusal is not None
         raise refusal
     for further in (_other_tails, _hiding):
-        best = min(found, key=lambda one: one.seconds)
+        best = min(candidates, key=lambda candidate: candidate.seconds)
         if best.plan is None or not pricer.may_win(best.plan):
             break
         with contextlib.suppress(ManyhandsError):  # what cannot run is no candidate
-            found += pricer.rank(further(task, best))
-    return sorted(found, key=lambda one: one.seconds)
+            candidates += pricer.rank(further(task, best))
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def deepthings(task: Task, pricer: Pricer) -> list[Candidate]:
+def deepthings(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """Tiles that exchange nothing, up to the depth at which that pays; the rest on one device."""
     plans: list[Named] = []
     for _, plan, prices in _promising_grids(task)[:MOST_GRIDS]:
@@ -149,28 +149,28 @@ def deepthings(task: Task, pricer: Pricer) -> list[Candidate]:
 def _promising_grids(task: Task) -> list[tuple[float, Plan, TilePrices]]:
     """Grids over the fastest devices with their price if every layer exchanges; the cheapest first."""
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, 1))[:MOST_TILES]
-    found: list[tuple[float, Plan, TilePrices]] = []
+    ranked: list[tuple[float, Plan, TilePrices]] = []
     refusal: ManyhandsError | None = None
     if len(names) < 2:
         raise BadPlan(f"Tiles need at least two devices; cluster {task.cluster.name} has {len(names)}.")
     for count in sorted({len(names), *range(2, min(len(names), MOST_COUNTS + 1))}, reverse=True):
-        own = replace(task, cluster=subcluster(task.cluster, names[:count]))
+        subtask = replace(task, cluster=subcluster(task.cluster, names[:count]))
         for grid in grids(count):
             if not is_worth(task.network, grid):
                 continue
             try:
-                plan = resolve(tile_stages(own, grid), task.network, task.cluster)
+                plan = resolve(tile_stages(subtask, grid), task.network, task.cluster)
             except ManyhandsError as error:
                 refusal = refusal or error
                 continue
             prices = TilePrices(plan, 0, task.network, task.cluster, task.profile)
             bounds = (*prices.starts, prices.geometry.last)
             seconds = sum(prices.forward(a, b, both_ways=False) for a, b in pairwise(bounds))
-            found.append((seconds, plan, prices))
-    if not found:
+            ranked.append((seconds, plan, prices))
+    if not ranked:
         assert refusal is not None
         raise refusal
-    return sorted(found, key=lambda one: one[0])
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def is_worth(network: Network, grid: Grid) -> bool:
@@ -200,7 +200,7 @@ def _every_layer(task: Task, plan: Plan) -> Named:
     return name, _ended(task, plan, tile_ends(task.network)[0])
 
 
-def _other_tails(task: Task, best: Candidate) -> Iterator[Named]:
+def _other_tails(task: Task, best: PlanCandidate) -> Iterator[Named]:
     """The best plan with another end of its tiles, or another tail, where it goes as deep as the maps do."""
     plan = best.plan
     assert plan is not None
@@ -250,23 +250,23 @@ def _cheapest(task: Task, plan: Plan, prices: TilePrices) -> list[tuple[int, tup
     def until(op: int) -> _Way:
         """The cheapest way to an operator. The earlier its last group starts, the more tiles overlap: once that only
         gets worse, it is not looked at further."""
-        found: _Way = (inf, ())
+        cheapest: _Way = (inf, ())
         worse = 0
-        for start, (known, groups) in reversed([one for one in zip(starts, best) if one[0] < op]):
-            way: _Way = (known + prices.forward(start, op, both_ways=False), (*groups, start))
-            worse = worse + 1 if way[0] > found[0] else 0
-            found = min(found, way, key=lambda one: (one[0], len(one[1])))
+        for start, (so_far, groups) in reversed([entry for entry in zip(starts, best) if entry[0] < op]):
+            way: _Way = (so_far + prices.forward(start, op, both_ways=False), (*groups, start))
+            worse = worse + 1 if way[0] > cheapest[0] else 0
+            cheapest = min(cheapest, way, key=lambda entry: (entry[0], len(entry[1])))
             if worse == WORSE_IN_A_ROW:
                 break
-        return found
+        return cheapest
 
     for start in starts[1:]:
         best.append(until(start))
-    found = []
+    ranked = []
     for depth in _depths(task):
         seconds, groups = until(layers[depth - 1].last)
-        found.append((seconds + _tail_seconds(task, plan, depth), depth, prices.geometry.start_names(groups)))
-    return [(depth, groups) for _, depth, groups in sorted(found, key=lambda one: one[0])]
+        ranked.append((seconds + _tail_seconds(task, plan, depth), depth, prices.geometry.start_names(groups)))
+    return [(depth, groups) for _, depth, groups in sorted(ranked, key=lambda entry: entry[0])]
 
 
 def _fused(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
@@ -284,7 +284,7 @@ def _fused(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
         yield words, _ended(task, _regrouped(plan, depth, (0,)), depth)
 
 
-def _hiding(task: Task, best: Candidate) -> Iterator[Named]:
+def _hiding(task: Task, best: PlanCandidate) -> Iterator[Named]:
     """The best plan again, computing inside the tiles while boundary data travels, where links are slow."""
     plan = best.plan
     assert plan is not None

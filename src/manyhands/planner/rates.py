@@ -119,10 +119,10 @@ class Meter:
         if not samples:
             return None
         total_bytes = total_seconds = 0.0
-        for one in samples:
-            kept = math.exp(-one.seconds / self.memory_seconds)
+        for sample in samples:
+            kept = math.exp(-sample.seconds / self.memory_seconds)
             # within a sample the newest seconds count most, too
-            total_bytes = total_bytes * kept + one.rate * self.memory_seconds * (1 - kept)
+            total_bytes = total_bytes * kept + sample.rate * self.memory_seconds * (1 - kept)
             total_seconds = total_seconds * kept + self.memory_seconds * (1 - kept)
         low, high = self._quantiles(samples)
         return min(max(total_bytes / total_seconds, low), high)
@@ -143,7 +143,9 @@ class Meter:
     def _quantiles(self, samples: Sequence[Sample]) -> tuple[float, float]:
         """Rates that the link was below, and above, for a `quantile` of the window's busy seconds."""
         begins = samples[-1].ended - self.window_seconds
-        weighted = sorted((one.rate, min(one.seconds, one.ended - begins)) for one in samples if one.ended > begins)
+        weighted = sorted(
+            (sample.rate, min(sample.seconds, sample.ended - begins)) for sample in samples if sample.ended > begins
+        )
         limit = self.quantile * sum(weight for _, weight in weighted)
         return _reached(weighted, limit), _reached(weighted[::-1], limit)
 
@@ -302,8 +304,8 @@ class Engine:
 
         What passed too quickly to tell anything is followed by more.
         """
-        heard = max(self._rested, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
-        if not self.is_linked or now - heard < self.probe_seconds * self._patience_factor:
+        measured_at = max(self._rested, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
+        if not self.is_linked or now - measured_at < self.probe_seconds * self._patience_factor:
             return 0, 0
         rates = self.rates.now(now)
         pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))

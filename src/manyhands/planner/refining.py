@@ -10,7 +10,7 @@ import msgspec
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import layer_range, resolve
-from manyhands.planner.task import Candidate, Price, Task
+from manyhands.planner.task import PlanCandidate, Price, Task
 
 MANY = 16
 """Micro-batches beyond which a round is not simulated whole to be compared with others."""
@@ -39,7 +39,7 @@ def shortened(plan: Plan, most: int) -> Plan:
     return msgspec.structs.replace(plan, batch_size=plan.micro_batch_size * count, micro_batches=count)
 
 
-def refined(candidate: Candidate, task: Task, price: Price) -> Candidate:
+def refined(candidate: PlanCandidate, task: Task, price: Price) -> PlanCandidate:
     """The plan with its cuts moved by a layer or two, as long as that makes it better."""
     best, trials = candidate, 0
     is_better = True
@@ -50,11 +50,11 @@ def refined(candidate: Candidate, task: Task, price: Price) -> Candidate:
             trials += 1
             try:
                 plan = resolve(plan, task.network, task.cluster)
-                found = Candidate(best.name, plan, price(plan))
+                moved = PlanCandidate(best.name, plan, price(plan))
             except ManyhandsError:
                 continue
-            if found.seconds < best.seconds * (1 - 1e-6):
-                best, is_better = found, True
+            if moved.seconds < best.seconds * (1 - 1e-6):
+                best, is_better = moved, True
                 break
     return best
 
@@ -65,8 +65,8 @@ def moved_cuts(plan: Plan, moves: Sequence[int] = MOVES) -> Iterator[Plan]:
     for place, ((first, cut), (_, last)) in enumerate(pairwise(ranges)):
         for by in moves:
             if first < cut + by < last:
-                one = msgspec.structs.replace(plan.stages[place], layers=(first, cut + by))
+                before = msgspec.structs.replace(plan.stages[place], layers=(first, cut + by))
                 other = msgspec.structs.replace(plan.stages[place + 1], layers=(cut + by, last))
                 yield msgspec.structs.replace(
-                    plan, stages=(*plan.stages[:place], one, other, *plan.stages[place + 2 :])
+                    plan, stages=(*plan.stages[:place], before, other, *plan.stages[place + 2 :])
                 )

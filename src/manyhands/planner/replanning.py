@@ -28,7 +28,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.cutting import TINY
-from manyhands.planner.mending import Mending, homes_for
+from manyhands.planner.incremental import IncrementalReplanner, homes_for
 from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
 from manyhands.planner.task import Price, Task
 
@@ -111,9 +111,9 @@ def _ideal_seconds(
     worked = {name for stage in old.stages for name in stage.devices}
     works = worked | {name for stage in light.stages for name in stage.devices}
     present = [name for name in cluster.names if name in works or worked <= set(cluster.names)]
-    known = [speed(name) for name in worked if name in profile.devices]
-    usual = sum(known) / len(known) if known else 1.0
-    return reference_seconds * (sum(known) + usual * (len(worked) - len(known))) / sum(map(speed, present))
+    speeds = [speed(name) for name in worked if name in profile.devices]
+    usual = sum(speeds) / len(speeds) if speeds else 1.0
+    return reference_seconds * (sum(speeds) + usual * (len(worked) - len(speeds))) / sum(map(speed, present))
 
 
 # ---- Heavy
@@ -131,28 +131,32 @@ def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pri
         warm_up="2(P-p)-1" if isinstance(plan.warm_up, tuple) else plan.warm_up,
     )  # fmt: skip
 
-    def finished(found: Plan) -> Plan:
-        order = "stream" if plan.order == "stream" else found.order
-        homes = homes_for(plan, found.stages, network, cluster)
-        other = msgspec.structs.replace(found, order=order, homes=homes, bucket_bytes=plan.bucket_bytes)
+    def finished(bare: Plan) -> Plan:
+        order = "stream" if plan.order == "stream" else bare.order
+        homes = homes_for(plan, bare.stages, network, cluster)
+        other = msgspec.structs.replace(bare, order=order, homes=homes, bucket_bytes=plan.bucket_bytes)
         return resolve(other, network, cluster)
 
-    def whole_price(found: Plan) -> float:
-        return price(finished(found))
+    def whole_price(bare: Plan) -> float:
+        return price(finished(bare))
 
     refusal: ManyhandsError | None = None
-    for name, own, words in _attempts(strategy, task):
+    for name, subtask, words in _attempts(strategy, task):
         try:
-            found = (
-                choose(own, whole_price, corners_only=True) if name == "auto" else plan_by_name(name, own, whole_price)
+            candidate = (
+                choose(subtask, whole_price, corners_only=True)
+                if name == "auto"
+                else plan_by_name(name, subtask, whole_price)
             )[0]
         except ManyhandsError as error:
             refusal = refusal or error
             continue
-        if found.plan is None:
-            refusal = refusal or BadPlan(found.reason)
+        if candidate.plan is None:
+            refusal = refusal or BadPlan(candidate.reason)
             continue
-        return Replanned(finished(found.plan), "heavy", f"Planned anew ({found.name}){words}.", found.seconds)
+        return Replanned(
+            finished(candidate.plan), "heavy", f"Planned anew ({candidate.name}){words}.", candidate.seconds
+        )
     assert refusal is not None
     raise refusal
 
@@ -173,16 +177,16 @@ def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
 
 def _light(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
     """Of the shapes that the old plan can take, the first that can be cut, resolves and fits."""
-    mending = Mending(plan, network, cluster, profile)
+    mending = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
     for alternatives in mending.shapes():
         for is_tight in (True, False):  # the model's memory is a little too large; the price knows
-            best = min(alternatives, key=lambda crews: mending.cut(crews, is_tight)[0])
-            crews = mending.grown(mending.regrouped(best, is_tight), is_tight)
-            for cuts in mending.ways_to_cut(crews, is_tight):
+            best = min(alternatives, key=lambda drafts: mending.cut(drafts, is_tight)[0])
+            drafts = mending.grown(mending.regrouped(best, is_tight), is_tight)
+            for cuts in mending.ways_to_cut(drafts, is_tight):
                 try:
-                    found = mending.built(crews, cuts)
-                    return Replanned(found, "light", mending.reason(found), price(found))
+                    repaired = mending.built(drafts, cuts)
+                    return Replanned(repaired, "light", mending.reason(repaired), price(repaired))
                 except ManyhandsError as error:
                     refusal = refusal or error
     raise refusal or BadPlan(

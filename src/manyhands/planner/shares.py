@@ -36,11 +36,11 @@ class Shares:
 
     def of(self, problem: int, counts: Sequence[int]) -> list[list[int]]:
         """Samples of each device, by kind."""
-        found = []
+        by_kind = []
         for kind, count in enumerate(counts):
             most, full = int(self.most[problem, kind]), int(self.full[problem, kind])
-            found.append([most] * full + [most - 1] * (count - full))
-        return found
+            by_kind.append([most] * full + [most - 1] * (count - full))
+        return by_kind
 
 
 def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors: Numbers) -> Shares:
@@ -53,23 +53,23 @@ def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors:
     has = counts > 0
     caps = numpy.where(has, numpy.minimum(caps, batch), 0)
     fits = ((counts * caps).sum(1) >= batch) & (caps >= has).all(1) & (counts.sum(1) <= batch)
-    found = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
+    shares = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
     alike = has.sum(1) == 1
     if alike.any():  # devices of one kind: as evenly as can be
         kind_of, size = has.argmax(1), numpy.maximum(1, counts.sum(1))
         rows = numpy.flatnonzero(alike & fits)
         most = -(-batch // size[rows])
-        found.most[rows, kind_of[rows]] = most
-        found.full[rows, kind_of[rows]] = batch - (most - 1) * size[rows]
+        shares.most[rows, kind_of[rows]] = most
+        shares.full[rows, kind_of[rows]] = batch - (most - 1) * size[rows]
     mixed = numpy.flatnonzero(~alike & fits)
     if not len(mixed):
-        return found
+        return shares
     ones = [_seconds(times, kind, mixed, has[mixed, kind].astype(numpy.int64)) for kind in range(kinds)]
     floor = numpy.maximum.reduce([floors[mixed] * (1 - _ROUNDING), *ones])
-    found.most[mixed] = _brought_near(times, mixed, counts[mixed], caps[mixed], batch, floor)
-    _add(times, found, counts, caps, batch)
-    _remove(times, found, counts, batch)
-    return found
+    shares.most[mixed] = _brought_near(times, mixed, counts[mixed], caps[mixed], batch, floor)
+    _add(times, shares, counts, caps, batch)
+    _remove(times, shares, counts, batch)
+    return shares
 
 
 def _seconds(times: Times, kind: int, problems: Counts, samples: Counts) -> Numbers:
@@ -170,9 +170,11 @@ def offloaded(
     """Algorithm 1: shares by capacity within memory, then blocks move off the slowest device. None: no room."""
     if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
         return None
-    shares = _balanced([1.0 / one(batch) if one(batch) else 1.0 for one in seconds], list(caps), batch)
+    shares = _balanced(
+        [1.0 / seconds_of(batch) if seconds_of(batch) else 1.0 for seconds_of in seconds], list(caps), batch
+    )
     while True:
-        taken = [one(share) for one, share in zip(seconds, shares)]
+        taken = [seconds_of(share) for seconds_of, share in zip(seconds, shares)]
         slowest = max(range(len(shares)), key=taken.__getitem__)
         moved = min(block, shares[slowest] - 1)
         room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
@@ -182,7 +184,7 @@ def offloaded(
         tried = list(shares)
         tried[slowest] -= moved
         tried[fastest] += moved
-        if max(one(share) for one, share in zip(seconds, tried)) >= taken[slowest]:
+        if max(seconds_of(share) for seconds_of, share in zip(seconds, tried)) >= taken[slowest]:
             return shares
         shares = tried
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.plan import BySamples, Plan, Stage
-from manyhands.planner.ground import by_memory
+from manyhands.planner.context import by_memory
 from manyhands.planner.task import Task
 
 

@@ -113,7 +113,7 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
     unpacking_seconds_per_byte: float = 0.0
     """The same downstream. The paper leaves it out; a server that is not much faster than the edge takes as long."""
     feedback_seconds_per_byte: float = 0.0
-    """Mending a returned gradient, per byte of it at 32 bits."""
+    """IncrementalReplanner a returned gradient, per byte of it at 32 bits."""
     packs_gradients: bool = False
     """Whether returned gradients are packed like the features."""
     redeploy_seconds: float = 0.0
@@ -163,8 +163,8 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
         for place, cut in enumerate(self.cuts):
             if cut.layer == layer:
                 return place
-        known = listed([cut.layer for cut in self.cuts])
-        raise BadValue(f"{self.network} cannot be cut before layer {layer}.", hint=f"Possible cuts: {known}")
+        possible = listed([cut.layer for cut in self.cuts])
+        raise BadValue(f"{self.network} cannot be cut before layer {layer}.", hint=f"Possible cuts: {possible}")
 
 
 # ---- What it costs
@@ -182,8 +182,8 @@ class Modules(NamedTuple):
     @property
     def longest(self) -> Numbers:
         """T_M."""
-        found: Numbers = numpy.maximum(numpy.maximum(self.t1, self.t2), numpy.maximum(self.t3, self.t4))
-        return found
+        longest: Numbers = numpy.maximum(numpy.maximum(self.t1, self.t2), numpy.maximum(self.t3, self.t4))
+        return longest
 
     @property
     def total(self) -> Numbers:
@@ -218,7 +218,7 @@ def modules(
     journeys = (plain + feature > 0).astype(float) + (returned > 0)
     shape = numpy.broadcast_shapes(ahead.shape, feature.shape, bits.shape)
     five = (t1, t2, t3, t4, journeys * rates.delay_seconds)
-    return Modules(*(numpy.broadcast_to(one, shape) for one in five))
+    return Modules(*(numpy.broadcast_to(times, shape) for times in five))
 
 
 def pipeline_seconds(
@@ -226,7 +226,7 @@ def pipeline_seconds(
 ) -> Numbers:
     """Eq. 12, or with `drains` its like for groups that wait for all of the one before. `k` = inf: no bound."""
     iterations = max(1, math.ceil(tau))
-    longest, total, k = (numpy.asarray(one, float) for one in (longest, total, k))
+    longest, total, k = (numpy.asarray(number, float) for number in (longest, total, k))
     groups = numpy.where(numpy.isinf(k), 1.0, numpy.ceil(iterations / (k + 1)))
     is_passable = numpy.isfinite(total)
     longest, total = numpy.where(is_passable, longest, 0.0), numpy.where(is_passable, total, 0.0)
@@ -235,8 +235,8 @@ def pipeline_seconds(
     else:
         wait = numpy.maximum(0.0, total - (numpy.where(numpy.isinf(k), 0.0, k) + 1) * longest)
         seconds = (iterations - 1) * longest + total + (groups - 1) * wait
-    found: Numbers = numpy.where(is_passable, seconds, math.inf)
-    return found
+    total_seconds: Numbers = numpy.where(is_passable, seconds, math.inf)
+    return total_seconds
 
 
 def moving_seconds(profile: SplitProfile, rates: LinkRates, current: int, cuts: Numbers) -> Numbers:
@@ -264,8 +264,8 @@ def prices(
     ahead, layers = bounds(ks)[:, None, None], profile.column("layer")[None, :, None]
     seconds = pipeline_seconds(times.longest, times.total, tau, ahead, drains=drains)
     if current is not None:
-        bits, own = numpy.array(widths)[None, None, :], bounds([current.k])
-        is_same = (layers == current.cut) & (ahead == own) & (bits == current.bits)
+        bits, current_k = numpy.array(widths)[None, None, :], bounds([current.k])
+        is_same = (layers == current.cut) & (ahead == current_k) & (bits == current.bits)
         seconds = seconds + moving_seconds(profile, rates, current.cut, layers)
         seconds = seconds + numpy.where(is_same, 0.0, profile.redeploy_seconds)
     return numpy.where(allowed_ones(profile, ks, widths), seconds, math.inf)
@@ -318,8 +318,8 @@ def _over(sizes: Numbers, rate: float) -> Numbers:
     """Seconds of so many bytes. Nothing takes no time, even where nothing passes."""
     if rate > 0:
         return sizes / rate
-    found: Numbers = numpy.where(sizes > 0, math.inf, 0.0)
-    return found
+    seconds: Numbers = numpy.where(sizes > 0, math.inf, 0.0)
+    return seconds
 
 
 def allowed_ones(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[int]) -> NDArray[numpy.bool_]:
@@ -332,8 +332,8 @@ def allowed_ones(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[in
         needed = profile.column("edge_bytes")[None, :, None] + ahead * profile.column("history_bytes")[None, :, None]
         allowed = allowed & (needed <= profile.memory_bytes)
     allowed = numpy.broadcast_to(allowed, (len(ks), len(profile.cuts), len(widths)))
-    found: NDArray[numpy.bool_] = numpy.where(layers == profile.edge_only, False, allowed)
-    return found
+    is_allowed: NDArray[numpy.bool_] = numpy.where(layers == profile.edge_only, False, allowed)
+    return is_allowed
 
 
 def listed(numbers: Collection[int]) -> str:

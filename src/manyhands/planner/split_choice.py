@@ -1,7 +1,7 @@
 """Which deployment is best at the rates of now: Algorithm 2 (SPLIT §4.5), and what others would choose.
 
     choose              the least seconds for the next τ iterations, getting there included
-    RIVALS              edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
+    BASELINES              edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
 
 Every chooser takes the same words, so an engine (rates.py) works with any of them.
 """
@@ -74,8 +74,12 @@ def choose(
         return current
     weights, start = profile.running_bytes, profile.edge_only if current is None else current.cut
 
-    def unrest(one: Deployment) -> tuple[float, int, float]:
-        return (abs(weights[one.cut] - weights[start]), -one.bits, -math.inf if one.k is None else -one.k)
+    def unrest(deployment: Deployment) -> tuple[float, int, float]:
+        return (
+            abs(weights[deployment.cut] - weights[start]),
+            -deployment.bits,
+            -math.inf if deployment.k is None else -deployment.k,
+        )
 
     best = min(good, key=unrest)
     column = grid[:, profile.index(best.cut), list(widths).index(best.bits)]
@@ -170,7 +174,7 @@ class Chooser(Protocol):
     ) -> Deployment: ...  # fmt: skip
 
 
-RIVALS: dict[str, Chooser] = {
+BASELINES: dict[str, Chooser] = {
     "edge-only": edge_only,
     "jointdnn": joint_dnn,
     "k0": plain,

@@ -40,7 +40,7 @@ def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int,
     settled = dict.fromkeys(network.inputs, False) | dict.fromkeys(shared, True)
     for op in network.ops:
         name = op.target.split(".")[1] if "." in op.target else op.target
-        before = [settled[one] for one in op.inputs]
+        before = [settled[tensor] for tensor in op.inputs]
         if name in SETTLING or (name in PRODUCTS and op.weights):
             is_settled = name in SETTLING
         else:
@@ -48,7 +48,7 @@ def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int,
         settled.update(dict.fromkeys(op.outputs, is_settled))
     raw = _raw(network, shared)
     possible = [layer for layer in range(1, len(network.layers)) if _is_possible(network, layer, raw)]
-    activated = [layer for layer in possible if all(settled[one.name] for one in network.cut(layer))]
+    activated = [layer for layer in possible if all(settled[tensor.name] for tensor in network.cut(layer))]
     return tuple(activated or possible)
 
 
@@ -56,7 +56,7 @@ def _raw(network: Network, shared: Collection[str]) -> set[str]:
     """Inputs that must stay, and what is made of them without a weight."""
     raw = set(network.inputs) - set(shared)
     for op in network.ops:
-        if not op.weights and op.inputs and all(one in raw for one in op.inputs):
+        if not op.weights and op.inputs and all(tensor in raw for tensor in op.inputs):
             raw.update(op.outputs)
     return raw
 
@@ -105,24 +105,26 @@ def split_profile(
     """
     upstream, downstream = (edge, server) if edge_side == "upstream" else (server, edge)
     rates = step_bytes_per_second if edge_side == "upstream" else step_bytes_per_second[::-1]
-    for own in (upstream, downstream):
-        own.check_matches(network)
+    for profile in (upstream, downstream):
+        profile.check_matches(network)
     count = len(network.layers)
     alone = count if edge_side == "upstream" else 0
-    found = sorted({*candidate_cuts(network, shared), alone}) if cuts is None else sorted({*cuts})
-    seconds = [[own.layer_seconds(layer, batch_size) for layer in range(count)] for own in (upstream, downstream)]
+    layers = sorted({*candidate_cuts(network, shared), alone}) if cuts is None else sorted({*cuts})
+    seconds = [
+        [profile.layer_seconds(layer, batch_size) for layer in range(count)] for profile in (upstream, downstream)
+    ]
     trained, state = _weights_by_layer(network, optimizer_slots)
 
     def times(side: int, first: int, last: int) -> tuple[float, float]:
         step = sum(trained[first:last]) * (3 + 2 * optimizer_slots) / rates[side]
-        own = seconds[side][first:last]
-        return sum(ahead for ahead, _ in own), sum(back for _, back in own) + step
+        side_seconds = seconds[side][first:last]
+        return sum(ahead for ahead, _ in side_seconds), sum(back for _, back in side_seconds) + step
 
     def cut(layer: int) -> Cut:
         crossing = [] if layer in (0, count) else _crossing(network, layer)
-        returned = sum(one.bytes_for(batch_size) for one in crossing if one.differentiable)
+        returned = sum(tensor.bytes_for(batch_size) for tensor in crossing if tensor.differentiable)
         ahead, back = times(0, 0, layer)
-        packed = [one for one in crossing if one.dtype.startswith(("float", "bfloat"))]
+        packed = [tensor for tensor in crossing if tensor.dtype.startswith(("float", "bfloat"))]
         one_batch, further = _edge_bytes(network, layer, batch_size, optimizer_slots, edge_side, crossing)
         return Cut(
             layer=layer,
@@ -130,8 +132,8 @@ def split_profile(
             upstream_backward_seconds=back if returned or layer == count else 0.0,
             downstream_forward_seconds=times(1, layer, count)[0],
             downstream_backward_seconds=times(1, layer, count)[1],
-            feature_bytes=sum(4 * math.prod(one.shape_for(batch_size)) for one in packed),
-            plain_bytes=sum(one.bytes_for(batch_size) for one in crossing if one not in packed),
+            feature_bytes=sum(4 * math.prod(tensor.shape_for(batch_size)) for tensor in packed),
+            plain_bytes=sum(tensor.bytes_for(batch_size) for tensor in crossing if tensor not in packed),
             returned_bytes=returned,
             edge_bytes=one_batch,
             history_bytes=further,
@@ -140,7 +142,7 @@ def split_profile(
 
     return SplitProfile(
         network=network.name, fingerprint=network.fingerprint, batch_size=batch_size, edge_side=edge_side,
-        cuts=tuple(map(cut, found)), layer_bytes=tuple(state), memory_bytes=memory_bytes,
+        cuts=tuple(map(cut, layers)), layer_bytes=tuple(state), memory_bytes=memory_bytes,
         packing_seconds=packing_seconds, packing_seconds_per_byte=packing_seconds_per_byte,
         unpacking_seconds_per_byte=unpacking_seconds_per_byte, feedback_seconds_per_byte=feedback_seconds_per_byte,
         packs_gradients=packs_gradients, redeploy_seconds=redeploy_seconds, phases=phases,
@@ -154,7 +156,8 @@ def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
     layers = []
     for layer in profile.layers:
         ladder = (
-            Timing(one.samples, one.forward_seconds * slowdown, one.backward_seconds * slowdown) for one in layer.ladder
+            Timing(timing.samples, timing.forward_seconds * slowdown, timing.backward_seconds * slowdown)
+            for timing in layer.ladder
         )
         layers.append(LayerTiming(layer.layer, tuple(ladder)))
     return msgspec.structs.replace(profile, layers=tuple(layers))
@@ -171,10 +174,10 @@ def _weights_by_layer(network: Network, optimizer_slots: int) -> tuple[list[floa
     seen: set[str] = set()
     trained, state = [], []
     for layer in network.layers:
-        own = [network.weights[name] for name in layer.weights if name not in seen]
+        weights = [network.weights[name] for name in layer.weights if name not in seen]
         seen.update(layer.weights)
-        trained.append(float(sum(one.bytes for one in own if one.trainable)))
-        state.append(float(sum(one.bytes * (1 + optimizer_slots if one.trainable else 1) for one in own)))
+        trained.append(float(sum(weight.bytes for weight in weights if weight.trainable)))
+        state.append(float(sum(weight.bytes * (1 + optimizer_slots if weight.trainable else 1) for weight in weights)))
     return trained, state
 
 
@@ -188,25 +191,25 @@ def _edge_bytes(
     first, last = layers[0].first, layers[-1].last
     ops = network.ops[first:last]
     weights = [network.weights[name] for name in network.weights_of(first, last)]
-    static = sum(one.bytes * (2 + optimizer_slots if one.trainable else 1) for one in weights)
+    static = sum(weight.bytes * (2 + optimizer_slots if weight.trainable else 1) for weight in weights)
     saved = sum(op.saved_bytes * samples + op.saved_fixed_bytes for op in ops)
     trained = [sum(network.weights[name].bytes for name in op.weights if network.weights[name].trainable) for op in ops]
-    works = [op.moved_bytes * samples + own for op, own in zip(ops, trained)]
+    works = [op.moved_bytes * samples + weight_bytes for op, weight_bytes in zip(ops, trained)]
     read = {name for op in ops for name in op.inputs if name in network.inputs}
-    held = sum(network.tensors[name].bytes_for(samples) for name in read | {one.name for one in crossing})
-    most = max(*works, optimizer_slots * max(trained), sum(one.bytes_for(samples) for one in crossing))
+    held = sum(network.tensors[name].bytes_for(samples) for name in read | {tensor.name for tensor in crossing})
+    most = max(*works, optimizer_slots * max(trained), sum(tensor.bytes_for(samples) for tensor in crossing))
     return static + saved + held + most, held if crossing else 0.0
 
 
 def parse_phases(text: str) -> tuple[tuple[int, Bound], ...]:
     """'5', or '4@0,5@8': 4 from epoch 0, 5 from epoch 8. 'none': no bound."""
-    found: list[tuple[int, Bound]] = []
+    phases: list[tuple[int, Bound]] = []
     for part in text.split(","):
         word, _, epoch = part.strip().partition("@")
         if not (word.isdecimal() or word == "none") or not (epoch or "0").isdecimal():
             raise BadValue(f"'{part:.40}' is not a K and an epoch.", hint="Write: 5, or 4@0,5@8, or none")
-        found.append((int(epoch or 0), None if word == "none" else int(word)))
-    starts = [epoch for epoch, _ in found]
+        phases.append((int(epoch or 0), None if word == "none" else int(word)))
+    starts = [epoch for epoch, _ in phases]
     if starts[0] != 0 or any(not a < b for a, b in zip(starts, starts[1:])):
         raise BadValue(f"'{text:.80}': phases must begin at epoch 0 and increase.", hint="Write: 4@0,5@8")
-    return tuple(found)
+    return tuple(phases)

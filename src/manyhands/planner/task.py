@@ -28,7 +28,7 @@ second is the one with the shortest step: the first two choose alike."""
 
 
 @dataclass(frozen=True)
-class TileWish:
+class TileOptions:
     """What is asked of tiles; the rest is chosen."""
 
     grid: Grid | None = None
@@ -54,7 +54,7 @@ class Task:
     optimizer_slots: int = 1
     batch_norm: BatchNorm = "synchronised"
     warm_up: WarmUp = "2(P-p)-1"
-    tiles: TileWish = TileWish()
+    tiles: TileOptions = TileOptions()
     home: str = ""
     """The device that has the inputs; empty: they are at hand wherever they are read."""
     best: Best = "throughput"
@@ -90,7 +90,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A plan with its price, or why it has none."""
 
     name: str
@@ -103,12 +103,12 @@ class Candidate:
     """What plans are compared by where that is not seconds: bytes, or joules a sample."""
 
 
-def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> Candidate:
+def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> PlanCandidate:
     """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches.
     Where none fits, the error is that of the smallest that the strategy can share: so much memory it takes at least."""
     plan = resolve(make(task), task.network, task.cluster)
     try:
-        return Candidate(name, plan, price(plan))
+        return PlanCandidate(name, plan, price(plan))
     except OutOfMemory as error:
         if task.micro_batches is not None:
             raise
@@ -117,7 +117,7 @@ def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -
     for count in counts[:MOST_TRIED] + counts[MOST_TRIED:][-1:]:
         try:
             finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
-            return Candidate(name, finer, price(finer))
+            return PlanCandidate(name, finer, price(finer))
         except OutOfMemory as error:
             refusal = error
         except BadPlan:  # too few samples for its devices: memory is still what is wrong

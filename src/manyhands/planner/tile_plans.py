@@ -11,7 +11,7 @@ from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.task import Grid, Price, Task, Weights
-from manyhands.planner.tiles import Groups, TilePrices, with_groups
+from manyhands.planner.tiles import ExchangeGroups, TilePrices, with_groups
 from manyhands.schedule.tiles import tileable_layers
 
 SIMULATED_UP_TO = 1.3
@@ -60,14 +60,14 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
 
 def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
     """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
-    found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
-    least = max(found) / extent
-    if min(found) < 2 * least:
-        found = tuple(max(share, 2 * least) for share in found)
-    spare = extent - len(found)
-    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, found))):  # a row each, the rest shared out
-        found = tuple(1 + spare * share / sum(found) for share in found)
-    return found
+    shares = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+    least = max(shares) / extent
+    if min(shares) < 2 * least:
+        shares = tuple(max(share, 2 * least) for share in shares)
+    spare = extent - len(shares)
+    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, shares))):  # a row each, the rest shared out
+        shares = tuple(1 + spare * share / sum(shares) for share in shares)
+    return shares
 
 
 def grids(count: int) -> list[Grid]:
@@ -77,9 +77,9 @@ def grids(count: int) -> list[Grid]:
 
 def gridded(task: Task) -> Plan:
     """Tiles over all devices, in the grid that is fastest by the tiles' own prices, unless it is given."""
-    asked = task.tiles
-    if asked.grid is not None:
-        return resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
+    options = task.tiles
+    if options.grid is not None:
+        return resolve(tile_stages(task, options.grid, options.rows, options.columns), task.network, task.cluster)
     ranked = []
     refusal: BadPlan | None = None
     for grid in grids(len(task.cluster.names)):
@@ -92,14 +92,14 @@ def gridded(task: Task) -> Plan:
     if not ranked:
         assert refusal is not None
         raise refusal
-    return min(ranked, key=lambda one: one[0])[1]
+    return min(ranked, key=lambda entry: entry[0])[1]
 
 
 def tiles(task: Task, price: Price) -> Plan:
     """The grid and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
     plan = gridded(task)
     if task.tiles.is_grouped:
-        groups = Groups("given", task.tiles.forward_groups, task.tiles.backward_groups)
+        groups = ExchangeGroups("given", task.tiles.forward_groups, task.tiles.backward_groups)
         return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
     return with_best_groups(plan, 0, task, price)[0]
 
@@ -122,13 +122,13 @@ def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[
     return (hidden, hidden_seconds) if hidden_seconds < seconds else (best, seconds)
 
 
-def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[Groups, Plan, float]]:
+def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[ExchangeGroups, Plan, float]]:
     """A plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer."""
-    known = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
-    least = min(groups.seconds for groups in known)
-    tried: dict[tuple[object, object], tuple[Groups, Plan, float]] = {}
+    groupings = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
+    least = min(groups.seconds for groups in groupings)
+    tried: dict[tuple[object, object], tuple[ExchangeGroups, Plan, float]] = {}
     refusal: OutOfMemory | None = None
-    for groups in sorted(known, key=lambda one: (one.seconds, one.count)):
+    for groups in sorted(groupings, key=lambda grouping: (grouping.seconds, grouping.count)):
         key = (groups.forward, groups.backward)
         if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
             continue
@@ -142,4 +142,4 @@ def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list
     if not tried:
         assert refusal is not None
         raise refusal
-    return sorted(tried.values(), key=lambda one: (one[2], one[0].count))
+    return sorted(tried.values(), key=lambda entry: (entry[2], entry[0].count))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network, Op
-from manyhands.planner.ground import Batch, Ground, Group, every_group
+from manyhands.planner.context import Batch, DeviceGroup, PlanningContext, every_group
 from manyhands.planner.shares import Counts, Numbers, Shares
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
@@ -80,17 +80,17 @@ def _beyond(network: Network, op: Op, axis: int) -> float:
     if not op.outputs or not _is_map(network, op.outputs[0]) or op.tiling == "pool":
         return 0.0
     made = _middle(network.tensors[op.outputs[0]].shape[axis])
-    found = 0.0
+    beyond = 0.0
     for read in op.reads:
         if not _is_map(network, read.tensor) or len(read.rules) < -axis:
             continue
         spec = network.tensors[read.tensor]
         extent = spec.shape[axis]
         low, high = read.rules[axis].demand(made, extent)
-        own = _middle(extent)
-        lines = max(0, high - low) - max(0, min(high, own[1]) - max(low, own[0]))
-        found += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]
-    return found
+        owned = _middle(extent)
+        lines = max(0, high - low) - max(0, min(high, owned[1]) - max(low, owned[0]))
+        beyond += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]
+    return beyond
 
 
 def _middle(extent: int) -> tuple[int, int]:
@@ -100,9 +100,11 @@ def _middle(extent: int) -> tuple[int, int]:
 class TileSteps(Steps):
     """Stages by samples, by tiles and on one device."""
 
-    def __init__(self, ground: Ground, batch: Batch, tiling: Tiling, groups: Sequence[Group] | None = None) -> None:
-        count = len(ground.names)
-        super().__init__(ground, batch, every_group(count, count) if groups is None else groups)
+    def __init__(
+        self, context: PlanningContext, batch: Batch, tiling: Tiling, groups: Sequence[DeviceGroup] | None = None
+    ) -> None:
+        count = len(context.names)
+        super().__init__(context, batch, every_group(count, count) if groups is None else groups)
         self.tiling = tiling
 
     def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
@@ -142,20 +144,20 @@ class TileSteps(Steps):
     def _columns(self, first: Counts, size: Counts, alike: NDArray[numpy.bool_]) -> Counts:
         """How many columns of tiles: those with the least halo; 0 where the map is too small for so many tiles."""
         rows, columns = self.tiling.rows[first], self.tiling.columns[first]
-        found = (rows >= LEAST_ROWS * size).astype(numpy.int64)
+        chosen = (rows >= LEAST_ROWS * size).astype(numpy.int64)
         for count in set(size[alike].tolist()):
-            own = numpy.flatnonzero(alike & (size == count))
-            least = numpy.where(found[own] > 0, columns[own] * min(1.0, (count - 1) / 2), numpy.inf)
+            lines = numpy.flatnonzero(alike & (size == count))
+            least = numpy.where(chosen[lines] > 0, columns[lines] * min(1.0, (count - 1) / 2), numpy.inf)
             for wide in range(2, count + 1):
                 if count % wide:
                     continue
                 high = count // wide
-                rim = columns[own] / wide * min(1.0, (high - 1) / 2) + rows[own] / high * min(1.0, (wide - 1) / 2)
-                legal = (rows[own] >= LEAST_ROWS * high) & (columns[own] >= LEAST_ROWS * wide)
+                rim = columns[lines] / wide * min(1.0, (high - 1) / 2) + rows[lines] / high * min(1.0, (wide - 1) / 2)
+                legal = (rows[lines] >= LEAST_ROWS * high) & (columns[lines] >= LEAST_ROWS * wide)
                 is_better = legal & (rim < 0.95 * least)
-                found[own[is_better]] = wide
+                chosen[lines[is_better]] = wide
                 least = numpy.where(is_better, rim, least)
-        return found
+        return chosen
 
     def _tiled(self, first: Counts, last: Counts, group: Counts, columns: Counts, caps: Numbers) -> StageTable:
         counts, samples = self.counts[group], self.batch.samples
@@ -173,7 +175,7 @@ class TileSteps(Steps):
             over = share - low
             for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
                 table = tables[kind]
-                less, more = (table[one, last] - table[one, first] for one in (low, low + 1))
+                less, more = (table[samples_done, last] - table[samples_done, first] for samples_done in (low, low + 1))
                 numpy.maximum(seconds, numpy.where(has[:, kind], less + over * (more - less), 0.0), out=seconds)
         exchange = self._exchange_seconds(first, last, group, columns)
         exchange += self.statistics_seconds(first, last, group)

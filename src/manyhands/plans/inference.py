@@ -19,7 +19,7 @@ from manyhands.planner.inference import (
     inference_task,
     objective_named,
 )
-from manyhands.planner.pricing import Look, Pricer
+from manyhands.planner.pricing import MicroBatchPrice, Pricer
 from manyhands.plans.planning import Planned, cluster_of, network_of, simulate
 from manyhands.schedule.shortage import MORE_MEMORY
 from manyhands.schedule.synchronisation import sync_points
@@ -45,7 +45,7 @@ def _simulated(plan: Plan, count: int, network: Network, cluster: Cluster, profi
     return simulate(_stream(plan, count), network, cluster, profile, keep_spans=False, within_memory=True)
 
 
-def _look(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> Look:
+def _price_alone(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> MicroBatchPrice:
     """One micro-batch, per sample of it."""
     found = _simulated(plan, 1, network, cluster, profile)
     busiest = 0.0
@@ -55,7 +55,7 @@ def _look(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> L
             own.bytes_sent / device.up_bytes_per_second, own.bytes_received / device.down_bytes_per_second
         )  # fmt: skip
         busiest = max(busiest, own.busy_seconds, ports)
-    return Look(found.seconds / found.samples, busiest / found.samples)
+    return MicroBatchPrice(found.seconds / found.samples, busiest / found.samples)
 
 
 def _steady(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> float:
@@ -69,7 +69,7 @@ def sample_seconds(
     """Simulated seconds of a sample by a plan: alone, or between two answers of a long stream."""
     profile = profile or estimate_cluster(network, cluster)
     if objective_named(objective) == "latency":
-        return _look(plan, network, cluster, profile).seconds
+        return _price_alone(plan, network, cluster, profile).seconds
     return _steady(plan, network, cluster, profile)
 
 
@@ -100,7 +100,7 @@ def plan_for(
     task, wanted = inference_task(network, cluster, profile, home), objective_named(objective)
     pricer = Pricer(
         task, wanted,
-        once=lambda plan: _look(plan, network, cluster, profile),
+        once=lambda plan: _price_alone(plan, network, cluster, profile),
         steady=lambda plan: _steady(plan, network, cluster, profile),
     )  # fmt: skip
     if strategy == "auto":

@@ -13,7 +13,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, BySamples, LayerName, Order, Plan, Share, Single, Stage, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.planner.ground import by_memory
+from manyhands.planner.context import by_memory
 from manyhands.planner.simple import balanced_cuts, proportional
 from manyhands.planner.task import Task
 from manyhands.plans.planning import cluster_of, network_of

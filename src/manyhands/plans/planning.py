@@ -20,7 +20,7 @@ from manyhands.files.documents import load_cluster, read_document, write_documen
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.pricing import Objective
 from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
-from manyhands.planner.task import BEST, Best, Candidate, Task, TileWish
+from manyhands.planner.task import BEST, Best, PlanCandidate, Task, TileOptions
 from manyhands.plans.networks import load_network
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.checker import check
@@ -37,7 +37,7 @@ class Planned:
     """A plan, and what else was looked at: the fastest first."""
 
     plan: Plan
-    candidates: list[Candidate]
+    candidates: list[PlanCandidate]
     runners_up: tuple[Plan, ...] = ()
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
     objective: Objective | None = None
@@ -68,7 +68,7 @@ def plan(
     batch_norm: BatchNorm = "synchronised",
     warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
-    tiles: TileWish | None = None,
+    tiles: TileOptions | None = None,
     objective: str | None = None,
     home: str = "",
     best: str = "throughput",
@@ -94,7 +94,7 @@ def plan(
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
     task = Task(
         network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, batch_norm, warm_up,
-        tiles or TileWish(), best=best_named(best, cluster),
+        tiles or TileOptions(), best=best_named(best, cluster),
     )  # fmt: skip
     prices = Prices(task)
     if strategy != "auto":
@@ -143,7 +143,7 @@ class Prices:
             raise found
         return found
 
-    def scored(self, candidate: Candidate) -> Candidate:
+    def scored(self, candidate: PlanCandidate) -> PlanCandidate:
         """A candidate with the seconds of a step, beside what it was chosen by."""
         if candidate.plan is None or self.task.best not in ("memory", "energy"):
             return candidate

@@ -19,7 +19,7 @@ from manyhands.facts.plan import ByTiles, LayerName, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.planner.tiles import TilePrices, with_groups
 from manyhands.plans.planning import cluster_of, network_of, plan, simulate
 
@@ -51,7 +51,7 @@ def tile_plan(
     """
     network = network_of(graph)
     machines = cluster_of(cluster)
-    wish = TileWish(
+    wish = TileOptions(
         _grid(grid), _weights("rows", rows, grid[0]), _weights("columns", columns, grid[1]),
         None if forward_groups is None else tuple(forward_groups),
         None if backward_groups is None else tuple(backward_groups), is_grouped=True,
@@ -170,17 +170,17 @@ def parse_weights(option: str, text: str) -> tuple[float, ...]:
     return found
 
 
-def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileWish:
+def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
     """What a user typed of a grid. Rows or columns alone say how many there are."""
     heights = parse_weights("--rows", rows) if rows else None
     widths = parse_weights("--columns", columns) if columns else None
     if grid is None and heights is None and widths is None:
-        return TileWish()
+        return TileOptions()
     shape = parse_grid(grid) if grid is not None else (len(heights or (1,)), len(widths or (1,)))
-    return TileWish(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
+    return TileOptions(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
 
 
-def check_tiles(network: Network, wish: TileWish | None) -> None:
+def check_tiles(network: Network, wish: TileOptions | None) -> None:
     """Before anybody starts: every tile that was asked for has something of the picture."""
     image = network.tensors[network.inputs[0]]
     if wish is None or wish.grid is None or len(image.shape) != 4:

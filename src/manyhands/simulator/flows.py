@@ -102,7 +102,7 @@ class Wiring:
         return (*own, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
 
 
-class Shape:
+class FlowShape:
     """Flows among some devices: from devices[sources[i]] to devices[targets[i]]."""
 
     def __init__(self, wiring: Wiring, devices: Sequence[str], sources: Places, targets: Places) -> None:
@@ -196,10 +196,10 @@ class Ended(NamedTuple):
     """Devices that neither send nor receive more of it, by their places in the shape."""
 
 
-class Bundle:
+class FlowBundle:
     """Transfers that start together, as those of a sum. The arrays are of those still under way."""
 
-    def __init__(self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
+    def __init__(self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
         self.shape, self.flows, self.left, self.label, self.is_urgent = shape, shape.all, sizes, label, is_urgent
         self.started = self.since = now
         self.rate = numpy.zeros(len(sizes))

@@ -17,21 +17,21 @@ import numpy
 
 from manyhands.facts.cluster import Cluster
 from manyhands.simulator.fairness import SAME, Numbers, fair_rates, fair_rates_of_few
-from manyhands.simulator.flows import Bundle, Ended, Shape, Transfer, Wiring
+from manyhands.simulator.flows import Ended, FlowBundle, FlowShape, Transfer, Wiring
 
-Party = Transfer | Bundle
+Party = Transfer | FlowBundle
 MOST_FEW = 64
 """Transfers that are sooner shared one by one than as arrays."""
 
 
-class Network:
+class LinkNetwork:
     """All transfers under way."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.wiring = Wiring(cluster)
-        self._on: dict[int, dict[Transfer | Shape, None]] = defaultdict(dict)
+        self._on: dict[int, dict[Transfer | FlowShape, None]] = defaultdict(dict)
         """Node -> who has it, in the order they came: sets would make two runs differ in the last digit."""
-        self._bundles: dict[Shape, dict[Bundle, None]] = defaultdict(dict)
+        self._bundles: dict[FlowShape, dict[FlowBundle, None]] = defaultdict(dict)
         """Those of each shape."""
         self._urgent = numpy.zeros(len(cluster.devices), numpy.int64)
         """Urgent transfers under way, by sender."""
@@ -52,10 +52,10 @@ class Network:
         return transfer
 
     def start_together(
-        self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
-    ) -> Bundle:
+        self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
+    ) -> FlowBundle:
         """Begin a transfer of so many bytes for each flow of a shape."""
-        bundle = Bundle(shape, sizes, label, now, is_urgent=is_urgent)
+        bundle = FlowBundle(shape, sizes, label, now, is_urgent=is_urgent)
         if is_urgent:
             self._urgent[shape.places[shape.senders]] += 1
         if not self._bundles[shape]:
@@ -64,11 +64,11 @@ class Network:
         self._touch(bundle, now)
         return bundle
 
-    def _enter(self, what: Transfer | Shape) -> None:
+    def _enter(self, what: Transfer | FlowShape) -> None:
         for node in what.nodes:
             self._on[node][what] = None
 
-    def _leave(self, what: Transfer | Shape) -> None:
+    def _leave(self, what: Transfer | FlowShape) -> None:
         for node in what.nodes:
             del self._on[node][what]
 
@@ -85,7 +85,7 @@ class Network:
         self._leave(transfer)
         self._touch(transfer, now)
 
-    def end_some(self, bundle: Bundle, now: float) -> Ended:
+    def end_some(self, bundle: FlowBundle, now: float) -> Ended:
         """The last byte of some of its flows has left."""
         ended = bundle.end_some(now)
         if bundle.is_urgent:
@@ -113,8 +113,8 @@ class Network:
         self._touched.clear()
         return changed
 
-    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | Shape, None]:
-        found: dict[Transfer | Shape, None] = {}
+    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | FlowShape, None]:
+        found: dict[Transfer | FlowShape, None] = {}
         frontier = [node]
         seen.add(node)
         while frontier:
@@ -127,13 +127,13 @@ class Network:
                             frontier.append(other)
         return found
 
-    def _share(self, connected: dict[Transfer | Shape, None], now: float) -> list[Party]:
+    def _share(self, connected: dict[Transfer | FlowShape, None], now: float) -> list[Party]:
         """Fair rates; bulk waits while its sender has something urgent."""
         changed: list[Party] = []
         singles: list[Transfer] = []
-        bundles: dict[Shape, list[Bundle]] = defaultdict(list)
+        bundles: dict[FlowShape, list[FlowBundle]] = defaultdict(list)
         for one in connected:
-            if isinstance(one, Shape):
+            if isinstance(one, FlowShape):
                 for bundle in self._bundles[one]:
                     if bundle.is_urgent or not self._urgent[bundle.senders].all():
                         bundles[one].append(bundle)
@@ -151,7 +151,9 @@ class Network:
             rates = fair_rates_of_few([one.route.crossed for one in singles])
         return [*changed, *(one for one, rate in zip(singles, rates) if one.give(rate, now))]
 
-    def _share_as_arrays(self, singles: list[Transfer], bundles: dict[Shape, list[Bundle]], now: float) -> list[Party]:
+    def _share_as_arrays(
+        self, singles: list[Transfer], bundles: dict[FlowShape, list[FlowBundle]], now: float
+    ) -> list[Party]:
         """Bundles of one shape have the same flows, which get the same rates: they are shared as one, so many times."""
         counts = {shape: self._counts(own) for shape, own in bundles.items()}
         going = {shape: numpy.flatnonzero(count) for shape, count in counts.items()}
@@ -177,7 +179,7 @@ class Network:
             changed += [one for one in own if one.give(every if one.is_whole else every[one.flows], now)]
         return changed
 
-    def _counts(self, bundles: list[Bundle]) -> Numbers:
+    def _counts(self, bundles: list[FlowBundle]) -> Numbers:
         """How many of the bundles, all of one shape, have each flow under way and need not wait with it."""
         shape = bundles[0].shape
         total = numpy.zeros(len(shape.all))

@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadSchedule
-from manyhands.facts.network import Network as NetworkFacts
+from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
@@ -43,8 +43,8 @@ from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Counts, flow_bytes, flow_ends
 from manyhands.schedule.work import DeviceWork
-from manyhands.simulator.flows import Bundle, Shape, Transfer
-from manyhands.simulator.links import Network
+from manyhands.simulator.flows import FlowBundle, FlowShape, Transfer
+from manyhands.simulator.links import LinkNetwork
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
 MOST_SPANS = 2_000_000
@@ -52,7 +52,7 @@ MOST_SPANS = 2_000_000
 
 def simulate(
     plan: Plan,
-    network: NetworkFacts,
+    network: Network,
     cluster: Cluster,
     profile: Profile | None = None,
     *,
@@ -107,14 +107,14 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, str, Any, int]] = []
         self.ticket = count()
-        self.links = Network(cluster)
+        self.links = LinkNetwork(cluster)
         self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
         """Messages of a pair that wait for the one before them: a channel delivers in order."""
         self.spans: list[Span] = []
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
         self.joined: dict[ReduceKey, int] = Counter()
-        self.shapes: dict[tuple[tuple[str, ...], str], Shape] = {}
-        self.summed: dict[Shape, Counts] = {}
+        self.shapes: dict[tuple[tuple[str, ...], str], FlowShape] = {}
+        self.summed: dict[FlowShape, Counts] = {}
         """The flows of sums, and what they carried in all."""
         self.complete: set[ReduceKey] = set()
         self.waiting: dict[object, list[str]] = defaultdict(list)
@@ -248,9 +248,9 @@ class _Run:
         self._count_transfer(target, 1)
         self.links.start(source, target, message.bytes, message, self.now, is_urgent=is_urgent(message))
 
-    def _sent(self, party: Transfer | Bundle) -> None:
+    def _sent(self, party: Transfer | FlowBundle) -> None:
         """The last byte has left: of a message, which arrives after the link's delay, or of some flows of a sum."""
-        if isinstance(party, Bundle):
+        if isinstance(party, FlowBundle):
             self._sent_for_sum(party)
             return
         self.links.end(party, self.now)
@@ -264,7 +264,7 @@ class _Run:
             self._start_transfer(*pair, self.queues[pair][0])
         self._at(self.now + self.costs.link(*pair).delay_seconds, "arrived", party)
 
-    def _sent_for_sum(self, bundle: Bundle) -> None:
+    def _sent_for_sum(self, bundle: FlowBundle) -> None:
         ended = self.links.end_some(bundle, self.now)
         shape, reduce = bundle.shape, bundle.label
         assert isinstance(reduce, Reduce)
@@ -306,11 +306,11 @@ class _Run:
             self._count_transfer(name, 1)
         self.links.start_together(flows, sizes.astype(float), reduce, self.now, is_urgent=is_urgent(reduce))
 
-    def _flows_of(self, reduce: Reduce) -> Shape:
+    def _flows_of(self, reduce: Reduce) -> FlowShape:
         key = (reduce.devices, reduce.what)
         found = self.shapes.get(key)
         if found is None:
-            found = self.shapes[key] = Shape(self.links.wiring, reduce.devices, *flow_ends(reduce))
+            found = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, *flow_ends(reduce))
         return found
 
     def _reduced(self, reduce: Reduce) -> None:

@@ -21,7 +21,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel, Profile
 from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
 from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
-from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
+from manyhands.planner.split_choice import BASELINES, STATIC, Chooser, choose
 from manyhands.runtime.control import Arrival
 from manyhands.runtime.journey import Change
 from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
@@ -52,8 +52,8 @@ class Wanted:
     rival: str = ""
 
     def __post_init__(self) -> None:
-        if self.rival and self.rival not in RIVALS:
-            raise unknown("rival", self.rival, RIVALS)
+        if self.rival and self.rival not in BASELINES:
+            raise unknown("rival", self.rival, BASELINES)
         if self.rival and self.cut is not None:
             raise BadValue(f"rival {self.rival} decides where to cut.", hint='Leave out cut, or write cut="auto".')
 
@@ -65,7 +65,7 @@ class Wanted:
     @property
     def chooser(self) -> Chooser:
         if self.rival:
-            return RIVALS[self.rival]
+            return BASELINES[self.rival]
         return choose if self.cut is None else _At(self.cut)
 
 

@@ -20,9 +20,9 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.models.registry import build
-from manyhands.planner.ground import Batch, by_memory
+from manyhands.planner.baselines import average
+from manyhands.planner.context import Batch, by_memory
 from manyhands.planner.hybrid import pipelines
-from manyhands.planner.rivals import average
 from manyhands.planner.task import Task
 from manyhands.plans.networks import load_network
 from manyhands.plans.pipelines import pipeline_plan

@@ -27,7 +27,7 @@ from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
-from manyhands.planner.ground import Batch, by_memory
+from manyhands.planner.context import Batch, by_memory
 from manyhands.planner.hybrid import batches, pipelines
 from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_micro_batches
 from manyhands.planner.task import Price, Task, fitting
@@ -37,18 +37,20 @@ MOST_TRIED = 5
 
 
 def data_parallel(task: Task, price: Price) -> Plan:
-    found = fitting("data parallel", samples, task, price).plan
-    assert found is not None
-    return found
+    plan = fitting("data parallel", samples, task, price).plan
+    assert plan is not None
+    return plan
 
 
 def eddl(task: Task, price: Price) -> Plan:
     """The leader's port carries everybody's gradients and weights."""
 
-    def led(own: Task) -> Plan:
-        plan = samples(own)
+    def led(subtask: Task) -> Plan:
+        plan = samples(subtask)
         stage = plan.stages[0]
-        order = sorted(range(len(stage.devices)), key=lambda d: own.step_seconds(stage.devices[d], own.batch_size))
+        order = sorted(
+            range(len(stage.devices)), key=lambda d: subtask.step_seconds(stage.devices[d], subtask.batch_size)
+        )
         share = stage.share
         assert isinstance(share, BySamples)
         devices = tuple(stage.devices[d] for d in order)
@@ -56,9 +58,9 @@ def eddl(task: Task, price: Price) -> Plan:
         changed = msgspec.structs.replace(stage, devices=devices, share=counts, reduce="gateway")
         return msgspec.structs.replace(plan, stages=(changed,))
 
-    found = fitting("EDDL", led, task, price).plan
-    assert found is not None
-    return found
+    best = fitting("EDDL", led, task, price).plan
+    assert best is not None
+    return best
 
 
 def pipeline_parallel(task: Task, price: Price) -> Plan:
@@ -68,15 +70,15 @@ def pipeline_parallel(task: Task, price: Price) -> Plan:
 def gpipe(task: Task, price: Price) -> Plan:
     """Cut by work alone: the devices' differences and what crosses the cuts are not looked at."""
 
-    def even(own: Task) -> Plan:
-        names = by_memory(own.cluster)[: len(own.network.layers)]
-        micro_batches = usual_micro_batches(own, len(names))
-        alike = average(own).of("any")
-        size = own.batch_size // micro_batches
-        costs = [sum(alike.layer_seconds(layer, size)) for layer in range(len(own.network.layers))]
+    def even(subtask: Task) -> Plan:
+        names = by_memory(subtask.cluster)[: len(subtask.network.layers)]
+        micro_batches = usual_micro_batches(subtask, len(names))
+        alike = average(subtask).of("any")
+        size = subtask.batch_size // micro_batches
+        costs = [sum(alike.layer_seconds(layer, size)) for layer in range(len(subtask.network.layers))]
         ends = balanced_cuts([costs] * len(names))
         stages = [Stage((a, b), (name,)) for name, (a, b) in zip(names, pairwise([0, *ends]))]
-        return own.plan(stages, micro_batches)
+        return subtask.plan(stages, micro_batches)
 
     return _best_cut(task, price, even, "gpipe")
 
@@ -91,11 +93,11 @@ def dapple(task: Task, price: Price) -> Plan:
     names = by_memory(task.cluster)
     everywhere = Profile({device.name: profile.of("any") for device in alike.devices})
     like = Batch(1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up)
-    found = pipelines(
+    pipeline = pipelines(
         task.network, alike, everywhere, task.batch_size, micro_batches=task.micro_batches, like=like,
         may_be_alone=False,
     )[0]  # fmt: skip
-    plan = found.plan(task.network)
+    plan = pipeline.plan(task.network)
     real = dict(zip(alike.names, names))
     return msgspec.structs.replace(
         plan,
@@ -162,10 +164,12 @@ def _alike(cluster: Cluster) -> Cluster:
     """As many devices with the same ports, the slowest of all, and memory without end."""
     up = min(device.up_bytes_per_second for device in cluster.devices)
     down = min(device.down_bytes_per_second for device in cluster.devices)
-    one = msgspec.structs.replace(
+    average_device = msgspec.structs.replace(
         cluster.devices[0], host="", memory_bytes=10**18, up_bytes_per_second=up, down_bytes_per_second=down
     )
-    devices = tuple(msgspec.structs.replace(one, name=f"any{number}") for number in range(len(cluster.devices)))
+    devices = tuple(
+        msgspec.structs.replace(average_device, name=f"any{number}") for number in range(len(cluster.devices))
+    )
     return Cluster("alike", devices, cluster.link)
 
 
@@ -194,16 +198,16 @@ def _least_slowest_stage(task: Task) -> Plan:
             for i in range(1, j):
                 if cuts[i] >= best[j, m][0]:
                     continue
-                for own in range(1, min(m, size + 1)):
-                    slowest = max(best[i, m - own][0], cuts[i], stage(i, j, own))
+                for replicas in range(1, min(m, size + 1)):
+                    slowest = max(best[i, m - replicas][0], cuts[i], stage(i, j, replicas))
                     if slowest < best[j, m][0]:
-                        best[j, m] = (slowest, i, own)
+                        best[j, m] = (slowest, i, replicas)
     stages: list[tuple[int, int, int]] = []
     j, m = layers, count
     while j:
-        _, i, own = best[j, m]
-        stages.append((max(i, 0), j, own if i >= 0 else m))
-        j, m = max(i, 0), m - own
+        _, i, replicas = best[j, m]
+        stages.append((max(i, 0), j, replicas if i >= 0 else m))
+        j, m = max(i, 0), m - replicas
     made, place = [], 0
     for first, last, width in reversed(stages):
         devices = names[place : place + width]
@@ -253,11 +257,11 @@ def hetpipe(task: Task, price_on: Callable[[Plan, Cluster], float]) -> HetPipe:
     for count in range(1, len(names) + 1):
         groups = [names[number::count] for number in range(count)]  # of each kind to each group, in turn
         try:
-            found = _virtual_workers(task, groups, weights, price_on)
+            grouping = _virtual_workers(task, groups, weights, price_on)
         except ManyhandsError:
             continue
-        if best is None or found.seconds < best.seconds:
-            best = found
+        if best is None or grouping.seconds < best.seconds:
+            best = grouping
     if best is None:
         raise BadPlan(f"No grouping of {len(names)} devices into virtual workers can train {task.network.name}.")
     return best
@@ -272,14 +276,14 @@ def _virtual_workers(
     for group, part in zip(groups, wanted):
         cluster = task.cluster.with_devices("group", tuple(task.cluster.device(name) for name in group))
         size = max(1, round(part / 8) * 8 if part >= 8 else round(part))
-        own = replace(task, cluster=cluster, batch_size=size, micro_batches=None)
-        plan = _best_cut(own, lambda one, at=cluster: price_on(one, at), one_each, "1f1b")  # type: ignore[misc]
+        subtask = replace(task, cluster=cluster, batch_size=size, micro_batches=None)
+        plan = _best_cut(subtask, lambda plan, at=cluster: price_on(plan, at), one_each, "1f1b")  # type: ignore[misc]
         workers.append(VirtualWorker(plan, price_on(resolve(plan, task.network, cluster), cluster), size))
-    each = max(one.seconds * part / one.samples for one, part in zip(workers, wanted))
+    each = max(worker.seconds * part / worker.samples for worker, part in zip(workers, wanted))
     moved = 2 * len(groups) * weights if len(groups) > 1 else 0
     server = task.cluster.device(task.fastest())
     port = min(server.up_bytes_per_second, server.down_bytes_per_second, task.cluster.link.bytes_per_second)
-    pipelined = sum(_crossing_bytes(one.plan, task) * part / one.samples for one, part in zip(workers, wanted))
+    pipelined = sum(_crossing_bytes(worker.plan, task) * part / worker.samples for worker, part in zip(workers, wanted))
     return HetPipe(tuple(workers), max(each, moved / 2 / port), round(moved + pipelined))
 
 
@@ -294,7 +298,7 @@ def volume(plan: Plan, task: Task) -> int:
     network = task.network
     total = _crossing_bytes(plan, task)
     for stage in plan.stages:
-        first, last = (network.find_layer(one) for one in stage.layers)
+        first, last = (network.find_layer(layer) for layer in stage.layers)
         trained = {
             name for layer in network.layers[first:last] for name in layer.weights if network.weights[name].trainable
         }
@@ -302,7 +306,7 @@ def volume(plan: Plan, task: Task) -> int:
     return round(total)
 
 
-def every_rival(task: Task, price: Price) -> Iterator[tuple[str, Plan | ManyhandsError]]:
+def every_baseline(task: Task, price: Price) -> Iterator[tuple[str, Plan | ManyhandsError]]:
     """The synchronous rivals' plans, or why there is none."""
     for name, make in SYNCHRONOUS.items():
         try:

@@ -38,7 +38,7 @@ def price_of(task: Task) -> rivals.Price:
 
 def test_every_rival_plans_as_it_says(tiny: Network) -> None:
     task = task_on(tiny, preset("env-c"), 96, batch_norm="local")
-    plans = {name: plan for name, plan in rivals.every_rival(task, price_of(task)) if isinstance(plan, Plan)}
+    plans = {name: plan for name, plan in rivals.every_baseline(task, price_of(task)) if isinstance(plan, Plan)}
     assert set(plans) == set(rivals.SYNCHRONOUS)
     assert [len(stage.devices) for stage in plans["data parallel"].stages] == [6]
     assert plans["EDDL"].stages[0].reduce == "gateway"
@@ -96,7 +96,7 @@ def test_volume_is_equation_2() -> None:
 @pytest.mark.parametrize("environment", ["env-a", "env-c", "env-d"])
 def test_ours_is_never_slower_than_a_rival(tiny: Network, environment: str) -> None:
     table = compare(tiny, preset(environment), batch_size=256, batch_norm="local")
-    ours, best = table.ours, table.best_rival()
+    ours, best = table.ours, table.best_baseline()
     assert ours.runs
     assert best is not None
     assert ours.seconds <= best.seconds * (1 + 1e-9)

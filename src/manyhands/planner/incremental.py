@@ -16,7 +16,7 @@ from manyhands.facts.errors import BadPlan
 from manyhands.facts.network import Network
 from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, LayerName, Plan, Share, Single, Stage
 from manyhands.facts.plan_check import group_ops, layer_range, resolve
-from manyhands.planner.cutting import Crew, Crews, Cutting
+from manyhands.planner.cutting import Cutting, StageDraft, StageDrafts
 from manyhands.planner.simple import proportional
 from manyhands.planner.tile_plans import grids, tile_shares
 from manyhands.planner.tiles import TilePrices
@@ -33,24 +33,24 @@ WORTH_DISSOLVING = 1.2
 
 def homes_for(plan: Plan, stages: Sequence[Stage], network: Network, cluster: Cluster) -> dict[str, str]:
     """An input whose home is lost moves to the first device of the first stage that reads it."""
-    found = {}
+    homes = {}
     for name, home in plan.homes.items():
         if home != EVERYWHERE and home not in cluster.names:
             layer = network.layer_of_op[min(network.readers.get(name, (0,)))]
-            home = next(one.devices[0] for one in stages if layer_range(one)[0] <= layer < layer_range(one)[1])
-        found[name] = home
-    return found
+            home = next(stage.devices[0] for stage in stages if layer_range(stage)[0] <= layer < layer_range(stage)[1])
+        homes[name] = home
+    return homes
 
 
-class Mending(Cutting):
+class IncrementalReplanner(Cutting):
     """Which shapes a plan can take."""
 
     # Shapes
 
-    def shapes(self) -> Iterator[list[Crews]]:
+    def shapes(self) -> Iterator[list[StageDrafts]]:
         """What the stages may become, the nearest to the old plan first; of alternatives the fastest is taken."""
-        old = [self._crew(index) for index in range(len(self.plan.stages))]
-        left = tuple(crew for crew in old if crew.devices)
+        old = [self._draft(index) for index in range(len(self.plan.stages))]
+        left = tuple(draft for draft in old if draft.devices)
         if not left:
             return
         if len(self.cluster.names) > 1:
@@ -58,179 +58,182 @@ class Mending(Cutting):
             working = [name for stage in self.plan.stages for name in stage.devices]
             is_shared = len(working) > len(set(working))  # by tiles, and its tail on one of them: as before
             yield from filter(None, [refilled, [left]] if is_shared else [[left], refilled])
-            fair = tuple(self._fair(crew) for crew in left)
+            fair = tuple(self._fair(draft) for draft in left)
             if fair != left:
                 yield [fair]
             everybody = self._fair(replace(left[0], devices=tuple(dict.fromkeys(n for c in left for n in c.devices))))
             if len(left) > 1 and len(everybody.devices) > 1:
                 yield [(everybody,)]
-        everywhere = (name for crew in left for name in crew.devices)
+        everywhere = (name for draft in left for name in draft.devices)
         yield [(replace(left[0], devices=(max(everywhere, key=self.speeds.__getitem__),)),)]
 
-    def _crew(self, index: int) -> Crew:
+    def _draft(self, index: int) -> StageDraft:
         stage = self.plan.stages[index]
         devices = tuple(name for name in stage.devices if name in self.cluster.names)
-        return Crew(devices, stage, self.plan.warm_up_of(index))
+        return StageDraft(devices, stage, self.plan.warm_up_of(index))
 
-    def _fair(self, crew: Crew) -> Crew:
+    def _fair(self, draft: StageDraft) -> StageDraft:
         """The same devices by samples, as many as a micro-batch has samples for: the fastest."""
-        chosen = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)[: self.samples]
-        return replace(crew, devices=tuple(name for name in crew.devices if name in chosen), is_plain=True)
+        chosen = sorted(draft.devices, key=self.speeds.__getitem__, reverse=True)[: self.samples]
+        return replace(draft, devices=tuple(name for name in draft.devices if name in chosen), is_plain=True)
 
-    def _refilled(self, old: list[Crew]) -> list[Crews]:
+    def _refilled(self, old: list[StageDraft]) -> list[StageDrafts]:
         """Stages that nobody is left of get one device of another: shared where the order lets it, else for good."""
-        found: list[list[Crew]] = [old]
-        while any(not crew.devices for crew in found[0]):
-            place = next(place for place, crew in enumerate(found[0]) if not crew.devices)
+        alternatives: list[list[StageDraft]] = [old]
+        while any(not draft.devices for draft in alternatives[0]):
+            place = next(place for place, draft in enumerate(alternatives[0]) if not draft.devices)
             further = []
-            for crews in found:
+            for drafts in alternatives:
                 if self.plan.may_repeat_devices:
-                    fastest = max((n for crew in crews for n in crew.devices), key=self.speeds.__getitem__)
-                    further.append([*crews[:place], replace(crews[place], devices=(fastest,)), *crews[place + 1 :]])
+                    fastest = max((n for draft in drafts for n in draft.devices), key=self.speeds.__getitem__)
+                    further.append([*drafts[:place], replace(drafts[place], devices=(fastest,)), *drafts[place + 1 :]])
                     continue
-                for giver, crew in enumerate(crews):
-                    if len(crew.devices) > 1:
-                        other = list(crews)
-                        other[place] = replace(crews[place], devices=crew.devices[-1:])
-                        other[giver] = replace(crew, devices=crew.devices[:-1])
+                for giver, draft in enumerate(drafts):
+                    if len(draft.devices) > 1:
+                        other = list(drafts)
+                        other[place] = replace(drafts[place], devices=draft.devices[-1:])
+                        other[giver] = replace(draft, devices=draft.devices[:-1])
                         further.append(other)
             if not further:
                 return []
-            found = further
-        return [tuple(crews) for crews in found]
+            alternatives = further
+        return [tuple(drafts) for drafts in alternatives]
 
-    def regrouped(self, crews: Crews, is_tight: bool) -> Crews:
+    def regrouped(self, drafts: StageDrafts, is_tight: bool) -> StageDrafts:
         """After a loss, with one device in the stage beside its own or a shared stage in two, where that is much
         faster."""
         if all(name in self.cluster.names for name in self.plan.devices):
-            return crews
-        least, best = self.cut(crews, is_tight)[0], crews
-        for other in self._shifted(crews):
-            worth = WORTH_DISSOLVING if len(other) < len(crews) else WORTH_REGROUPING
+            return drafts
+        least, best = self.cut(drafts, is_tight)[0], drafts
+        for other in self._shifted(drafts):
+            worth = WORTH_DISSOLVING if len(other) < len(drafts) else WORTH_REGROUPING
             seconds = worth * self.cut(other, is_tight)[0]
             if seconds < least:
                 least, best = seconds, other
         return best
 
-    def _shifted(self, crews: Crews) -> Iterator[Crews]:
-        for place in range(len(crews) - 1):
+    def _shifted(self, drafts: StageDrafts) -> Iterator[StageDrafts]:
+        for place in range(len(drafts) - 1):
             for giver, taker in ((place, place + 1), (place + 1, place)):
-                name = crews[giver].devices[-1 if giver < taker else 0]
-                less = tuple(one for one in crews[giver].devices if one != name)
-                more = replace(crews[taker], devices=(*crews[taker].devices, name))
-                is_plain = {crews[giver].kind, more.kind} <= {"single", "samples"}
-                if is_plain and name not in crews[taker].devices and len(more.devices) <= self.samples:
-                    changed = {giver: replace(crews[giver], devices=less), taker: more}
-                    found = (changed.get(index, crew) for index, crew in enumerate(crews))
-                    yield tuple(crew for crew in found if crew.devices)
-        for place, crew in enumerate(crews):
-            for size in range(1, len(crew.devices) if crew.kind == "samples" else 0):
-                halves = replace(crew, devices=crew.devices[:size]), Crew(crew.devices[size:], None, crew.warm_up)
-                yield (*crews[:place], *halves, *crews[place + 1 :])
+                name = drafts[giver].devices[-1 if giver < taker else 0]
+                less = tuple(device for device in drafts[giver].devices if device != name)
+                more = replace(drafts[taker], devices=(*drafts[taker].devices, name))
+                is_plain = {drafts[giver].kind, more.kind} <= {"single", "samples"}
+                if is_plain and name not in drafts[taker].devices and len(more.devices) <= self.samples:
+                    changed = {giver: replace(drafts[giver], devices=less), taker: more}
+                    shifted = (changed.get(index, draft) for index, draft in enumerate(drafts))
+                    yield tuple(draft for draft in shifted if draft.devices)
+        for place, draft in enumerate(drafts):
+            for size in range(1, len(draft.devices) if draft.kind == "samples" else 0):
+                halves = (
+                    replace(draft, devices=draft.devices[:size]),
+                    StageDraft(draft.devices[size:], None, draft.warm_up),
+                )
+                yield (*drafts[:place], *halves, *drafts[place + 1 :])
 
-    def grown(self, crews: Crews, is_tight: bool) -> Crews:
+    def grown(self, drafts: StageDrafts, is_tight: bool) -> StageDrafts:
         """With the devices that joined, or that the old plan had no use for: each where the round gets shortest."""
-        seconds = self.cut(crews, is_tight)[0]
+        seconds = self.cut(drafts, is_tight)[0]
         if len(self.cluster.names) == 1:
-            return crews
+            return drafts
         useless: set[int] = set()
-        taken = {*self.plan.devices, *(name for crew in crews for name in crew.devices)}
+        taken = {*self.plan.devices, *(name for draft in drafts for name in draft.devices)}
         joining = [name for name in self.cluster.names if name not in taken]
         for name in sorted(joining, key=self.speeds.__getitem__, reverse=True):
-            kind = self.ground.kinds[self.ground.names.index(name)]
+            kind = self.context.kinds[self.context.names.index(name)]
             if kind in useless:
                 continue
-            tried = [(self.cut(other, is_tight)[0], other) for other in self._joined(crews, name)]
-            best = min(tried, key=lambda one: one[0])
+            tried = [(self.cut(other, is_tight)[0], other) for other in self._joined(drafts, name)]
+            best = min(tried, key=lambda entry: entry[0])
             if best[0] * WORTH_JOINING <= seconds and best[0] < inf:
-                seconds, crews = best
+                seconds, drafts = best
             else:
                 useless.add(kind)
-        return crews
+        return drafts
 
-    def _joined(self, crews: Crews, name: str) -> Iterator[Crews]:
+    def _joined(self, drafts: StageDrafts, name: str) -> Iterator[StageDrafts]:
         """One more device: in each stage, or as a stage of its own at each place."""
-        for place, crew in enumerate(crews):
-            more = replace(crew, devices=(*crew.devices, name))
+        for place, draft in enumerate(drafts):
+            more = replace(draft, devices=(*draft.devices, name))
             if more.kind != "samples" or len(more.devices) <= self.samples:
-                yield (*crews[:place], more, *crews[place + 1 :])
-        for place in range(len(crews) + 1):
-            warm_up = crews[min(place, len(crews) - 1)].warm_up
-            yield (*crews[:place], Crew((name,), None, warm_up), *crews[place:])
+                yield (*drafts[:place], more, *drafts[place + 1 :])
+        for place in range(len(drafts) + 1):
+            warm_up = drafts[min(place, len(drafts) - 1)].warm_up
+            yield (*drafts[:place], StageDraft((name,), None, warm_up), *drafts[place:])
 
-    def ways_to_cut(self, crews: Crews, is_tight: bool) -> list[tuple[int, ...]]:
+    def ways_to_cut(self, drafts: StageDrafts, is_tight: bool) -> list[tuple[int, ...]]:
         """The old cuts where they are about as good as the best, or where the model knows little; else the best."""
-        seconds, best = self.cut(crews, is_tight)
+        seconds, best = self.cut(drafts, is_tight)
         if not best:
             return []
-        old = [layer_range(crew.old) for crew in crews if crew.old is not None]
+        old = [layer_range(draft.old) for draft in drafts if draft.old is not None]
         kept = tuple(last for _, last in old)
-        if len(old) < len(crews) or (0, *kept[:-1]) != tuple(first for first, _ in old) or kept[-1] != self.layers:
+        if len(old) < len(drafts) or (0, *kept[:-1]) != tuple(first for first, _ in old) or kept[-1] != self.layers:
             return [best]  # a stage is new, or one was dissolved
-        kept_seconds = self.cut(crews, is_tight, kept)[0]
-        is_divided = any(crew.kind in ("tiles", "channels") for crew in crews)
+        kept_seconds = self.cut(drafts, is_tight, kept)[0]
+        is_divided = any(draft.kind in ("tiles", "channels") for draft in drafts)
         if kept_seconds <= (inf if is_divided else WORTH_MOVING * seconds) and kept_seconds < inf:
             return [kept, best]
         return [best]
 
     # Plans
 
-    def built(self, crews: Crews, ends: tuple[int, ...]) -> Plan:
+    def built(self, drafts: StageDrafts, ends: tuple[int, ...]) -> Plan:
         """The plan of these stages, checked."""
         stages: list[Stage] = []
-        for place, (crew, first, last) in enumerate(zip(crews, (0, *ends), ends)):
-            old = crew.old or Stage((first, last), ())
-            devices, share = self._share(crew, first, last, self._ahead(crews, place))
+        for place, (draft, first, last) in enumerate(zip(drafts, (0, *ends), ends)):
+            old = draft.old or Stage((first, last), ())
+            devices, share = self._share(draft, first, last, self._ahead(drafts, place))
             stages.append(msgspec.structs.replace(old, layers=(first, last), devices=devices, share=share))
         plan = msgspec.structs.replace(
             self.plan,
             stages=tuple(stages),
-            warm_up=tuple(crew.warm_up for crew in crews)
+            warm_up=tuple(draft.warm_up for draft in drafts)
             if isinstance(self.plan.warm_up, tuple)
             else self.plan.warm_up,
             homes=homes_for(self.plan, stages, self.network, self.cluster),
         )
-        for place, crew in enumerate(crews):
-            if crew.kind == "tiles":
-                plan = self._best_grid(plan, place, crew)
+        for place, draft in enumerate(drafts):
+            if draft.kind == "tiles":
+                plan = self._best_grid(plan, place, draft)
         return resolve(plan, self.network, self.cluster)
 
-    def _share(self, crew: Crew, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
-        if crew.kind == "samples":
-            return self._samples(crew, first, last, ahead)
-        if crew.kind == "channels":
-            return self._channels(crew, first, last)
-        return crew.devices, Single()  # tiles get theirs when the stages are known
+    def _share(self, draft: StageDraft, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
+        if draft.kind == "samples":
+            return self._samples(draft, first, last, ahead)
+        if draft.kind == "channels":
+            return self._channels(draft, first, last)
+        return draft.devices, Single()  # tiles get theirs when the stages are known
 
-    def _channels(self, crew: Crew, first: int, last: int) -> tuple[tuple[str, ...], Share]:
+    def _channels(self, draft: StageDraft, first: int, last: int) -> tuple[tuple[str, ...], Share]:
         """As many groups as before, by speed, at least one each: with fewer groups than devices, the fastest ones."""
-        assert crew.old is not None
-        old = crew.old.share
+        assert draft.old is not None
+        old = draft.old.share
         assert isinstance(old, ByChannels)
         total = sum(old.groups)
-        chosen = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)[:total]
-        names = tuple(name for name in crew.devices if name in chosen)
+        chosen = sorted(draft.devices, key=self.speeds.__getitem__, reverse=True)[:total]
+        names = tuple(name for name in draft.devices if name in chosen)
         if len(names) == 1:
             return names, Single()
         more = proportional(total - len(names), [self.speeds[name] for name in names])
         based = None if old.input_based is None else self._inside(old.input_based, first, last)
         everywhere = self._inside(old.everywhere, first, last)
-        return names, ByChannels(tuple(1 + one for one in more), based, everywhere)
+        return names, ByChannels(tuple(1 + extra for extra in more), based, everywhere)
 
-    def _samples(self, crew: Crew, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
+    def _samples(self, draft: StageDraft, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
         """The best shares; with batch norm by device, none so small that it has no statistics."""
         least = self._least_samples(first, last)
-        names = crew.devices
+        names = draft.devices
         if len(names) * least > self.samples:
             kept = sorted(names, key=self.speeds.__getitem__, reverse=True)[: max(1, self.samples // least)]
             names = tuple(name for name in names if name in kept)
         if len(names) == 1:
             return names, Single()
-        one = replace(crew, devices=names)
+        chosen = replace(draft, devices=names)
         place = numpy.array([first]), numpy.array([last])
-        lines = self._solved(one, *place, ahead, is_tight=True)
+        lines = self._solved(chosen, *place, ahead, is_tight=True)
         if not len(lines):
-            lines = self._solved(one, *place, ahead, is_tight=False)
+            lines = self._solved(chosen, *place, ahead, is_tight=False)
         steps = self.steps(names)
         left = lines.shares.of(0, [int(number) for number in steps.counts[lines.group[0]]])
         counts = [left[kind].pop(0) for kind in steps.kinds]
@@ -248,23 +251,23 @@ class Mending(Cutting):
                 return 2
         return 1
 
-    def _best_grid(self, plan: Plan, place: int, crew: Crew) -> Plan:
+    def _best_grid(self, plan: Plan, place: int, draft: StageDraft) -> Plan:
         """Rows and columns by capacity; of the grids that so many devices can make, the one with the least price.
 
         Where a map is too small for a tile each, the slowest are left out.
         """
-        by_speed = sorted(crew.devices, key=self.speeds.__getitem__, reverse=True)
+        by_speed = sorted(draft.devices, key=self.speeds.__getitem__, reverse=True)
         for count in range(len(by_speed), 1, -1):
-            chosen = tuple(name for name in crew.devices if name in by_speed[:count])
-            possible = self._gridded(plan, place, replace(crew, devices=chosen))
+            chosen = tuple(name for name in draft.devices if name in by_speed[:count])
+            possible = self._gridded(plan, place, replace(draft, devices=chosen))
             if len(possible) == 1:
                 return possible[0]
             if possible:
                 prices = [TilePrices(tried, place, self.network, self.cluster, self.profile) for tried in possible]
-                return min(zip(prices, possible), key=lambda one: one[0].every_layer().seconds)[1]
-        height, width = self._map_of(plan.stages[place], len(crew.devices))
+                return min(zip(prices, possible), key=lambda entry: entry[0].every_layer().seconds)[1]
+        height, width = self._map_of(plan.stages[place], len(draft.devices))
         raise BadPlan(
-            f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(crew.devices)} devices."
+            f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(draft.devices)} devices."
         )
 
     def _map_of(self, stage: Stage, count: int) -> tuple[int, int]:
@@ -273,28 +276,28 @@ class Mending(Cutting):
         shape = self.network.tensors[start.inputs[0]].shape if start.inputs else ()
         return (shape[2], shape[3]) if len(shape) == 4 else (count, count)
 
-    def _gridded(self, plan: Plan, place: int, crew: Crew) -> list[Plan]:
+    def _gridded(self, plan: Plan, place: int, draft: StageDraft) -> list[Plan]:
         """The plan with a stage on every grid that its devices can make, none of whose tiles has nothing in it."""
         stage = plan.stages[place]
         first, last = layer_range(stage)
-        height, width = self._map_of(stage, len(crew.devices))
-        speeds = [self.speeds[name] for name in crew.devices]
-        assert crew.old is not None
-        old = crew.old.share
+        height, width = self._map_of(stage, len(draft.devices))
+        speeds = [self.speeds[name] for name in draft.devices]
+        assert draft.old is not None
+        old = draft.old.share
         assert isinstance(old, ByTiles)
-        groups = [self._groups(own, crew.old, first, last) for own in (old.forward_groups, old.backward_groups)]
+        groups = [self._groups(starts, draft.old, first, last) for starts in (old.forward_groups, old.backward_groups)]
         early = self._inside(old.interior_first, first, last)
         possible: list[Plan] = []
-        for count in grids(len(crew.devices)):
+        for count in grids(len(draft.devices)):
             if (count[0] - count[1]) * (height - width) < 0 or (height == width and count[0] < count[1]):
                 continue  # the longer side is cut more often
             by_row = [sum(speeds[r * count[1] : (r + 1) * count[1]]) for r in range(count[0])]
             by_column = [sum(speeds[c :: count[1]]) for c in range(count[1])]
             rows, columns = tile_shares(by_row, height), tile_shares(by_column, width)
-            if any(a == b for own in ((height, rows), (width, columns)) for a, b in pairwise(cut_points(*own))):
+            if any(a == b for extent in ((height, rows), (width, columns)) for a, b in pairwise(cut_points(*extent))):
                 continue
             share = ByTiles(rows, columns, groups[0], groups[1], early)
-            changed = msgspec.structs.replace(stage, devices=crew.devices, share=share)
+            changed = msgspec.structs.replace(stage, devices=draft.devices, share=share)
             tried = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
             possible.append(tried)
         return possible
@@ -315,9 +318,9 @@ class Mending(Cutting):
         before = range(first, min(start, last))
         after = range(max(end, first), last)
         kept = self._inside(groups, first, last)
-        found = dict(zip(group_ops((*before, *kept, *after), self.network), (*before, *kept, *after)))
-        found.setdefault(self.network.layers[first].first, first)
-        return tuple(found[op] for op in sorted(found))
+        starts_by_op = dict(zip(group_ops((*before, *kept, *after), self.network), (*before, *kept, *after)))
+        starts_by_op.setdefault(self.network.layers[first].first, first)
+        return tuple(starts_by_op[op] for op in sorted(starts_by_op))
 
     def reason(self, plan: Plan) -> str:
         """What was done to the old plan, for a person."""
@@ -331,9 +334,9 @@ class Mending(Cutting):
             words.append(f"with {', '.join(joined)}")
         if len(old.stages) != len(new.stages):
             words.append(f"{len(new.stages)} stage(s) instead of {len(old.stages)}")
-        cuts = [tuple(layer_range(stage)[1] for stage in one.stages[:-1]) for one in (old, new)]
+        cuts = [tuple(layer_range(stage)[1] for stage in plan_shown.stages[:-1]) for plan_shown in (old, new)]
         if cuts[0] != cuts[1]:
-            shown = [", ".join(map(str, one)) or "none" for one in cuts]
+            shown = [", ".join(map(str, ends)) or "none" for ends in cuts]
             words.append(f"cuts {shown[1]} instead of {shown[0]}")
         idle = [name for name in self.cluster.names if name not in new.devices]
         if idle:
