@@ -45,17 +45,17 @@ def dashboard(
 ) -> None:
     """Show a run in a browser, live or long over, until Ctrl-C."""
     folder = run_named(run)
-    with opened(listen, folder) as found:
-        typer.echo(f"{folder}: {found.url}")
-        if found.is_encrypted:
+    with opened(listen, folder) as server:
+        typer.echo(f"{folder}: {server.url}")
+        if server.is_encrypted:
             typer.echo("Browsers warn of its certificate once, since nobody but this process vouches for it.")
         typer.echo("Ctrl-C ends it; the run does not notice.", err=True)
-        if open_it and found.is_encrypted:
+        if open_it and server.is_encrypted:
             typer.echo("Open it yourself: a browser started from here would show the token to every user.", err=True)
         elif open_it:
             import webbrowser
 
-            webbrowser.open(found.url)
+            webbrowser.open(server.url)
         threading.Event().wait()
 
 
@@ -79,16 +79,16 @@ def dashboard_for(option: str | None, say: Callable[[str], None], *, quiet: bool
     from manyhands.facts.errors import AddressTaken
 
     with contextlib.ExitStack() as stack:
-        found = None
+        server = None
         if option != OFF and not (option is None and quiet):
             try:
-                found = stack.enter_context(opened(option or "", None))
+                server = stack.enter_context(opened(option or "", None))
             except AddressTaken:
                 if option is not None:
                     raise
-        if found is not None:
-            say(f"Dashboard: {found.url}")
-        yield Page(found)
+        if server is not None:
+            say(f"Dashboard: {server.url}")
+        yield Page(server)
 
 
 def opened(address: str, folder: Path | None) -> Dashboard:

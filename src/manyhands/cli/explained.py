@@ -52,12 +52,12 @@ def _print_limits(explained: Explanation) -> None:
     if binding is None:
         return
     typer.echo(f"What limits it: {binding.text}.{_checked(binding)}")
-    others = [one for one in explained.limits if one is not binding and one.part >= ALSO_SAID]
-    for one in others[:MOST_BESIDES]:
-        typer.echo(f"  besides: {one.text}.{_checked(one) if one.part >= CHECKED_TOO else ''}")
-    for one in explained.full:
-        if one is not binding:
-            typer.echo(f"  besides: {one.text}.{_checked(one)}")
+    others = [limit for limit in explained.limits if limit is not binding and limit.part >= ALSO_SAID]
+    for limit in others[:MOST_BESIDES]:
+        typer.echo(f"  besides: {limit.text}.{_checked(limit) if limit.part >= CHECKED_TOO else ''}")
+    for limit in explained.full:
+        if limit is not binding:
+            typer.echo(f"  besides: {limit.text}.{_checked(limit)}")
     typer.echo()
 
 
@@ -75,11 +75,18 @@ def _print_candidates(explained: Explanation, planned: Planned) -> None:
     score = {"memory": "holds at most", "energy": "J a sample"}.get(planned.best)
     unit = "" if planned.best in ("memory", "energy") else " as long"
     chosen = planned.candidates[0]
-    scores = [one.score for one in planned.candidates]
+    scores = [candidate.score for candidate in planned.candidates]
     rows = [[chosen.name, format_seconds(chosen.seconds), "", "chosen"]]
-    for one in explained.runners_up[: MOST_CANDIDATES - 1]:
-        seconds = "" if one.seconds is None else format_seconds(one.seconds)
-        rows.append([one.name, seconds, "" if one.times is None else f"{one.times:.3g}x{unit}", one.reason])
+    for runner_up in explained.runners_up[: MOST_CANDIDATES - 1]:
+        seconds = "" if runner_up.seconds is None else format_seconds(runner_up.seconds)
+        rows.append(
+            [
+                runner_up.name,
+                seconds,
+                "" if runner_up.times is None else f"{runner_up.times:.3g}x{unit}",
+                runner_up.reason,
+            ]
+        )
     headings = ["plan", "a step", "", "why"]
     if score is not None:
         headings.insert(2, score)
@@ -96,13 +103,13 @@ def _print_what_if(explained: Explanation, planned: Planned) -> None:
 
     of = "a step" if planned.objective is None else "a sample"
     rows = []
-    for one in explained.best_changes:
-        gains = faster_text(one.speed_up)
+    for change in explained.best_changes:
+        gains = faster_text(change.speed_up)
         if planned.best == "memory":
-            gains += f", at most {format_bytes(one.score)} on a device"
+            gains += f", at most {format_bytes(change.score)} on a device"
         elif planned.best == "energy":
-            gains += f", {one.score:.3g} J a sample"
-        rows.append([one.change, format_seconds(one.seconds), gains])
+            gains += f", {change.score:.3g} J a sample"
+        rows.append([change.change, format_seconds(change.seconds), gains])
     if rows:
         print_table("What if (planned anew, simulated)", ["with", of, ""], rows, numbers=[of])
     notes = []

@@ -43,10 +43,10 @@ def load_task(
         if not is_plain_local(machines):
             return TaskInputs(network, machines, read_profiles(profile, network, machines) if profile else None)
         say("looking at this machine")
-        known = local_times(network, machines, training=training)
+        local = local_times(network, machines, training=training)
     if not profile:
-        return TaskInputs(network, known.cluster, known.profile, known.note)
-    return TaskInputs(network, known.cluster, read_profiles(profile, network, known.cluster, known.profile))
+        return TaskInputs(network, local.cluster, local.profile, local.note)
+    return TaskInputs(network, local.cluster, read_profiles(profile, network, local.cluster, local.profile))
 
 
 def print_notes(task: TaskInputs, result: Simulation) -> None:

@@ -42,8 +42,8 @@ def rate_text(samples_per_second: float | None) -> str:
 
 def state_text(view: View) -> str:
     live = view.live
-    said = STATES.get(live.state, live.state)
-    return f"{said}: {live.text}" if live.text else said
+    state = STATES.get(live.state, live.state)
+    return f"{state}: {live.text}" if live.text else state
 
 
 def step_text(live: Live) -> str:
@@ -68,11 +68,11 @@ def names_text(names: tuple[str, ...]) -> str:
 
 def memory_text(device: LiveDevice) -> str:
     """What it takes of what it may: counted, or else as the plan has it."""
-    own = device.peak_bytes or device.planned_bytes
+    held = device.peak_bytes or device.planned_bytes
     sign = "" if device.peak_bytes else "~"
-    if not own:
+    if not held:
         return f"of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-    return f"{sign}{format_bytes(own)} of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+    return f"{sign}{format_bytes(held)} of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
 
 
 def percent(part: float | None) -> str:
@@ -81,8 +81,8 @@ def percent(part: float | None) -> str:
 
 def busy_of(live: Live, stage: LiveStage) -> float | None:
     """Of the stage's busiest device."""
-    known = [one.busy for one in live.devices if one.name in stage.devices and one.busy is not None]
-    return max(known, default=None)
+    parts = [device.busy for device in live.devices if device.name in stage.devices and device.busy is not None]
+    return max(parts, default=None)
 
 
 class Flows:
@@ -96,7 +96,7 @@ class Flows:
 
     def look(self, live: Live) -> None:
         now = live.updated or time.time()
-        sent = {(one.source, one.target): one.sent_bytes for one in live.links}
+        sent = {(link.source, link.target): link.sent_bytes for link in live.links}
         before, seconds = self._before, 0.0
         if before is not None:
             seconds = now - before[0]

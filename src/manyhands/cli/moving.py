@@ -173,6 +173,6 @@ def _device_rows(live: Live, is_wide: bool) -> list[list[RenderableType]]:
     for device in live.devices:
         row: list[RenderableType] = [Text(f"  {plain(device.name)}"), *_busy(device.busy, is_wide)]
         is_here = device.state == "here"
-        told = f"memory {memory_text(device)}" if is_here and memory_text(device) else "" if is_here else device.state
-        rows.append([*row, Text(told)])
+        note = f"memory {memory_text(device)}" if is_here and memory_text(device) else "" if is_here else device.state
+        rows.append([*row, Text(note)])
     return rows

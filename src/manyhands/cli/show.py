@@ -61,4 +61,4 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 def plain(text: str) -> str:
     """Without what a terminal would obey: names and reasons come from other machines and from files."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)

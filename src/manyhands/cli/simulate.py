@@ -56,16 +56,16 @@ def simulate(
         )
     model = model or (public.network_named_in(file) if file else MODEL)
     task = load_task(model, input, granularity, cluster, profile)
-    network, machines, known = task.network, task.cluster, task.profile
+    network, machines, times = task.network, task.cluster, task.profile
     with working("simulating"):
         if file is not None:
             chosen = public.read_plan(file, network, machines)
         else:
             chosen = public.plan(
                 network, machines, batch_size=batch_size or BATCH_SIZE, strategy=plan, micro_batches=micro_batches,
-                order=public.order_named(order or "1f1b"), profile=known,
+                order=public.order_named(order or "1f1b"), profile=times,
             ).plan  # fmt: skip
-        result = public.simulate(chosen, network, machines, known, within_memory=not overcommit)
+        result = public.simulate(chosen, network, machines, times, within_memory=not overcommit)
         folder = Path(out) if out else public.run_folder("simulate", network, machines)
         files = public.write_simulation(folder, chosen, network, machines, result)
         tiled = tiled_schedule(chosen, network)

@@ -52,19 +52,19 @@ def run_named(text: str) -> Path:
     from manyhands.observe.watching import RUNS, is_run, known_runs, newest_live
 
     if not text:
-        known = known_runs()
-        found = newest_live(known) or next(iter(known), None)
-        if found is None:
+        folders = known_runs()
+        folder = newest_live(folders) or next(iter(folders), None)
+        if folder is None:
             raise BadFile(
                 f"There is no run in {RUNS.absolute()}, and none is known elsewhere.",
                 hint="Start one: manyhands train\nOr name its folder: manyhands status FOLDER",
             )
-        return found
+        return folder
     for folder in (Path(text), RUNS / text):
         if folder.is_dir() and is_run(folder):
             return folder
-    known = known_runs()
-    hint = f"There are: {', '.join(map(str, known[:5]))}" if known else "Start one: manyhands train"
+    folders = known_runs()
+    hint = f"There are: {', '.join(map(str, folders[:5]))}" if folders else "Start one: manyhands train"
     raise BadFile(f"{text}: there is no run in such a folder.", hint=hint)
 
 
@@ -79,16 +79,16 @@ def worker_pid(view: View, name: str) -> int:
         raise unknown(f"device of {view.folder}", name, devices)
     if not view.is_live:
         raise BadValue(f"{view.folder} does not go on: {view.live.state}. Its workers have ended.")
-    found = devices[name]
-    if view.live.host != socket.gethostname() or not found.pid:
+    device = devices[name]
+    if view.live.host != socket.gethostname() or not device.pid:
         where = (
-            f"Its state is {found.state}" if view.live.host == socket.gethostname() else f"It ran on {view.live.host}"
+            f"Its state is {device.state}" if view.live.host == socket.gethostname() else f"It ran on {view.live.host}"
         )
         raise BadValue(
             f"{name} is not a running process that {view.folder} started on this machine. {where}.",
             hint="A worker that joined has its process id where it was started.",
         )
-    return found.pid
+    return device.pid
 
 
 def to_dict(view: View) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def told(view: View) -> list[str]:
         reason = f": {device.reason}" if device.reason else ""
         process = f", process {device.pid}" if device.pid and view.is_live else ""
         lines.append(f"  {plain(device.name)}: {plain(device.state + reason)}{stages}{busy}{process}")
-    for event in [one for one in view.events if event_text(one)][-3:]:
+    for event in [each for each in view.events if event_text(each)][-3:]:
         lines.append(f"  {event_time(event)} {event_text(event)}")
     if live.dashboard and view.is_live:
         lines.append(f"Dashboard: {live.dashboard}")

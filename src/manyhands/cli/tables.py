@@ -35,8 +35,10 @@ def share_text(share: Share, place: int) -> str:
         part = share.rows[row] / sum(share.rows) * share.columns[column] / sum(share.columns)
         return f"tile {row},{column} of {len(share.rows)}x{len(share.columns)} ({part:.0%})"
     if isinstance(share, ByChannels):
-        own, total = share.groups[place], sum(share.groups)
-        return f"{own} of {total} channel groups" if total <= MOST_GROUPS else f"{own / total:.0%} of the channels"
+        groups, total = share.groups[place], sum(share.groups)
+        return (
+            f"{groups} of {total} channel groups" if total <= MOST_GROUPS else f"{groups / total:.0%} of the channels"
+        )
     return "all"
 
 
@@ -55,13 +57,13 @@ def print_plan(
             else f"{network.layers[first].name} .. {network.layers[last - 1].name}"
         )
         for place, device in enumerate(stage.devices):
-            own = result.devices[device]
+            totals = result.devices[device]
             rows.append(
                 [str(number) if place == 0 else "", f"{first}-{last - 1}  {names}" if place == 0 else "", device,
                  share_text(stage.share, place),
-                 f"{format_seconds(own.busy_seconds / passes)}, {1 - result.idle_part(device):.0%}",
-                 f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}",
-                 format_bytes(own.bytes_sent / passes), format_bytes(own.bytes_received / passes)]
+                 f"{format_seconds(totals.busy_seconds / passes)}, {1 - result.idle_part(device):.0%}",
+                 f"{format_bytes(totals.peak_bytes)} of {format_bytes(totals.memory_bytes)}",
+                 format_bytes(totals.bytes_sent / passes), format_bytes(totals.bytes_received / passes)]
             )  # fmt: skip
     hidden = len(rows) - MOST_ROWS
     parts = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch(es)"
@@ -168,7 +170,7 @@ def print_tile_groups(groups: TileGroups, network: Network) -> None:
         rows.append(
             [str(number), layer.name, f"{kind} {_by(layer.kernel)}, stride {_by(layer.stride)}",
              _by((layer.channels_in, *layer.input_size)), _by(tile),
-             *(str(sum(start <= number for start in found.best.starts)) for _, found in ways)]
+             *(str(sum(start <= number for start in compared.best.starts)) for _, compared in ways)]
         )  # fmt: skip
     costs = groups.costs
     title = (
@@ -179,9 +181,10 @@ def print_tile_groups(groups: TileGroups, network: Network) -> None:
     headings = ["", "layer", "", "input", "tile", "forward group", "backward group"]
     print_table(title, headings, rows, numbers=["input", "tile", "forward group", "backward group"])
     rows = [
-        [name, str(len(found.best.starts)), *map(_cost, (found.best.cost, found.one_group, found.every_layer)),
-         ", ".join(map(str, found.exchanges))]
-        for name, found in ways
+        [name, str(len(compared.best.starts)),
+         *map(_cost, (compared.best.cost, compared.one_group, compared.every_layer)),
+         ", ".join(map(str, compared.exchanges))]
+        for name, compared in ways
     ]  # fmt: skip
     headings = ["", "groups", "cost", "one group", "every layer", "exchanges at maps"]
     print_table("Costs (map n is the input of layer n)", headings, rows, numbers=headings[1:5])
@@ -197,10 +200,10 @@ def _cost(cost: float) -> str:
 
 def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
     """What each device held when that was most, by part, as it was counted in a step of a run."""
-    kinds = list(dict.fromkeys(kind for own in parts.values() for kind in own))
+    kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     rows = [
-        [device, *(format_bytes(own.get(kind, 0)) for kind in kinds), format_bytes(sum(own.values()))]
-        for device, own in parts.items()
+        [device, *(format_bytes(by_kind.get(kind, 0)) for kind in kinds), format_bytes(sum(by_kind.values()))]
+        for device, by_kind in parts.items()
     ]
     hidden = len(rows) - MOST_ROWS
     if rows:

@@ -132,14 +132,14 @@ class Screen:
             yield bar
         if live.dashboard and view.is_live:
             yield line(f"Dashboard: {live.dashboard}")
-        events = [one for one in view.events if rows.event_text(one)]
+        events = [event for event in view.events if rows.event_text(event)]
         wanted_below = min(len(events), MOST_EVENTS) + 2
-        devices = [rows.device_row(one, self.flows) for one in live.devices]
-        stages = [rows.stage_row(one) for one in live.stages]
+        devices = [rows.device_row(device, self.flows) for device in live.devices]
+        stages = [rows.stage_row(stage) for stage in live.stages]
         busiest = sorted(
-            live.links, key=lambda one: (-self.flows.between.get((one.source, one.target), 0.0), -one.sent_bytes)
+            live.links, key=lambda link: (-self.flows.between.get((link.source, link.target), 0.0), -link.sent_bytes)
         )
-        links = [rows.link_row(one, self.flows) for one in busiest]
+        links = [rows.link_row(link, self.flows) for link in busiest]
         skipped = [heading for least, some in LEFT_OUT.items() if width < least for heading in some]
         for title, headings, content, numbers, below in (
             ("devices", rows.DEVICE_HEADINGS, devices, rows.DEVICE_NUMBERS, wanted_below + min(len(stages), 4) + 2),

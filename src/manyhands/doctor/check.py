@@ -85,15 +85,15 @@ def requirement(text: str) -> tuple[str, list[tuple[str, str]]] | None:
 
 def unmet(version: str, limits: list[tuple[str, str]]) -> str:
     """Whether a version is 'older' or 'newer' than its limits let it be; empty where it is within them."""
-    own = release(version)
+    installed = release(version)
     for sign, limit in limits:
         bound = release(limit)
-        if (sign in (">=", "~=") and own < bound) or (sign == ">" and own <= bound):
+        if (sign in (">=", "~=") and installed < bound) or (sign == ">" and installed <= bound):
             return "older"
-        if (sign == "<=" and own > bound) or (sign == "<" and own >= bound):
+        if (sign == "<=" and installed > bound) or (sign == "<" and installed >= bound):
             return "newer"
-        if sign == "==" and own[: len(bound)] != bound:
-            return "older" if own < bound else "newer"
+        if sign == "==" and installed[: len(bound)] != bound:
+            return "older" if installed < bound else "newer"
     return ""
 
 

@@ -38,24 +38,24 @@ Say = Callable[[str], None]
 
 def worker_checks(members: Iterable[Member]) -> Iterator[Check]:
     """What the workers said of their machines when they joined."""
-    own = identify()
+    this_machine = identify()
     for member in members:
         facts = member.facts
-        found = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
-        yield worker_check(member.name, found, facts.torch, own.torch, facts.memory_bytes)
+        described = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
+        yield worker_check(member.name, described, facts.torch, this_machine.torch, facts.memory_bytes)
         if facts.confinement is not None:
             yield confinement_check(facts.confinement, member.name)
 
 
-def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes: int) -> Check:
+def worker_check(name: str, described: str, torch: str, own_torch: str, memory_bytes: int) -> Check:
     if memory_bytes < WORKER_BYTES:
         fix = "Nothing fits beside Python and torch there: use another device."
-        return Check("worker", BROKEN, found, f"{format_bytes(WORKER_BYTES)} of memory", fix, name)
+        return Check("worker", BROKEN, described, f"{format_bytes(WORKER_BYTES)} of memory", fix, name)
     if torch.partition("+")[0] != own_torch.partition("+")[0]:
         fix = f"On {name}: pip install torch=={own_torch.partition('+')[0]}"
         needed = f"torch {own_torch}, as here: others may round otherwise"
-        return Check("worker", WARNING, found, needed, fix, name)
-    return Check("worker", OK, found, f"torch {own_torch}, as here", where=name)
+        return Check("worker", WARNING, described, needed, fix, name)
+    return Check("worker", OK, described, f"torch {own_torch}, as here", where=name)
 
 
 # Clocks
@@ -81,26 +81,26 @@ def clock_check(name: str, wall_offset: float | None, drift: float, round_trip: 
     """`wall_offset`: to be added to that machine's time of day to get this one's."""
     needed = f"the same time of day within {MOST_WALL_SECONDS:g} s"
     if abs(drift) > max(MOST_DRIFT_SECONDS, round_trip):
-        found = (
+        difference = (
             f"within {_DRIFT_LOOK_SECONDS:g} s its clock went {format_seconds(abs(drift))} another way than this one"
         )
         fix = f"Pictures of timelines will be wrong. Is {name} a virtual machine that is paused at times?"
-        return Check("clock", WARNING, found, "clocks that go alike", fix, name)
+        return Check("clock", WARNING, difference, "clocks that go alike", fix, name)
     if wall_offset is None:
         return Check(
             "clock", WARNING, "it did not say what time it has", needed, "Install the same version there.", name
         )
-    found = f"{format_seconds(abs(wall_offset))} {'behind' if wall_offset > 0 else 'ahead'}"
+    difference = f"{format_seconds(abs(wall_offset))} {'behind' if wall_offset > 0 else 'ahead'}"
     if abs(wall_offset) > MOST_WALL_SECONDS:
-        return Check("clock", WARNING, found, needed, f"On {name}: sudo timedatectl set-ntp true", name)
-    return Check("clock", OK, f"{found}; there and back in {format_seconds(round_trip)}", needed, where=name)
+        return Check("clock", WARNING, difference, needed, f"On {name}: sudo timedatectl set-ntp true", name)
+    return Check("clock", OK, f"{difference}; there and back in {format_seconds(round_trip)}", needed, where=name)
 
 
 def no_answer(coordinator: Coordinator, name: str, subject: str) -> Check:
     member = coordinator.members[name]
     why = coordinator.local.ending(name) or member.reason or "it did not answer within 2 s"
-    said = coordinator.local.last_words(name)[-400:]
-    fix = f"Start it again, and look at what it prints. {said}".strip()
+    output = coordinator.local.last_words(name)[-400:]
+    fix = f"Start it again, and look at what it prints. {output}".strip()
     return Check(subject, BROKEN, why, "an answer", fix, name)
 
 
@@ -120,28 +120,33 @@ def pair_checks(
     reached, lost = _knock(coordinator, list(names))
     for name, why in lost.items():
         yield Check("worker", BROKEN, why, "a worker that answers", "Start it again, and look at its log.", name)
-    shut = {(one, other) for one, answers in reached.items() for other, answer in answers.items() if not answer.is_open}
+    shut = {
+        (source, target)
+        for source, answers in reached.items()
+        for target, answer in answers.items()
+        if not answer.is_open
+    }
     for source, target in sorted(shut):
         yield unreached(coordinator, source, target, reached[source][target])
     there = [name for name in names if name not in lost]
     pairs = [pair for pair in itertools.combinations(there, 2) if pair not in shut and pair[::-1] not in shut]
-    for number, (one, other) in enumerate(pairs):
+    for number, (first, second) in enumerate(pairs):
         if time.monotonic() > end:
             left = len(pairs) - number
             yield Check("link", WARNING, f"{left} of {len(pairs)} pairs were not measured", "time", "Run it again.")
             return
-        say(f"the link between {one} and {other} ({number + 1} of {len(pairs)})")
+        say(f"the link between {first} and {second} ({number + 1} of {len(pairs)})")
         try:
-            found = _measure(coordinator, (one, other))
+            measured = _measure(coordinator, (first, second))
         except ManyhandsError as error:
             fix = error.hint or "Start both again; is one of them busy with something else?"
-            yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{one}, {other}")
+            yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{first}, {second}")
             continue
         links += [
-            PairRate(one, other, found[one].bytes_per_second, found[one].delay_seconds),
-            PairRate(other, one, found[other].bytes_per_second, found[other].delay_seconds),
+            PairRate(first, second, measured[first].bytes_per_second, measured[first].delay_seconds),
+            PairRate(second, first, measured[second].bytes_per_second, measured[second].delay_seconds),
         ]
-        yield link_check(one, other, found)
+        yield link_check(first, second, measured)
 
 
 def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
@@ -165,8 +170,8 @@ def unreached(coordinator: Coordinator, source: str, target: str, answer: Answer
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
         host = member.channel.local_host
     fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
-    found = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
-    return Check("reach", BROKEN, found, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
+    failure = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
+    return Check("reach", BROKEN, failure, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
 
 
 def _shown(name: str) -> str:
@@ -175,10 +180,10 @@ def _shown(name: str) -> str:
 
 def _measure(coordinator: Coordinator, pair: tuple[str, str]) -> dict[str, Link]:
     """A short look, then one as long as the link is fast."""
-    found = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
-    sizes = {name: _size(link) for name, link in found.items()}
+    measured = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
+    sizes = {name: _size(link) for name, link in measured.items()}
     if min(sizes.values()) <= _FIRST_BYTES:
-        return found
+        return measured
     return probe_pair(coordinator, pair, sizes)
 
 
@@ -186,13 +191,13 @@ def _size(link: Link) -> int:
     return int(min(_MOST_BYTES, max(_FIRST_BYTES, link.bytes_per_second * _LOOK_SECONDS)))
 
 
-def link_check(one: str, other: str, found: Mapping[str, Link]) -> Check:
+def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
     """Both ways of a pair."""
-    rates = [found[name].bytes_per_second for name in (one, other)]
-    delay = max(found[name].delay_seconds for name in (one, other))
+    rates = [links[name].bytes_per_second for name in (first, second)]
+    delay = max(links[name].delay_seconds for name in (first, second))
     text = f"{format_rate(rates[0])} there, {format_rate(rates[1])} back, {format_seconds(delay)} one way"
     needed = f"{format_rate(SLOW_BYTES_PER_SECOND)} or more, at most {format_seconds(LONG_DELAY_SECONDS)}"
-    where = f"{one}, {other}"
+    where = f"{first}, {second}"
     if min(rates) < SLOW_BYTES_PER_SECOND or delay > LONG_DELAY_SECONDS:
         fix = "Use a cable or another Wi-Fi channel; `manyhands plan --what-if` says what a faster link would bring."
         return Check("link", WARNING, text, needed, fix, where)

@@ -74,19 +74,19 @@ def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster
 
     Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
     """
-    told = _Teller(result, plan, network, cluster, what)
+    describer = _Teller(result, plan, network, cluster, what)
     if len(result.spans) >= MOST_SPANS:
-        return [told.busiest()]
+        return [describer.busiest()]
     sums: defaultdict[tuple[str, str | int], _Sum] = defaultdict(_Sum)
     for leg in critical_path(result, cluster):
-        own = sums[leg.kind, _sort(leg)]
-        own.seconds += leg.seconds
-        own.count += 1
-        own.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
-        own.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
-        own.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
-    found = [told.limit(kind, sort, own) for (kind, sort), own in sums.items() if own.seconds > 0]
-    return sorted(found, key=lambda limit: -limit.seconds)
+        legs = sums[leg.kind, _sort(leg)]
+        legs.seconds += leg.seconds
+        legs.count += 1
+        legs.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
+        legs.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
+        legs.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
+    limits = [describer.limit(kind, sort, own) for (kind, sort), own in sums.items() if own.seconds > 0]
+    return sorted(limits, key=lambda limit: -limit.seconds)
 
 
 def _sort(leg: Leg) -> str | int:
@@ -100,30 +100,30 @@ class _Teller:
     def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str) -> None:
         self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, what
 
-    def limit(self, kind: str, sort: str | int, own: _Sum) -> Limit:
-        part = own.seconds / self.result.seconds
+    def limit(self, kind: str, sort: str | int, legs: _Sum) -> Limit:
+        part = legs.seconds / self.result.seconds
         if kind == "compute":
-            return self._compute(int(sort), own, part)
+            return self._compute(int(sort), legs, part)
         if kind == "transfer":
-            return self._transfer(str(sort), own, part)
-        longest = max(self.cluster.link_between(a, b).delay_seconds if b else 0.0 for a, b in own.by_pair)
-        subject = f"waiting for links' delays ({own.count} times up to {format_seconds(longest)})"
-        return Limit("delay", part, f"{subject} is {self._of(part)}", subject, tuple(own.by_device), own.seconds)
+            return self._transfer(str(sort), legs, part)
+        longest = max(self.cluster.link_between(a, b).delay_seconds if b else 0.0 for a, b in legs.by_pair)
+        subject = f"waiting for links' delays ({legs.count} times up to {format_seconds(longest)})"
+        return Limit("delay", part, f"{subject} is {self._of(part)}", subject, tuple(legs.by_device), legs.seconds)
 
     def busiest(self) -> Limit:
-        own = max(self.result.devices.values(), key=lambda one: one.busy_seconds)
-        part = own.busy_seconds / self.result.seconds
-        text = f"{own.device} computes {self._of(part)}"
-        return Limit("compute", part, text, f"computing on {own.device}", (own.device,), own.busy_seconds)
+        busiest = max(self.result.devices.values(), key=lambda device: device.busy_seconds)
+        part = busiest.busy_seconds / self.result.seconds
+        text = f"{busiest.device} computes {self._of(part)}"
+        return Limit("compute", part, text, f"computing on {busiest.device}", (busiest.device,), busiest.busy_seconds)
 
     def _of(self, part: float) -> str:
         return f"{percent(part)} of the {self.what}"
 
-    def _compute(self, stage: int, own: _Sum, part: float) -> Limit:
+    def _compute(self, stage: int, legs: _Sum, part: float) -> Limit:
         """A stage, and which of its devices the others wait for."""
-        devices = tuple(name for name, _ in own.by_device.most_common())
+        devices = tuple(name for name, _ in legs.by_device.most_common())
         is_one_of_many = len(self.plan.stages) > 1 and stage >= 0
-        if own.by_device[devices[0]] >= ABOUT_AS_BUSY * own.seconds:
+        if legs.by_device[devices[0]] >= ABOUT_AS_BUSY * legs.seconds:
             devices = devices[:1]
             where = f"stage {stage} on " if is_one_of_many else ""
             beside = len(as_busy(devices, stage, self.result, self.plan)) - 1
@@ -134,21 +134,21 @@ class _Teller:
             subject = f"computing{f' stage {stage}' if is_one_of_many else ''}"
             text = f"{subject} is {self._of(part)} ({_listed(devices)} are waited for in turn)"
             subject += f" ({_listed(devices)} in turn)"
-        return Limit("compute", part, text, subject, devices, own.seconds, stage if stage >= 0 else None)
+        return Limit("compute", part, text, subject, devices, legs.seconds, stage if stage >= 0 else None)
 
     def _share(self, stage: int, device: str) -> str:
         """' (2 of 8 samples)', where that explains how long it takes."""
         if stage < 0:
             return ""
-        own = self.plan.stages[stage]
-        if not isinstance(own.share, BySamples) or device not in own.devices:
+        planned = self.plan.stages[stage]
+        if not isinstance(planned.share, BySamples) or device not in planned.devices:
             return ""
-        return f" ({own.share.samples[own.devices.index(device)]} of {sum(own.share.samples)} samples)"
+        return f" ({planned.share.samples[planned.devices.index(device)]} of {sum(planned.share.samples)} samples)"
 
-    def _transfer(self, use: str, own: _Sum, part: float) -> Limit:
+    def _transfer(self, use: str, legs: _Sum, part: float) -> Limit:
         """Gradients' sums by their stage; anything else by the port or link that it fills most."""
-        stage = own.by_stage.most_common(1)[0][0]
-        name, rate, carried, devices = self._crossed(own)
+        stage = legs.by_stage.most_common(1)[0][0]
+        name, rate, carried, devices = self._crossed(legs)
         carries = f"{name} carries {format_bytes(carried)}{f' at {format_rate(rate)}' if rate < inf else ''}"
         if use == GRADIENT_SUMS:
             first, last = layer_range(self.plan.stages[stage])
@@ -158,18 +158,18 @@ class _Teller:
             whose = f"stage {stage}'s" if len(self.plan.stages) > 1 else "the"
             subject = f"the sum of {whose} {format_bytes(size)} of weight gradients"
             text = f"{subject} ends the {self.what}: {percent(part)} of it ({carries})"
-            return Limit("transfer", part, text, f"{subject} ({carries})", devices, own.seconds, stage, use, size)
+            return Limit("transfer", part, text, f"{subject} ({carries})", devices, legs.seconds, stage, use, size)
         text = f"{carries}: waiting for {use} is {self._of(part)}"
         return Limit(
-            "transfer", part, text, f"waiting for {use} ({carries})", devices, own.seconds, None, use, carried
+            "transfer", part, text, f"waiting for {use} ({carries})", devices, legs.seconds, None, use, carried
         )  # fmt: skip
 
-    def _crossed(self, own: _Sum) -> tuple[str, float, float, tuple[str, ...]]:
+    def _crossed(self, legs: _Sum) -> tuple[str, float, float, tuple[str, ...]]:
         """Of the ports and links that at least half of these transfers cross, the one that carries most for its rate:
         its name, its rate, its bytes in a step, and whose it is."""
         waited: Counter[tuple[str, ...]] = Counter()
         rates: dict[tuple[str, ...], float] = {}
-        for (a, b), seconds in own.by_pair.items():
+        for (a, b), seconds in legs.by_pair.items():
             for key, rate in self._resources(a, b):
                 waited[key] += seconds
                 rates[key] = rate

@@ -106,20 +106,20 @@ def compare(
     task = Task(
         network, machines, profile, batch_size, micro_batches, "1f1b", optimizer_slots, batch_norm, warm_up
     )  # fmt: skip
-    known: dict[bytes, float | OutOfMemory] = {}
+    outcomes: dict[bytes, float | OutOfMemory] = {}
 
     def price(plan: Plan) -> float:
         """Several ask for the same plan: it is simulated once."""
         key = msgspec.json.encode(plan)
-        if key not in known:
+        if key not in outcomes:
             try:
-                known[key] = simulate(plan, network, machines, profile, keep_spans=False, within_memory=True).seconds
+                outcomes[key] = simulate(plan, network, machines, profile, keep_spans=False, within_memory=True).seconds
             except OutOfMemory as error:
-                known[key] = error
-        found = known[key]
-        if isinstance(found, OutOfMemory):
-            raise found
-        return found
+                outcomes[key] = error
+        outcome = outcomes[key]
+        if isinstance(outcome, OutOfMemory):
+            raise outcome
+        return outcome
 
     def row(name: str, make: Callable[[], Plan]) -> ComparisonRow:
         try:
@@ -128,9 +128,9 @@ def compare(
             return _no_row(name, error)
 
     def alone() -> Plan:
-        found = fitting(ALONE, single, task, price).plan
-        assert found is not None
-        return found
+        plan = fitting(ALONE, single, task, price).plan
+        assert plan is not None
+        return plan
 
     rows = [row(OURS, lambda: pipeline(task, price)), row(ALONE, alone)]
     for name, made in every_baseline(task, price):
@@ -145,7 +145,7 @@ def compare(
 def _row(name: str, task: Task, plan: Plan | None) -> ComparisonRow:
     assert plan is not None
     result = simulate(plan, task.network, task.cluster, task.profile, keep_spans=False)
-    tightest = max(result.devices.values(), key=lambda one: one.peak_bytes / one.memory_bytes)
+    tightest = max(result.devices.values(), key=lambda device: device.peak_bytes / device.memory_bytes)
     problem = ""
     if tightest.peak_bytes > tightest.memory_bytes:
         peak, budget = format_bytes(tightest.peak_bytes), format_bytes(tightest.memory_bytes)
@@ -171,42 +171,42 @@ def _hetpipe_row(task: Task) -> ComparisonRow:
         return simulate(plan, task.network, cluster, task.profile, keep_spans=False, within_memory=True).seconds
 
     try:
-        found = hetpipe(task, price_on)
+        pipes = hetpipe(task, price_on)
     except ManyhandsError as error:
         return _no_row(HETPIPE, error)
     peak, joules, busy = 0.0, 0.0, []
-    for one in found.workers:
-        devices = tuple(task.cluster.device(name) for name in one.plan.devices)
+    for worker in pipes.workers:
+        devices = tuple(task.cluster.device(name) for name in worker.plan.devices)
         group = task.cluster.with_devices("group", devices)
-        result = simulate(one.plan, task.network, group, task.profile, keep_spans=False)
+        result = simulate(worker.plan, task.network, group, task.profile, keep_spans=False)
         peak = max(peak, *(device.peak_bytes for device in result.devices.values()))
-        joules += result.joules * task.batch_size / len(found.workers) / one.samples
+        joules += result.joules * task.batch_size / len(pipes.workers) / worker.samples
         busy.append(_busy(result))
     return ComparisonRow(
-        HETPIPE, found.workers[0].plan, found.seconds, task.batch_size / found.seconds, found.bytes, found.bytes, peak,
+        HETPIPE, pipes.workers[0].plan, pipes.seconds, task.batch_size / pipes.seconds, pipes.bytes, pipes.bytes, peak,
         joules / task.batch_size, sum(busy) / len(busy), "", is_synchronous=False,
     )  # fmt: skip
 
 
 def _why(comparison: Comparison, task: Task) -> str:
     """In words: against the best rival, what made the difference."""
-    ours, rival = comparison.ours, comparison.best_baseline()
+    ours, baseline = comparison.ours, comparison.best_baseline()
     if not ours.runs:
         return f"Nothing fits: {ours.problem}."
     assert ours.plan is not None
-    if rival is None:
+    if baseline is None:
         return "No rival's plan fits in memory."
     plan = ours.plan
     stages = f"{len(plan.stages)} stage(s) of {', '.join(str(len(stage.devices)) for stage in plan.stages)} device(s)"
-    ratio = rival.seconds / ours.seconds
+    ratio = baseline.seconds / ours.seconds
     if ratio < 1.0005:
-        return f"{stages}: the plan of {rival.name} cannot be bettered here."
+        return f"{stages}: the plan of {baseline.name} cannot be bettered here."
     reasons = []
-    if ours.bytes < 0.95 * rival.bytes:
-        reasons.append(f"{format_bytes(ours.bytes)} between devices in place of {format_bytes(rival.bytes)}")
-    if ours.busy_part > 1.05 * rival.busy_part:
-        reasons.append(f"devices compute {ours.busy_part:.0%} of the time in place of {rival.busy_part:.0%}")
+    if ours.bytes < 0.95 * baseline.bytes:
+        reasons.append(f"{format_bytes(ours.bytes)} between devices in place of {format_bytes(baseline.bytes)}")
+    if ours.busy_part > 1.05 * baseline.busy_part:
+        reasons.append(f"devices compute {ours.busy_part:.0%} of the time in place of {baseline.busy_part:.0%}")
     left_out = len(task.cluster.devices) - len(plan.devices)
     if left_out:
         reasons.append(f"{left_out} device(s) that would slow it are left out")
-    return f"{stages}, {ratio:.2f} times as fast as {rival.name}: {'; '.join(reasons) or 'better balanced'}."
+    return f"{stages}, {ratio:.2f} times as fast as {baseline.name}: {'; '.join(reasons) or 'better balanced'}."

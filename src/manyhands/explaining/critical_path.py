@@ -148,13 +148,15 @@ class _Chain:
         return max(computed.end if computed else 0.0, journey.arrives if journey else 0.0)
 
     def _computed_by(self, device: str, now: float) -> Span | None:
-        own = self.computed[device]
-        place = bisect_right(own, now, key=lambda span: span.end)
-        return own[place - 1] if place else None
+        spans = self.computed[device]
+        place = bisect_right(spans, now, key=lambda span: span.end)
+        return spans[place - 1] if place else None
 
     def _arrived_by(self, device: str, now: float) -> _Journey | None:
-        own = self.reaches[device]
-        place = bisect_right(own, now, key=itemgetter(0))
-        while place and id(own[place - 1][1]) in self.seen:  # links without time or delay: no transfer counts twice
+        arrivals = self.reaches[device]
+        place = bisect_right(arrivals, now, key=itemgetter(0))
+        while (
+            place and id(arrivals[place - 1][1]) in self.seen
+        ):  # links without time or delay: no transfer counts twice
             place -= 1
-        return own[place - 1][1] if place else None
+        return arrivals[place - 1][1] if place else None

@@ -29,8 +29,8 @@ def write_plan_picture(
     from manyhands.observe.plan_picture import DeviceLoad, draw_plan
 
     loads = {
-        name: DeviceLoad(1 - result.idle_part(name), own.peak_bytes, own.memory_bytes)
-        for name, own in result.devices.items()
+        name: DeviceLoad(1 - result.idle_part(name), totals.peak_bytes, totals.memory_bytes)
+        for name, totals in result.devices.items()
     }
     size = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
     what = f"{size}: {format_seconds(result.seconds)} a step"
@@ -40,7 +40,7 @@ def write_plan_picture(
     title = f"{network.name} ({network.input_text}) on {cluster.name}, {what}, {travels}, simulated"
     notes = [f"What limits it: {explained.binding.text}."] if explained.binding else []
     notes += [
-        f"With {one.change}: {format_seconds(one.seconds)}, {faster_text(one.speed_up)}."
-        for one in explained.best_changes
+        f"With {change.change}: {format_seconds(change.seconds)}, {faster_text(change.speed_up)}."
+        for change in explained.best_changes
     ]
     return draw_plan(plan, network, cluster.names, loads, path, title=title, notes=notes)

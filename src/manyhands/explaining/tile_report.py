@@ -63,7 +63,7 @@ class Traffic:
 
     def differences(self, logs: Mapping[str, DeviceLog], plan: Plan) -> list[str]:
         """Where the devices of a run sent each other something else than this in every round, one sentence each."""
-        found = []
+        differences = []
         for device, log in logs.items():
             rounds = Fraction(log.rounds)
             if plan.order == "replay" and log.samples:  # the last round may have been shorter
@@ -72,43 +72,43 @@ class Traffic:
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
             pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
-            found += [
+            differences += [
                 f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {wanted} a round."
                 for how, wanted, measured in pairs
                 if measured != wanted * rounds
             ]
-        return found
+        return differences
 
     def to_dict(self) -> dict[str, Any]:
         return {"total": self.by_use, "senders": self.by_device}
 
 
-def _by_use(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found = dict.fromkeys(USES, 0)
-    for kinds in several:
+def _by_use(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    by_use = dict.fromkeys(USES, 0)
+    for kinds in counts:
         for kind, size in kinds.items():
-            found[USE_OF_KIND[kind]] += size
-    return found
+            by_use[USE_OF_KIND[kind]] += size
+    return by_use
 
 
 def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: bool = False) -> Traffic:
     """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given. `is_laid`: all
     samples were laid out before, and their numbers travel."""
-    found = Traffic()
+    traffic = Traffic()
     for device in schedule.lowering.work:
-        own: Counter[str] = Counter()
+        sent: Counter[str] = Counter()
         for action in schedule.every_action(device):
             if isinstance(action, Send):
-                own[action.message.kind] += action.message.bytes
+                sent[action.message.kind] += action.message.bytes
             elif isinstance(action, Reduce):
                 sizes = pair_bytes(action, schedule.network)
-                own[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
-        found.sent[device] = own
-    _count_the_coordinators(found, schedule, graph, is_laid)
-    return found
+                sent[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
+        traffic.sent[device] = sent
+    _count_the_coordinators(traffic, schedule, graph, is_laid)
+    return traffic
 
 
-def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
+def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
     """Inputs and targets go out with every micro-batch; of a stream, outputs come back."""
     plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
     for device in plan.devices:
@@ -120,11 +120,11 @@ def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | N
             inputs = fed_inputs(lowering).get(device, ())
             size = sum(part.box.volume * DTYPE_BYTES[network.tensors[part.tensor].dtype] for _, part in inputs)
         if size:
-            found.fed[device] = size * plan.micro_batches
-    found.sent[COORDINATOR] = Counter({FEED: sum(found.fed.values())})
+            traffic.fed[device] = size * plan.micro_batches
+    traffic.sent[COORDINATOR] = Counter({FEED: sum(traffic.fed.values())})
     for name in network.outputs if not plan.is_training else ():
         for device, box in lowering.geometries[-1].returning(name).pieces():
-            found.sent[device][RESULT] += box.volume * DTYPE_BYTES[network.tensors[name].dtype] * plan.micro_batches
+            traffic.sent[device][RESULT] += box.volume * DTYPE_BYTES[network.tensors[name].dtype] * plan.micro_batches
 
 
 def traffic_text(by_use: Mapping[str, int]) -> str:
@@ -157,12 +157,12 @@ def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
 def group_maps(schedule: Schedule) -> list[GroupMap]:
     """Forward groups in the order they are computed, then backward groups in theirs."""
     stages = _tiled_stages(schedule)
-    found = [one for geometry in stages for one in _Maps(schedule, geometry).forward()]
-    found += [one for geometry in reversed(stages) for one in _Maps(schedule, geometry).backward()]
+    maps = [each for geometry in stages for each in _Maps(schedule, geometry).forward()]
+    maps += [each for geometry in reversed(stages) for each in _Maps(schedule, geometry).backward()]
     return [
-        GroupMap(one.way, 1 + sum(other.way == one.way for other in found[:place]), one.layers, one.size, one.owned,
-                 one.halos, one.exchanged_bytes, one.notes)
-        for place, one in enumerate(found)
+        GroupMap(each.way, 1 + sum(other.way == each.way for other in maps[:place]), each.layers, each.size, each.owned,
+                 each.halos, each.exchanged_bytes, each.notes)
+        for place, each in enumerate(maps)
     ]  # fmt: skip
 
 
@@ -182,14 +182,16 @@ class _Maps:
     def forward(self) -> list[GroupMap]:
         geometry = self.geometry
         is_adjoint = self.schedule.plan.is_training and geometry.backward_groups is None
-        found = []
+        maps = []
         for group in geometry.groups:
             read = dict.fromkeys(n for op in self.network.ops[group.first : group.last] for n in op.inputs)
             outside = [n for n in read if n in geometry.maps and not self._is_made(n, group.first, group.last)]
             tensor = self._most(group.fetches, outside)
             notes = self._notes(group.fetches, self._sums(group.first, group.last, backward=False))
             if is_adjoint:
-                back = {t: adjoint(own) for t, own in group.fetches.items() if self.network.tensors[t].differentiable}
+                back = {
+                    t: adjoint(moves) for t, moves in group.fetches.items() if self.network.tensors[t].differentiable
+                }
                 sums = self._sums(group.first, group.last, backward=True)
                 size = self._bytes(back)
                 both = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
@@ -197,12 +199,12 @@ class _Maps:
             halos = self._fetched(group.fetches.get(tensor, ()))
             if not geometry.is_made_here(tensor):
                 halos = self._handed(tensor, geometry.entering(tensor))
-            found.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
-        return found
+            maps.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
+        return maps
 
     def backward(self) -> list[GroupMap]:
         geometry = self.geometry
-        found = []
+        maps = []
         for group in geometry.backward_groups or ():
             made = [n for op in self.network.ops[group.first : group.last] for n in op.outputs if n in geometry.maps]
             tensor = self._most(group.deltas, made[::-1])
@@ -211,10 +213,10 @@ class _Maps:
                 notes.insert(0, f"{format_bytes(self._bytes(group.values))} of it forward values")
             halos = self._fetched(group.deltas.get(tensor, ()))
             both: dict[str, tuple[Move, ...]] = dict(group.deltas)
-            for name, own in group.values.items():
-                both[name] = both.get(name, ()) + own
-            found.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
-        return found
+            for name, moves in group.values.items():
+                both[name] = both.get(name, ()) + moves
+            maps.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
+        return maps
 
     def _is_made(self, tensor: str, first: int, last: int) -> bool:
         return first <= self.network.producer.get(tensor, -1) < last
@@ -227,7 +229,7 @@ class _Maps:
 
     def _bytes(self, fetches: Fetches) -> int:
         """In a step, between devices."""
-        elements = {t: sum(m.box.volume for m in own if not m.is_local) for t, own in fetches.items()}
+        elements = {t: sum(m.box.volume for m in moves if not m.is_local) for t, moves in fetches.items()}
         size = sum(count * DTYPE_BYTES[self.network.tensors[t].dtype] for t, count in elements.items())
         return size * self.schedule.plan.micro_batches
 
@@ -245,12 +247,12 @@ class _Maps:
         notes = [f"{len(fetches)} maps, of one shown"] if len(fetches) > 1 else []
         return notes + ([f"{format_bytes(sums)} of sums inside"] if sums else [])
 
-    def _fetched(self, several: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
-        found: dict[str, list[tuple[str, Box]]] = {}
-        for move in several:
+    def _fetched(self, moves: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
+        by_device: dict[str, list[tuple[str, Box]]] = {}
+        for move in moves:
             if not move.is_local and not move.box.is_empty:
-                found.setdefault(move.target, []).append((move.source, _plane(move.box)))
-        return found
+                by_device.setdefault(move.target, []).append((move.source, _plane(move.box)))
+        return by_device
 
     def _handed(self, tensor: str, layout: Layout) -> dict[str, list[tuple[str, Box]]]:
         """What a device gets of a tensor made before the stage, beyond its tile."""

@@ -12,10 +12,10 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 
 def kinds(cluster: Cluster) -> list[Device]:
     """One device of each kind, the fastest first."""
-    found: dict[tuple[str, float, int], Device] = {}
+    by_kind: dict[tuple[str, float, int], Device] = {}
     for device in cluster.devices:
-        found.setdefault((device.kind, device.gflops, device.memory_bytes), device)
-    return sorted(found.values(), key=lambda device: -device.gflops)
+        by_kind.setdefault((device.kind, device.gflops, device.memory_bytes), device)
+    return sorted(by_kind.values(), key=lambda device: -device.gflops)
 
 
 def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster, Profile]:
@@ -26,14 +26,14 @@ def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster,
     name = f"{stem}-{number}"
     twin = msgspec.structs.replace(like, name=name, host="")
     links = list(cluster.links)
-    for one in cluster.links:
-        if one.sender == like.name:
-            links.append(DirectedLink(name, one.receiver, one.link))
-        if one.receiver == like.name:
-            links.append(DirectedLink(one.sender, name, one.link))
+    for link in cluster.links:
+        if link.sender == like.name:
+            links.append(DirectedLink(name, link.receiver, link.link))
+        if link.receiver == like.name:
+            links.append(DirectedLink(link.sender, name, link.link))
     grown = Cluster(f"{cluster.name} and {name}", (*cluster.devices, twin), cluster.link, tuple(links))
-    known = msgspec.structs.replace(profile.of(like.name), device=name)
-    return grown, Profile({**profile.devices, name: known})
+    twin_profile = msgspec.structs.replace(profile.of(like.name), device=name)
+    return grown, Profile({**profile.devices, name: twin_profile})
 
 
 def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> Cluster:
@@ -49,7 +49,7 @@ def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> 
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(DirectedLink(one.sender, one.receiver, changed(one.link)) for one in cluster.links)
+    links = tuple(DirectedLink(link.sender, link.receiver, changed(link.link)) for link in cluster.links)
     return Cluster(cluster.name, devices, changed(cluster.link), links)
 
 
@@ -76,8 +76,11 @@ def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times
         else device
         for device in cluster.devices
     )  # fmt: skip
-    own: Mapping[str, DeviceProfile] = profile.devices
-    faster = {name: _faster(one, times) if name in names else one for name, one in own.items()}
+    profiles: Mapping[str, DeviceProfile] = profile.devices
+    faster = {
+        name: _faster(device_profile, times) if name in names else device_profile
+        for name, device_profile in profiles.items()
+    }
     return Cluster(cluster.name, devices, cluster.link, cluster.links), Profile(faster)
 
 
@@ -86,7 +89,8 @@ def _faster(profile: DeviceProfile, times: float) -> DeviceProfile:
         LayerTiming(
             layer.layer,
             tuple(
-                Timing(one.samples, one.forward_seconds / times, one.backward_seconds / times) for one in layer.ladder
+                Timing(timing.samples, timing.forward_seconds / times, timing.backward_seconds / times)
+                for timing in layer.ladder
             ),
         )
         for layer in profile.layers

@@ -27,7 +27,7 @@ def hull(first: Interval, second: Interval) -> Interval:
     return (min(first[0], second[0]), max(first[1], second[1]))
 
 
-def common(first: Interval, second: Interval) -> Interval:
+def overlap(first: Interval, second: Interval) -> Interval:
     return (max(first[0], second[0]), min(first[1], second[1]))
 
 

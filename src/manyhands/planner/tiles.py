@@ -27,7 +27,7 @@ from manyhands.facts.profile import Profile
 from manyhands.planner.cost import CostModel
 from manyhands.planner.grouping import cheapest_groups
 from manyhands.planner.shares import Numbers
-from manyhands.planner.tile_intervals import AXES, TileIntervals, common
+from manyhands.planner.tile_intervals import AXES, TileIntervals, overlap
 
 SPLIT_COST = 0.05
 """What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
@@ -123,7 +123,7 @@ class TilePrices(TileIntervals):
 
     def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
         """Bytes of each device's box that lie outside another."""
-        common = {axis: [common(a, b) for a, b in zip(wanted[axis], have[axis])] for axis in AXES}
+        common = {axis: [overlap(a, b) for a, b in zip(wanted[axis], have[axis])] for axis in AXES}
         beyond: Numbers = (self._areas(wanted) - self._areas(common)) * self._bytes(tensor)
         return beyond
 

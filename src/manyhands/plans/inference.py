@@ -47,15 +47,15 @@ def _simulated(plan: Plan, count: int, network: Network, cluster: Cluster, profi
 
 def _price_alone(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> MicroBatchPrice:
     """One micro-batch, per sample of it."""
-    found = _simulated(plan, 1, network, cluster, profile)
+    result = _simulated(plan, 1, network, cluster, profile)
     busiest = 0.0
-    for name, own in found.devices.items():
+    for name, totals in result.devices.items():
         device = cluster.device(name)
         ports = 0.0 if device.host else max(
-            own.bytes_sent / device.up_bytes_per_second, own.bytes_received / device.down_bytes_per_second
+            totals.bytes_sent / device.up_bytes_per_second, totals.bytes_received / device.down_bytes_per_second
         )  # fmt: skip
-        busiest = max(busiest, own.busy_seconds, ports)
-    return MicroBatchPrice(found.seconds / found.samples, busiest / found.samples)
+        busiest = max(busiest, totals.busy_seconds, ports)
+    return MicroBatchPrice(result.seconds / result.samples, busiest / result.samples)
 
 
 def _steady(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> float:
@@ -114,30 +114,30 @@ def plan_for(
             f"No plan for inference of {network.name} fits cluster {cluster.name}:\n{reasons}",
             hint=f"Use more devices, or {MORE_MEMORY}.",
         )
-    rest = tuple(resolve(one.plan, network, cluster) for one in ranked[1:] if one.plan is not None)
+    rest = tuple(resolve(candidate.plan, network, cluster) for candidate in ranked[1:] if candidate.plan is not None)
     return Planned(resolve(best.plan, network, cluster), ranked, rest, wanted)
 
 
 def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
     """What was looked at, the fastest first: seconds, samples a second, and how often devices wait for each other."""
     rows: list[dict[str, Any]] = []
-    for one in planned.candidates:
-        row: dict[str, Any] = {"name": one.name, "seconds_per_sample": None, "reason": one.reason}
-        if one.plan is not None:
-            row["seconds_per_sample"] = one.seconds
-            row["samples_per_second"] = 1.0 / one.seconds if one.seconds else None
-            row |= sync_points(one.plan, network).to_dict()
-            row["devices"] = list(one.plan.devices)
-            row["plan"] = one.plan.to_dict()
+    for candidate in planned.candidates:
+        row: dict[str, Any] = {"name": candidate.name, "seconds_per_sample": None, "reason": candidate.reason}
+        if candidate.plan is not None:
+            row["seconds_per_sample"] = candidate.seconds
+            row["samples_per_second"] = 1.0 / candidate.seconds if candidate.seconds else None
+            row |= sync_points(candidate.plan, network).to_dict()
+            row["devices"] = list(candidate.plan.devices)
+            row["plan"] = candidate.plan.to_dict()
         rows.append(row)
     return rows
 
 
 def refuse_beside_objective(given: dict[str, object]) -> None:
     """Options that only make sense in training; with an objective they would be ignored, so they are refused."""
-    said = [option for option, value in given.items() if value not in (None, False, "")]
-    if said:
+    conflicting = [option for option, value in given.items() if value not in (None, False, "")]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given with --for: a plan for inference decides that.",
+            f"{' and '.join(conflicting)} cannot be given with --for: a plan for inference decides that.",
             hint="Leave that out, or --for.",
         )

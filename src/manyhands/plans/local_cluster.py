@@ -35,8 +35,9 @@ def measured_cluster(cluster: Cluster) -> Cluster:
     part = min(1.0, device.cores / count)
     devices = tuple(
         msgspec.structs.replace(
-            device, name=own.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count, cores=threads
+            device, name=worker.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count,
+            cores=threads,
         )
-        for own in cluster.devices
-    )
+        for worker in cluster.devices
+    )  # fmt: skip
     return Cluster(cluster.name, devices, link)

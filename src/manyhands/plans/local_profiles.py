@@ -44,12 +44,12 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
     workers = f"{count} worker(s) of {threads} thread(s) on {machine.cores} core(s)"
     for path, how in _stored(network, machine, count, training):
         try:
-            found = load_profile(path, network, machine)
+            measured = load_profile(path, network, machine)
         except ManyhandsError:
             continue  # as a run does: what cannot be used is measured again
-        own = {name: msgspec.structs.replace(found, device=name) for name in cluster.names}
+        by_name = {name: msgspec.structs.replace(measured, device=name) for name in cluster.names}
         note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
-        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(own), note)
+        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(by_name), note)
     machines = _with_links(measured_cluster(cluster), _known_links(cluster, machine))
     note = (
         f"Times: estimated from the measured speed of this machine ({machine.text}), {workers}. "
@@ -100,21 +100,21 @@ def _links_path(machine: Machine, count: int) -> Path:
 def _known_links(cluster: Cluster, machine: Machine) -> Cluster | None:
     """The workers as the last run of as many found their links; how fast they compute is in profiles, not here."""
     try:
-        found = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
+        stored = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
     except ManyhandsError:
         return None
-    return found if found.names == cluster.names else None
+    return stored if stored.names == cluster.names else None
 
 
-def _with_links(measured: Cluster, known: Cluster | None) -> Cluster:
+def _with_links(measured: Cluster, stored: Cluster | None) -> Cluster:
     """Workers whose speed was measured, with the links that a run found, if one did."""
-    if known is None:
+    if stored is None:
         return measured
     devices = tuple(
         msgspec.structs.replace(
-            own, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
+            device, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
             memory_bytes_per_second=speed.memory_bytes_per_second,
         )
-        for own, speed in zip(known.devices, measured.devices, strict=True)
+        for device, speed in zip(stored.devices, measured.devices, strict=True)
     )  # fmt: skip
-    return Cluster(known.name, devices, known.link, known.links)
+    return Cluster(stored.name, devices, stored.link, stored.links)

@@ -45,15 +45,15 @@ def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granul
     from manyhands.graph.capture import capture
     from manyhands.models import registry
 
-    module, known = registry.build(model), registry.entry_of(model)
+    module, entry = registry.build(model), registry.entry_of(model)
     options: dict[str, Any] = {}
     try:
         batch = registry.example_batch(model, EXAMPLE_SAMPLES, input_shape=input_shape)
-        if known is not None:
-            options["loss"] = registry.loss_function(known.loss)
+        if entry is not None:
+            options["loss"] = registry.loss_function(entry.loss)
             options["target"] = registry.example_target(model, EXAMPLE_SAMPLES, input_shape=input_shape)
     except (ValueError, RuntimeError) as error:
-        usual = f" Its own is {'x'.join(map(str, known.input_shape))}." if known is not None else ""
+        usual = f" Its own is {'x'.join(map(str, entry.input_shape))}." if entry is not None else ""
         shape = "x".join(map(str, input_shape or ()))
         raise BadValue(f"{model} does not take an input of shape {shape}: {error}.{usual}") from error
     return capture(module, batch, granularity=granularity, name=model, **options)

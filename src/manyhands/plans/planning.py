@@ -99,7 +99,7 @@ def plan(
     prices = Prices(task)
     if strategy != "auto":
         ranked = plan_by_name(strategy, task, prices)
-        plans = [one.plan for one in ranked if one.plan is not None]
+        plans = [candidate.plan for candidate in ranked if candidate.plan is not None]
         return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
     ranked = choose(task, prices)
     best_plan = ranked[0].plan
@@ -110,8 +110,8 @@ def plan(
             f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}",
             hint=hints.get("pipeline", "") or ranked[0].hint,  # no device needs less memory than in a pipeline
         )
-    ranked = [prices.scored(one) for one in ranked]
-    others = tuple(one.plan for one in ranked[1:] if one.plan is not None)
+    ranked = [prices.scored(candidate) for candidate in ranked]
+    others = tuple(candidate.plan for candidate in ranked[1:] if candidate.plan is not None)
     return Planned(best_plan, ranked, others, best=task.best)
 
 
@@ -125,7 +125,7 @@ class Prices:
     def __call__(self, plan: Plan) -> float:
         result = self.simulated(plan)
         if self.task.best == "memory":
-            return max(one.peak_bytes for one in result.devices.values())
+            return max(device.peak_bytes for device in result.devices.values())
         return result.joules_per_sample if self.task.best == "energy" else result.seconds
 
     def simulated(self, plan: Plan) -> Simulation:
@@ -138,10 +138,10 @@ class Prices:
                 )
             except OutOfMemory as error:
                 self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, OutOfMemory):
-            raise found
-        return found
+        outcome = self._known[key]
+        if isinstance(outcome, OutOfMemory):
+            raise outcome
+        return outcome
 
     def scored(self, candidate: PlanCandidate) -> PlanCandidate:
         """A candidate with the seconds of a step, beside what it was chosen by."""
@@ -153,8 +153,8 @@ class Prices:
 
 def best_named(name: str, cluster: Cluster) -> Best:
     """What a plan is to be good at."""
-    for known in BEST:
-        if name == known:
+    for objective in BEST:
+        if name == objective:
             if name == "energy" and not all(device.watts_active for device in cluster.devices):
                 unknown_watts = [device.name for device in cluster.devices if not device.watts_active]
                 raise BadValue(
@@ -162,7 +162,7 @@ def best_named(name: str, cluster: Cluster) -> Best:
                     hint="Write watts_active, watts_idle and watts_transfer for every device in the cluster's file, or "
                     "use kinds of the catalogue (manyhands devices).",
                 )
-            return known
+            return objective
     raise unknown("objective", name, BEST)
 
 
@@ -210,10 +210,10 @@ def is_strategy(name: str, objective: str | None = None) -> bool:
 
 def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
     """A plan file decides these; saying them again would be ignored, so it is refused."""
-    said = [option for option, value in given.items() if value is not None]
-    if said:
+    conflicting = [option for option, value in given.items() if value is not None]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given beside {file}, which decides that.", hint="Edit the file."
+            f"{' and '.join(conflicting)} cannot be given beside {file}, which decides that.", hint="Edit the file."
         )
 
 
@@ -233,7 +233,7 @@ def plan_file(name: str, objective: str | None = None) -> Path:
 
 def order_named(name: str) -> Order:
     """An order by name."""
-    orders: dict[str, Order] = {known: known for known in get_args(Order)}
+    orders: dict[str, Order] = {order: order for order in get_args(Order)}
     if name not in orders:
         raise unknown("order", name, orders)
     return orders[name]
@@ -241,7 +241,7 @@ def order_named(name: str) -> Order:
 
 def batch_norm_named(name: str) -> BatchNorm:
     """How batch norm takes its statistics, by name."""
-    ways: dict[str, BatchNorm] = {known: known for known in get_args(BatchNorm)}
+    ways: dict[str, BatchNorm] = {way: way for way in get_args(BatchNorm)}
     if name not in ways:
         raise unknown("way of batch norm", name, ways)
     return ways[name]
@@ -249,7 +249,7 @@ def batch_norm_named(name: str) -> BatchNorm:
 
 def warm_up_named(name: str) -> WarmUp:
     """How far a stage runs ahead, by name."""
-    policies: dict[str, WarmUp] = {known: known for known in get_args(WarmUp)}
+    policies: dict[str, WarmUp] = {policy: policy for policy in get_args(WarmUp)}
     if name not in policies:
         raise unknown("warm-up policy", name, policies)
     return policies[name]
@@ -273,18 +273,18 @@ def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile
 
     `others`: of devices that no file is for; None: they are estimated.
     """
-    found: dict[str, DeviceProfile] = {}
+    by_device: dict[str, DeviceProfile] = {}
     rest: DeviceProfile | None = None
     for part in text.split(","):
         device, _, path = part.rpartition("=")
-        own = decode(read_document(path), DeviceProfile, path)
-        own.check_matches(network)
+        device_profile = decode(read_document(path), DeviceProfile, path)
+        device_profile.check_matches(network)
         if device:
-            found[cluster.device(device).name] = own
+            by_device[cluster.device(device).name] = device_profile
         else:
-            rest = own
+            rest = device_profile
     others = others or estimate_cluster(network, cluster)
-    return Profile({name: found.get(name) or rest or others.of(name) for name in cluster.names})
+    return Profile({name: by_device.get(name) or rest or others.of(name) for name in cluster.names})
 
 
 def schedule_text(plan: Plan, network: Network) -> str:

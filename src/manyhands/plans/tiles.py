@@ -51,12 +51,12 @@ def tile_plan(
     """
     network = network_of(graph)
     machines = cluster_of(cluster)
-    wish = TileOptions(
+    options = TileOptions(
         _grid(grid), _weights("rows", rows, grid[0]), _weights("columns", columns, grid[1]),
         None if forward_groups is None else tuple(forward_groups),
         None if backward_groups is None else tuple(backward_groups), is_grouped=True,
     )  # fmt: skip
-    made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=wish).plan
+    made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=options).plan
     stages = (msgspec.structs.replace(made.stages[0], reduce=reduce), *made.stages[1:])
     return resolve(msgspec.structs.replace(made, stages=stages), network, machines)
 
@@ -110,10 +110,11 @@ def parse_tile_costs(
             f"--costs {costs} prices the tiles of a grid, but was given with {given}.",
             hint="Write it like --share tiles --grid 3x3 --costs 0,1,0.",
         )
-    said = [option for option, value in beside.items() if value]
-    if said:
+    conflicting = [option for option, value in beside.items() if value]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given beside --costs, which makes no plan: it prices one interior tile."
+            f"{' and '.join(conflicting)} cannot be given beside --costs, which makes no plan: it prices one interior "
+            "tile."
         )
     return parse_grid(grid), prices
 
@@ -146,15 +147,15 @@ def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]
             for layer, tile in zip(groups.layers, groups.tiles)
         ],
     }
-    for direction, found in (("forward", groups.forward), ("backward", groups.backward)):
+    for direction, compared in (("forward", groups.forward), ("backward", groups.backward)):
         document |= {
-            f"{direction}_groups": list(found.best.starts),
-            f"{direction}_group_names": [groups.layers[start].name for start in found.best.starts],
-            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, found.best.starts)),
-            f"{direction}_exchanges": list(found.exchanges),
-            f"{direction}_cost": found.best.cost,
-            f"{direction}_cost_one_group": found.one_group,
-            f"{direction}_cost_every_layer": found.every_layer,
+            f"{direction}_groups": list(compared.best.starts),
+            f"{direction}_group_names": [groups.layers[start].name for start in compared.best.starts],
+            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, compared.best.starts)),
+            f"{direction}_exchanges": list(compared.exchanges),
+            f"{direction}_cost": compared.best.cost,
+            f"{direction}_cost_one_group": compared.one_group,
+            f"{direction}_cost_every_layer": compared.every_layer,
         }
     return document
 
@@ -162,12 +163,12 @@ def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]
 def parse_weights(option: str, text: str) -> tuple[float, ...]:
     """'2,1' -> (2, 1): relative heights of rows, or widths of columns."""
     try:
-        found = tuple(float(part) for part in text.split(","))
+        weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = (0.0,)
-    if not all(0 < number < float("inf") for number in found):
+        weights = (0.0,)
+    if not all(0 < number < float("inf") for number in weights):
         raise BadValue(f"{option} '{text}' is not a list of numbers > 0.", hint="Write it like 2,1,1.")
-    return found
+    return weights
 
 
 def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
@@ -180,16 +181,17 @@ def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOp
     return TileOptions(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
 
 
-def check_tiles(network: Network, wish: TileOptions | None) -> None:
+def check_tiles(network: Network, options: TileOptions | None) -> None:
     """Before anybody starts: every tile that was asked for has something of the picture."""
     image = network.tensors[network.inputs[0]]
-    if wish is None or wish.grid is None or len(image.shape) != 4:
+    if options is None or options.grid is None or len(image.shape) != 4:
         return
     for what, count, weights, extent in (
-        ("rows", wish.grid[0], wish.rows, image.shape[2]), ("columns", wish.grid[1], wish.columns, image.shape[3]),
+        ("rows", options.grid[0], options.rows, image.shape[2]),
+        ("columns", options.grid[1], options.columns, image.shape[3]),
     ):  # fmt: skip
         if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
-            cut = f" as {','.join(f'{one:g}' for one in weights)}" if weights else ""
+            cut = f" as {','.join(f'{weight:g}' for weight in weights)}" if weights else ""
             raise BadPlan(
                 f"{count} {what} of tiles cannot be cut out of the {extent} {what} of '{image.name}'{cut}: a tile "
                 f"would have 0 {what}.",
@@ -202,15 +204,15 @@ def priced_groups(made: Plan, network: Network, cluster: Cluster, profile: Profi
 
     `fetched_seconds`: for activations that a larger backward group fetches to stay exact; the paper leaves them out.
     """
-    stage = next((i for i, one in enumerate(made.stages) if isinstance(one.share, ByTiles)), None)
+    stage = next((i for i, stage in enumerate(made.stages) if isinstance(stage.share, ByTiles)), None)
     if stage is None:
         return []
-    known = profile or estimate_cluster(network, cluster)
+    times = profile or estimate_cluster(network, cluster)
     rows = []
-    for groups in TilePrices(made, stage, network, cluster, known).groupings():
+    for groups in TilePrices(made, stage, network, cluster, times).groupings():
         grouped = with_groups(made, stage, groups)
         try:
-            seconds = simulate(grouped, network, cluster, known, keep_spans=False, within_memory=True).seconds
+            seconds = simulate(grouped, network, cluster, times, keep_spans=False, within_memory=True).seconds
         except OutOfMemory:
             seconds = None
         rows.append({**asdict(groups), "simulated_seconds": seconds, "chosen": grouped == made})

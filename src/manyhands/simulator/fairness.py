@@ -26,8 +26,8 @@ def fair_rates(
     crossed = [up, down]
     limited = numpy.flatnonzero(link != NO_LINK)
     if len(limited):
-        own = link[limited]
-        named = numpy.searchsorted(numpy.sort(own), own)  # the same number for the same link
+        limited_links = link[limited]
+        named = numpy.searchsorted(numpy.sort(limited_links), limited_links)  # the same number for the same link
         links = numpy.full(len(limited) + 1, numpy.inf)
         links[named] = limit[limited]
         places = numpy.full(len(up), len(room) + len(links) - 1)
@@ -42,10 +42,10 @@ def fair_rates(
         levels = [level[places] for places in crossed]
         least = numpy.minimum.reduce(levels)
         # Full is what none of its flows finds a lower level beside: the others only rise until it is their turn.
-        higher = [own > least * (1 + SAME) for own in levels]
+        higher = [level_beside > least * (1 + SAME) for level_beside in levels]
         is_full = numpy.ones(len(room), bool)
-        for places, own in zip(crossed, higher):
-            is_full[places[own]] = False
+        for places, is_higher in zip(crossed, higher):
+            is_full[places[is_higher]] = False
         stops = is_full[crossed[0]]
         for places in crossed[1:]:
             stops |= is_full[places]
@@ -68,8 +68,8 @@ def fair_rates_of_few(crossed: Sequence[Sequence[tuple[int, float]]]) -> list[fl
     left: dict[int, float] = {}
     crowd: dict[int, int] = {}
     flows_on: dict[int, list[int]] = {}
-    for flow, own in enumerate(crossed):
-        for place, limit in own:
+    for flow, ports in enumerate(crossed):
+        for place, limit in ports:
             if place in left:
                 crowd[place] += 1
                 flows_on[place].append(flow)

@@ -41,7 +41,9 @@ class Wiring:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.place = {device.name: place for place, device in enumerate(cluster.devices)}
-        hosts = {name: place for place, name in enumerate(dict.fromkeys(one.host_name for one in cluster.devices))}
+        hosts = {
+            name: place for place, name in enumerate(dict.fromkeys(device.host_name for device in cluster.devices))
+        }
         self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
         self.hosts = len(hosts)
         self.room = numpy.full(2 * self.hosts + 1, numpy.inf)
@@ -54,10 +56,10 @@ class Wiring:
         self._columns: tuple[Places, Places, Places, Numbers] = (none, none, none, numpy.zeros(0))
 
     def route(self, source: str, target: str) -> Route:
-        found = self._routes.get((source, target))
-        if found is None:
-            found = self._routes[source, target] = self._route(source, target)
-        return found
+        route = self._routes.get((source, target))
+        if route is None:
+            route = self._routes[source, target] = self._route(source, target)
+        return route
 
     def _route(self, source: str, target: str) -> Route:
         sender, receiver = self.place[source], self.place[target]
@@ -75,9 +77,9 @@ class Wiring:
     def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
         """Ports up and down, links and their limits of some routes, by number."""
         if len(self._columns[0]) < len(self._routes):
-            _, _, *known = zip(*self._routes.values())
+            _, _, *columns = zip(*self._routes.values())
             self._columns = (
-                numpy.array(known[0]), numpy.array(known[1]), numpy.array(known[2]), numpy.array(known[3]),
+                numpy.array(columns[0]), numpy.array(columns[1]), numpy.array(columns[2]), numpy.array(columns[3]),
             )  # fmt: skip
         ups, downs, links, limits = self._columns
         return ups[routes], downs[routes], links[routes], limits[routes]
@@ -97,9 +99,9 @@ class Wiring:
     def nodes(self, senders: set[int], downs: set[int]) -> tuple[int, ...]:
         """Of flows with these senders, down these ports."""
         hosts = {self._hosts[sender] for sender in senders}
-        own = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
+        sender_nodes = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
-        return (*own, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
+        return (*sender_nodes, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
 
 
 class FlowShape:
@@ -135,11 +137,11 @@ class FlowShape:
     def rates_alone(self, flows: Places) -> Numbers:
         """Rates of some of the flows while nothing else is under way: the same for every sum among these devices."""
         key = flows.tobytes()
-        found = self._alone.get(key)
-        if found is None:
+        rates = self._alone.get(key)
+        if rates is None:
             crossed = self.up[flows], self.down[flows], self.link[flows], self.limit[flows]
-            found = self._alone[key] = fair_rates(self._wiring.room, *crossed)
-        return found
+            rates = self._alone[key] = fair_rates(self._wiring.room, *crossed)
+        return rates
 
     def senders_of(self, flows: Places) -> NDArray[numpy.bool_]:
         """Which of the devices send some of the flows."""

@@ -107,76 +107,80 @@ class LinkNetwork:
         seen: set[int] = set()
         for node in self._touched:
             if node not in seen:
-                found = self._connected(node, seen)
-                if found:
-                    changed += self._share(found, now)
+                connected = self._connected(node, seen)
+                if connected:
+                    changed += self._share(connected, now)
         self._touched.clear()
         return changed
 
     def _connected(self, node: int, seen: set[int]) -> dict[Transfer | FlowShape, None]:
-        found: dict[Transfer | FlowShape, None] = {}
+        connected: dict[Transfer | FlowShape, None] = {}
         frontier = [node]
         seen.add(node)
         while frontier:
-            for one in self._on[frontier.pop()]:
-                if one not in found:
-                    found[one] = None
-                    for other in one.nodes:
+            for party in self._on[frontier.pop()]:
+                if party not in connected:
+                    connected[party] = None
+                    for other in party.nodes:
                         if other not in seen:
                             seen.add(other)
                             frontier.append(other)
-        return found
+        return connected
 
     def _share(self, connected: dict[Transfer | FlowShape, None], now: float) -> list[Party]:
         """Fair rates; bulk waits while its sender has something urgent."""
         changed: list[Party] = []
         singles: list[Transfer] = []
         bundles: dict[FlowShape, list[FlowBundle]] = defaultdict(list)
-        for one in connected:
-            if isinstance(one, FlowShape):
-                for bundle in self._bundles[one]:
+        for party in connected:
+            if isinstance(party, FlowShape):
+                for bundle in self._bundles[party]:
                     if bundle.is_urgent or not self._urgent[bundle.senders].all():
-                        bundles[one].append(bundle)
+                        bundles[party].append(bundle)
                     elif bundle.hold(now):
                         changed.append(bundle)
-            elif one.is_urgent or not self._urgent[one.route.sender]:
-                singles.append(one)
-            elif one.give(0.0, now):
-                changed.append(one)
+            elif party.is_urgent or not self._urgent[party.route.sender]:
+                singles.append(party)
+            elif party.give(0.0, now):
+                changed.append(party)
         if bundles or len(singles) > MOST_FEW:
             return changed + self._share_as_arrays(singles, bundles, now)
         if len(singles) == 1:
             rates = [singles[0].route.alone]
         else:
-            rates = fair_rates_of_few([one.route.crossed for one in singles])
-        return [*changed, *(one for one, rate in zip(singles, rates) if one.give(rate, now))]
+            rates = fair_rates_of_few([transfer.route.crossed for transfer in singles])
+        return [*changed, *(transfer for transfer, rate in zip(singles, rates) if transfer.give(rate, now))]
 
     def _share_as_arrays(
         self, singles: list[Transfer], bundles: dict[FlowShape, list[FlowBundle]], now: float
     ) -> list[Party]:
         """Bundles of one shape have the same flows, which get the same rates: they are shared as one, so many times."""
-        counts = {shape: self._counts(own) for shape, own in bundles.items()}
+        counts = {shape: self._counts(same_shape) for shape, same_shape in bundles.items()}
         going = {shape: numpy.flatnonzero(count) for shape, count in counts.items()}
-        if not singles and [len(own) for own in bundles.values()] == [1]:
+        if not singles and [len(same_shape) for same_shape in bundles.values()] == [1]:
             (shape,) = bundles
             rates = shape.rates_alone(going[shape])
         else:
-            numbers = numpy.array([one.route.number for one in singles], int)
-            parts: list[list[Any]] = [[own] for own in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
+            numbers = numpy.array([transfer.route.number for transfer in singles], int)
+            parts: list[list[Any]] = [[column] for column in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
             for shape, flows in going.items():
                 of_all = (shape.up, shape.down, shape.link, shape.limit, counts[shape])
-                for part, own in zip(parts, of_all):
-                    part.append(own[flows])
+                for part, column in zip(parts, of_all):
+                    part.append(column[flows])
             rates = fair_rates(self.wiring.room, *map(numpy.concatenate, parts))
         changed: list[Party] = [
-            one for one, rate in zip(singles, rates.tolist()) if rate != one.rate and one.give(rate, now)
+            transfer
+            for transfer, rate in zip(singles, rates.tolist())
+            if rate != transfer.rate and transfer.give(rate, now)
         ]
         at = len(singles)
-        for shape, own in bundles.items():
+        for shape, same_shape in bundles.items():
             every = numpy.zeros(len(shape.all))
             every[going[shape]] = rates[at : at + len(going[shape])]
             at += len(going[shape])
-            changed += [one for one in own if one.give(every if one.is_whole else every[one.flows], now)]
+            changed += [
+                bundle for bundle in same_shape if bundle.give(every if bundle.is_whole else every[bundle.flows], now)
+            ]
         return changed
 
     def _counts(self, bundles: list[FlowBundle]) -> Numbers:

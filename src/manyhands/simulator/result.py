@@ -94,16 +94,16 @@ class Simulation:
             "actions": self.actions,
             "devices": {
                 name: {
-                    "busy_seconds": one.busy_seconds,
+                    "busy_seconds": device.busy_seconds,
                     "idle_part": self.idle_part(name),
-                    "bytes_sent": one.bytes_sent,
-                    "bytes_received": one.bytes_received,
-                    "peak_bytes": one.peak_bytes,
-                    "memory_bytes": one.memory_bytes,
-                    "most_micro_batches_held": one.most_micro_batches_held,
-                    "joules": one.joules,
+                    "bytes_sent": device.bytes_sent,
+                    "bytes_received": device.bytes_received,
+                    "peak_bytes": device.peak_bytes,
+                    "memory_bytes": device.memory_bytes,
+                    "most_micro_batches_held": device.most_micro_batches_held,
+                    "joules": device.joules,
                 }
-                for name, one in self.devices.items()
+                for name, device in self.devices.items()
             },
             "links": [
                 {"from": source, "to": target, "bytes": count} for (source, target), count in self.bytes_between.items()

@@ -308,10 +308,10 @@ class _Run:
 
     def _flows_of(self, reduce: Reduce) -> FlowShape:
         key = (reduce.devices, reduce.what)
-        found = self.shapes.get(key)
-        if found is None:
-            found = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, *flow_ends(reduce))
-        return found
+        shape = self.shapes.get(key)
+        if shape is None:
+            shape = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, *flow_ends(reduce))
+        return shape
 
     def _reduced(self, reduce: Reduce) -> None:
         self.complete.add(reduce.key)
@@ -329,7 +329,7 @@ class _Run:
         seconds = max(device.result.finished_seconds for device in self.devices.values())
         warnings = []
         for flows, sizes in self.summed.items():
-            ends = [map(flows.devices.__getitem__, own.tolist()) for own in (flows.sources, flows.targets)]
+            ends = [map(flows.devices.__getitem__, places.tolist()) for places in (flows.sources, flows.targets)]
             for source, target, byte_count in zip(*ends, sizes.tolist()):
                 self.bytes_between[source, target] += byte_count
                 self.devices[target].result.bytes_received += byte_count
