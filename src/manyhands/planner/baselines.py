@@ -1,4 +1,4 @@
-"""How others would plan the same training, as plans for the same executor (ASTEROID §5.1).
+"""Baselines: how other published systems would plan the same training, as plans for the same executor (ASTEROID §5.1).
 
 data parallel      every device has the whole network, samples by speed, gradients added up by all
 EDDL               the same, gradients added up by the fastest device, which sends the weights back
@@ -33,7 +33,7 @@ from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_mic
 from manyhands.planner.task import Price, Task, fitting
 
 MOST_TRIED = 5
-"""Numbers of micro-batches that a rival's plan is simulated with."""
+"""How many numbers of micro-batches a baseline's plan is simulated with."""
 
 
 def data_parallel(task: Task, price: Price) -> Plan:
@@ -43,7 +43,7 @@ def data_parallel(task: Task, price: Price) -> Plan:
 
 
 def eddl(task: Task, price: Price) -> Plan:
-    """The leader's port carries everybody's gradients and weights."""
+    """Return EDDL's plan. The leader's port carries the gradients and weights of all devices."""
 
     def led(subtask: Task) -> Plan:
         plan = samples(subtask)
@@ -68,7 +68,8 @@ def pipeline_parallel(task: Task, price: Price) -> Plan:
 
 
 def gpipe(task: Task, price: Price) -> Plan:
-    """Cut by work alone: the devices' differences and what crosses the cuts are not looked at."""
+    """Return GPipe's plan, cut by work alone: it ignores differences between devices and the bytes that cross the
+    cuts."""
 
     def even(subtask: Task) -> Plan:
         names = by_memory(subtask.cluster)[: len(subtask.network.layers)]
@@ -88,7 +89,7 @@ def pipedream(task: Task, price: Price) -> Plan:
 
 
 def dapple(task: Task, price: Price) -> Plan:
-    """Algorithm 2 over devices that are all alike and have all the memory they want."""
+    """Return DAPPLE's plan: Algorithm 2 over devices that are all equal and have unlimited memory."""
     alike, profile = _alike(task.cluster), average(task)
     names = by_memory(task.cluster)
     everywhere = Profile({device.name: profile.of("any") for device in alike.devices})
@@ -111,11 +112,12 @@ SYNCHRONOUS: dict[str, Callable[[Task, Price], Plan]] = {
     "data parallel": data_parallel, "EDDL": eddl, "pipeline parallel": pipeline_parallel, "GPipe": gpipe,
     "PipeDream": pipedream, "DAPPLE": dapple,
 }  # fmt: skip
-"""Rivals whose result is that of one device: they are candidates of our planner too."""
+"""Baselines whose result equals that of one device: they are candidates of our planner too."""
 
 
 def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str) -> Plan:
-    """A rival's plan with the number of micro-batches that simulates fastest; if none fits in memory, any."""
+    """Return a baseline's plan with the number of micro-batches that simulates fastest, or any plan if none fits in
+    memory."""
     counts = [batch.count for batch in batches(task.network, task.batch_size, Batch(1, 1), task.micro_batches)]
     usual = sorted(counts, key=lambda count: abs(count - 4 * len(task.cluster.devices)))
     best: tuple[float, Plan] | None = None
@@ -145,7 +147,7 @@ def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str
 
 
 def average(task: Task) -> Profile:
-    """The mean of all devices' times, under the name `any`."""
+    """Return the mean of all devices' times, under the name `any`."""
     profiles = [task.profile.of(name) for name in task.cluster.names]
     first = profiles[0]
     sizes = sorted({timing.samples for profile in profiles for timing in profile.ladders[0]})
@@ -161,7 +163,7 @@ def average(task: Task) -> Profile:
 
 
 def _alike(cluster: Cluster) -> Cluster:
-    """As many devices with the same ports, the slowest of all, and memory without end."""
+    """Return a cluster of as many equal devices, with the slowest ports of all and unlimited memory."""
     up = min(device.up_bytes_per_second for device in cluster.devices)
     down = min(device.down_bytes_per_second for device in cluster.devices)
     average_device = msgspec.structs.replace(
@@ -241,12 +243,13 @@ class HetPipe:
 
     workers: tuple[VirtualWorker, ...]
     seconds: float
-    """For a whole mini-batch, with all virtual workers at work and the server's port shared."""
+    """Seconds of a whole mini-batch, with all virtual workers at work and the server's port shared."""
     bytes: int
 
 
 def hetpipe(task: Task, price_on: Callable[[Plan, Cluster], float]) -> HetPipe:
-    """The best of several ways to make groups of equal speed; each wave ends with a push and a pull of all weights.
+    """Return the best of several ways to make groups of equal speed; each wave ends with a push and a pull of all
+    weights.
 
     Virtual workers do not wait for each other, so a mini-batch takes what the server's port or the slowest of them,
     with its share, takes; staleness is not priced.
@@ -288,13 +291,14 @@ def _virtual_workers(
 
 
 def _crossing_bytes(plan: Plan, task: Task) -> float:
-    """What a pipeline's cuts carry for its mini-batch, both ways."""
+    """Return the bytes that a pipeline's cuts carry for its mini-batch, both ways."""
     ends = [stage.layers[1] for stage in plan.stages[:-1]]
     return sum(2 * task.network.cut_bytes(task.network.find_layer(end), plan.batch_size) for end in ends)
 
 
 def volume(plan: Plan, task: Task) -> int:
-    """Eq. 2: bytes a mini-batch moves, by all-reduces inside stages and over the cuts between them."""
+    """Return the bytes a mini-batch moves (Eq. 2): all-reduces inside stages, and transfers over the cuts between
+    them."""
     network = task.network
     total = _crossing_bytes(plan, task)
     for stage in plan.stages:
@@ -307,7 +311,7 @@ def volume(plan: Plan, task: Task) -> int:
 
 
 def every_baseline(task: Task, price: Price) -> Iterator[tuple[str, Plan | ManyhandsError]]:
-    """The synchronous rivals' plans, or why there is none."""
+    """Yield each synchronous baseline with its plan, or with the error that says why it has none."""
     for name, make in SYNCHRONOUS.items():
         try:
             yield name, resolve(make(task, price), task.network, task.cluster)

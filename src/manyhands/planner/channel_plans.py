@@ -21,11 +21,11 @@ from manyhands.planner.simple import proportional
 from manyhands.planner.task import PlanCandidate, Task
 
 UNDIVIDED = 16
-"""Parts for each device that the channels of a network without groups are cut into."""
+"""Parts per device that the channels of a network without groups are cut into."""
 TOLD_APART = 64
-"""Up to so many ways equal devices are told apart: an odd number of outputs is not cut alike for all of them."""
+"""With up to this many ways, equal devices are distinguished: an odd number of outputs is not cut equally for all."""
 MOST_COMPOSITIONS = 4000
-"""More ways to give groups to devices than this are not looked at one by one: only those near the devices' speeds."""
+"""With more ways than this to give groups to devices, only those close to the devices' speeds are tried."""
 MOST_SIMULATED = 48
 MOST_SHOWN = 8
 _SLACK = 0.95
@@ -33,8 +33,8 @@ _SLACK = 0.95
 
 
 def channel_groups(network: Network) -> int:
-    """The largest g by which the groups of all convolutions on maps can be divided, the first one and depthwise ones
-    apart; 1: it is not decoupled."""
+    """Return the largest g that divides the groups of all convolutions on maps, except the first one and depthwise
+    ones. 1 means that the network is not decoupled."""
     divisor = 0
     for op in network.ops:
         if op.channels not in ("dense", "grouped") or "conv" not in op.target or not _is_inside(network, op):
@@ -46,13 +46,13 @@ def channel_groups(network: Network) -> int:
 
 
 def groups_of(network: Network, op: Op) -> int:
-    """In how many groups a convolution reads its channels."""
+    """Return the number of groups in which a convolution reads its channels."""
     rule = op.reads[0].rules[1]
     return network.tensors[op.inputs[0]].shape[1] // rule.inputs if isinstance(rule, Blocks) else 1
 
 
 def _is_inside(network: Network, op: Op) -> bool:
-    """On maps of more than one place, and not on the network's input."""
+    """Return whether an operator works on maps of more than one position, and not on the network's input."""
     shape = network.tensors[op.inputs[0]].shape
     return op.inputs[0] not in network.inputs and len(shape) == 4 and shape[2] * shape[3] > 1
 
@@ -67,7 +67,7 @@ class DenseCut(NamedTuple):
 
 
 def dense_cuts(network: Network, first: int, last: int) -> list[DenseCut]:
-    """The ways that are looked at for operators [first, last); those that come to the same are left out."""
+    """Return the ways to cut the dense operators in [first, last); equivalent ways are listed once."""
     divided, everywhere, ends = _divided(network, first, last)
     cuts = [DenseCut("by bytes", None, ())]
     if divided:
@@ -79,8 +79,8 @@ def dense_cuts(network: Network, first: int, last: int) -> list[DenseCut]:
 
 
 def _divided(network: Network, first: int, last: int) -> tuple[list[str], list[str], list[str]]:
-    """Dense operators that read divided channels; in turns, those whose sums are best had by all, since another dense
-    operator reads them; and those that then are left, whose sums go to their owners."""
+    """Return the dense operators that read divided channels; those, in turns, whose sums all devices should have
+    because another dense operator reads them; and the remaining ones, whose sums go to their owners."""
     is_divided: dict[str, bool] = {}
     in_turns: dict[str, bool] = {}
     divided: list[str] = []
@@ -105,7 +105,7 @@ def _divided(network: Network, first: int, last: int) -> tuple[list[str], list[s
 
 
 def _feeds_dense(network: Network, op: Op, last: int) -> bool:
-    """Whether a dense operator reads what is made of an operator's output channel by channel."""
+    """Return whether a dense operator reads, channel by channel, what is made of this operator's output."""
     reached = set(op.outputs)
     for index in range(network.producer[op.outputs[0]] + 1, last):
         other = network.ops[index]
@@ -118,8 +118,8 @@ def _feeds_dense(network: Network, op: Op, last: int) -> bool:
 
 
 def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give `total` groups to devices, some of which may get none; equal devices (by kind) get them in
-    falling order, since nothing changes if they change places."""
+    """Yield every way to give `total` groups to devices, some of which may get none. Devices of one kind get them in
+    falling order, because swapping them changes nothing."""
 
     def give(given: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         place = len(given)
@@ -135,7 +135,8 @@ def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def shares_worth_a_look(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Ways to give groups to two devices or more, and the least seconds that the busiest then needs; best first."""
+    """Return the ways to give groups to two devices or more, each with a lower bound on the seconds of the busiest
+    device; best first."""
     names = task.cluster.names
     kinds = list(alike(task).values())
     if comb(total + len(names) - 1, total) <= TOLD_APART:
@@ -151,7 +152,7 @@ def shares_worth_a_look(task: Task, total: int) -> list[tuple[float, tuple[int, 
 
 
 def shares_by_speed(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
-    """The same for the fastest two devices, three and so on only, in proportion to their speeds."""
+    """Return the shares of only the fastest two devices, three and so on, in proportion to their speeds."""
     each = {name: _least_seconds(task, name) / total for name in task.cluster.names}
     fastest = sorted(each, key=each.__getitem__)
     ranked = []
@@ -165,7 +166,7 @@ def shares_by_speed(task: Task, total: int) -> list[tuple[float, tuple[int, ...]
 
 
 def _least_seconds(task: Task, name: str) -> float:
-    """Seconds of one sample's operators that are divided among devices, all of them on one device."""
+    """Return the seconds of one sample's divisible operators, all of them on one device."""
     costs = CostModel(task.network, task.cluster, task.profile)
     profile = task.profile.of(name)
     return sum(
@@ -176,7 +177,7 @@ def _least_seconds(task: Task, name: str) -> float:
 
 
 def channel_stage(layers: tuple[int, int], names: Sequence[str], counts: Sequence[int], cut: DenseCut) -> Stage:
-    """A stage by channels; devices without a group are left out."""
+    """Return a stage by channels; devices without a group are left out."""
     given = [(name, count) for name, count in zip(names, counts) if count]
     devices = tuple(name for name, _ in given)
     share = ByChannels(tuple(count for _, count in given), input_based=cut.input_based, everywhere=cut.everywhere)
@@ -184,7 +185,8 @@ def channel_stage(layers: tuple[int, int], names: Sequence[str], counts: Sequenc
 
 
 def channels(task: Task, pricer: Pricer) -> list[PlanCandidate]:
-    """The network as one stage by channels: every way to give its groups to devices that may win is simulated."""
+    """Return plans with the network as one stage by channels. Every division of its groups that may win is
+    simulated."""
     names, network = task.cluster.names, task.network
     if len(names) < 2:
         raise BadPlan(f"Channels need at least two devices; cluster {task.cluster.name} has {len(names)}.")

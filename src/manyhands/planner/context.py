@@ -1,5 +1,5 @@
-"""What a planner stands on before anything is cut: who the devices are, in which order, how fast, how much they hold,
-what lies between each two, and what every layer weighs."""
+"""The planning context: what a planner knows of devices and layers before anything is cut. It holds the order of the
+devices, their speeds and memory, the links between them, and the time and bytes of every layer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DeviceGroup = tuple[int, int]
 
 @dataclass(frozen=True)
 class Batch:
-    """How a mini-batch is cut, and what a round of it is like."""
+    """How a mini-batch is cut into micro-batches, and the settings of a round."""
 
     samples: int
-    """Of one micro-batch."""
+    """Samples of one micro-batch."""
     count: int
     optimizer_slots: int = 1
     is_synchronised: bool = True
@@ -35,7 +35,7 @@ class Batch:
     warm_up: WarmUp = "2(P-p)-1"
 
     def ahead(self, from_end: int) -> int:
-        """K_p of the stage that has so many stages from it to the end, itself included."""
+        """Return K_p, the warm-up of a stage, from the number of stages from it to the end, itself included."""
         by_policy = {
             "2(P-p)-1": 2 * from_end - 1,
             "2(P-p)": 2 * from_end,
@@ -46,16 +46,18 @@ class Batch:
 
 
 MOST_WITH_GAPS = 12
-"""Up to so many devices, some may be left out between two stages, other orders are tried, and every sub-pipeline that
-nothing beats is kept; beyond, none of that."""
+"""The most devices for which the search is exhaustive: it may leave devices out between two stages, tries other orders,
+and keeps every sub-pipeline that nothing beats. With more devices it does none of these."""
 MOST_RUNS = 20
-"""Up to so many devices any run of them may share a stage."""
+"""The most devices for which any run of them may share a stage."""
 ALIKE = 0.9
-"""Devices whose memory differs by less are taken as alike: what is left after starting a worker is never the same."""
+"""Devices whose memory differs by a smaller ratio count as equal: the memory left after starting a worker always
+varies."""
 
 
 def by_memory(cluster: Cluster) -> tuple[str, ...]:
-    """The devices' names, the largest memory first (ASTEROID §3.3); of about equal memory, the faster first."""
+    """Return the devices' names, the largest memory first (ASTEROID §3.3); among about equal memory, the faster
+    first."""
     ordered: list[Device] = []
     alike: list[Device] = []
     for device in sorted(cluster.devices, key=lambda device: -device.memory_bytes):
@@ -67,7 +69,8 @@ def by_memory(cluster: Cluster) -> tuple[str, ...]:
 
 
 def orders(cluster: Cluster) -> list[tuple[str, ...]]:
-    """Orders in which devices may follow each other along a pipeline: the paper's, and by speed, either way."""
+    """Return the orders in which devices may follow each other along a pipeline: the paper's, and by speed, either
+    way."""
     by_speed = tuple(device.name for device in sorted(cluster.devices, key=lambda device: -device.gflops))
     return list(dict.fromkeys([by_memory(cluster), by_speed, by_speed[::-1]]))
 
@@ -88,7 +91,7 @@ class Ladders:
         self.total = [ahead + back for ahead, back in zip(self.forward, self.backward)]
 
     def only(self, kinds: Sequence[int]) -> Ladders:
-        """The same for these kinds, in this order."""
+        """Return the tables of these kinds only, in this order."""
         part = copy(self)
         part.forward, part.backward, part.total, part._least = (
             [tables[kind] for kind in kinds] for tables in (self.forward, self.backward, self.total, self._least)
@@ -96,27 +99,29 @@ class Ladders:
         return part
 
     def best(self, kind: int, most: int) -> Numbers:
-        """Running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
+        """Return running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
         sums: Numbers = _running(self._least[kind][most - 1 : most])[0]
         return sums
 
 
 def _running(table: Numbers) -> Numbers:
-    """Sums over the first n columns, n from 0 on."""
+    """Return sums over the first n columns, for n from 0."""
     sums = numpy.zeros((len(table), table.shape[1] + 1))
     table.cumsum(1, out=sums[:, 1:])
     return sums
 
 
 def _down(table: Numbers, choice: numpy.ufunc) -> Numbers:
-    """The least, or most, of the rows so far, in place: row by row, as `accumulate` goes column by column."""
+    """Replace each row by the least, or most, of the rows so far, in place. This goes row by row, because `accumulate`
+    goes column by column and is slower."""
     for above, row in pairwise(table):
         choice(above, row, out=row)
     return table
 
 
 def _tables(ladders: Sequence[tuple[Timing, ...]], most: int) -> tuple[Numbers, Numbers]:
-    """[samples, layer] -> seconds forward and backward, read as profiles are; more samples never take less time."""
+    """Return [samples, layer] -> seconds forward and backward, interpolated as profiles are; more samples never take
+    less time."""
     ahead, back = (numpy.zeros((most + 1, len(ladders))) for _ in range(2))
     first = 0
     for sizes, run in groupby(ladders, lambda ladder: [timing.samples for timing in ladder]):
@@ -147,15 +152,15 @@ def _read(table: Numbers, sizes: Sequence[int], seconds: Sequence[Sequence[float
 
 
 class LayerBytes:
-    """What layers weigh: running sums over the network, and what crosses each cut."""
+    """The bytes of layers: running sums over the network, and what crosses each cut."""
 
     def __init__(self, network: Network, optimizer_slots: int) -> None:
         layers = range(len(network.layers) + 1)
         static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
         self.work = numpy.zeros(len(layers))
-        """The most that one of its operators moves, for one sample."""
+        """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
-        """The most that one of its operators has in trained weights."""
+        """For each layer, the most bytes that one of its operators has in trained weights."""
         seen: set[str] = set()
         for index, layer in enumerate(network.layers, 1):
             for name in layer.weights:
@@ -181,17 +186,18 @@ class LayerBytes:
 
     @cached_property
     def widest(self) -> Numbers:
-        """[first, last]: the most that one operator of these layers moves, for one sample."""
+        """[first, last] -> the most bytes that one operator of these layers moves for one sample."""
         return _most(self.work)
 
     @cached_property
     def heaviest(self) -> Numbers:
-        """[first, last]: the most that one operator of these layers has in trained weights."""
+        """[first, last] -> the most bytes that one operator of these layers has in trained weights."""
         return _most(self.weights)
 
 
 def carried(network: Network) -> tuple[Numbers, Numbers]:
-    """[layer] -> bytes that a cut before it carries for one sample, and those of their gradients; at the ends none."""
+    """Return [layer] -> bytes that a cut before it carries for one sample, and those of their gradients; both ends are
+    0."""
     starts, whole = [layer.first for layer in network.layers], set(network.outputs)
     changes = numpy.zeros((2, len(starts) + 1))
     for name, made in network.producer.items():
@@ -207,7 +213,7 @@ def carried(network: Network) -> tuple[Numbers, Numbers]:
 
 
 def _most(each: Numbers) -> Numbers:
-    """[first, last] -> the largest number of layers [first, last)."""
+    """Return [first, last] -> the largest value of layers [first, last)."""
     count = len(each)
     largest = numpy.zeros((count, count))
     for first in range(count):
@@ -217,10 +223,10 @@ def _most(each: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class DevicePairs:
-    """[from, to] -> what every pair of some devices has between them."""
+    """[from, to] -> rate and delay between every pair of some devices."""
 
     rates: Numbers
-    """Bytes per second: of the link, and of the ports where they are on different hosts."""
+    """Bytes per second: the link's, and between different hosts also limited by the ports."""
     delays: Numbers
     has_own_hosts: bool
     """Whether every device of the cluster has a host of its own."""
@@ -244,14 +250,14 @@ class DevicePairs:
 
 
 def every_group(count: int, most: int) -> list[DeviceGroup]:
-    """Every run of up to `most` of so many devices; of many devices, runs of some lengths."""
+    """Return every run of up to `most` devices out of `count`; with many devices, only runs of some lengths."""
     lengths = {1, *sizes(count)} if count > MOST_RUNS else range(1, count + 1)
     return [(a, a + size) for a in range(count) for size in sorted(lengths) if size <= min(most, count - a)]
 
 
 def sizes(count: int) -> list[int]:
-    """How many of so many devices are tried together: any number up to eight, then in steps of about a quarter, and
-    all."""
+    """Return how many of `count` devices are tried together: any number up to eight, then in steps of about a quarter,
+    and all of them."""
     tried, size = [], 2
     while size < count:
         tried.append(size)
@@ -260,7 +266,7 @@ def sizes(count: int) -> list[int]:
 
 
 class PlanningContext:
-    """What does not depend on how the mini-batch is cut."""
+    """What is known for planning whatever the micro-batch size: the ordered devices, their kinds, times and bytes."""
 
     def __init__(
         self,
@@ -282,7 +288,7 @@ class PlanningContext:
         self.bytes = LayerBytes(network, optimizer_slots)
 
     def ordered(self, names: tuple[str, ...]) -> PlanningContext:
-        """The same for the devices in another order, their kinds as they come."""
+        """Return the context for the devices in another order, their kinds numbered as they come."""
         other = self.only(names)
         unique = list(dict.fromkeys(other.kinds))
         other.kinds = [unique.index(kind) for kind in other.kinds]
@@ -291,7 +297,7 @@ class PlanningContext:
         return other
 
     def only(self, names: tuple[str, ...]) -> PlanningContext:
-        """The same for some of the devices."""
+        """Return the context for some of the devices."""
         part = copy(self)
         part.names, part.kinds = names, [self.kinds[self.names.index(name)] for name in names]
         return part

@@ -1,4 +1,4 @@
-"""What every action costs: the one place where plans are priced, for planners and simulator alike."""
+"""The cost of every action: the only place where plans are priced, for planners and simulator alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, p
 from manyhands.schedule.tiles import TileGeometry
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
-"""How much of an operator's backward pass a part of it takes."""
+"""The fraction of an operator's backward pass that each part of it takes."""
 
 
 class CostModel:
@@ -32,8 +32,8 @@ class CostModel:
         self._delays: dict[tuple[object, ...], float] = {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
-        """Seconds of a forward or backward action on its device: the same for every micro-batch. Devices that share a
-        stage wait for each other, so the slowest of them counts."""
+        """Return the seconds of a forward or backward action on its device, the same for every micro-batch. Devices
+        that share a stage wait for each other, so the slowest of them counts."""
         key = (geometry, device, isinstance(action, Forward), action.first, action.last, action.part)
         seconds = self._computed.get(key)
         if seconds is None:
@@ -65,7 +65,8 @@ class CostModel:
         return total
 
     def _forward_part(self, geometry: StageGeometry, device: str, action: Forward) -> float:
-        """How much of an operator the interior of a tile is, or its rim; adding up partial sums is next to nothing."""
+        """Return the fraction of an operator that the interior of a tile, or its rim, takes; adding up partial sums
+        costs next to nothing."""
         if not action.part or not isinstance(geometry, TileGeometry):
             return 0.0 if action.part == "sum" else 1.0
         whole = geometry.computed[device][self.network.ops[action.first].outputs[0]].volume
@@ -75,7 +76,8 @@ class CostModel:
     def range_seconds(
         self, profile: DeviceProfile, device: str, first: int, last: int, samples: float
     ) -> tuple[float, float]:
-        """Forward and backward seconds of operators [first, last) for some samples (a fraction: a tile of one)."""
+        """Return forward and backward seconds of operators [first, last) for some samples; a fraction is a tile of one
+        sample."""
         key = (id(profile), first, last, samples)
         seconds = self._known.get(key)
         if seconds is not None:
@@ -97,7 +99,8 @@ class CostModel:
         return forward, backward
 
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
-        """Each operator's part of its layer's time: measured per layer, divided by the roofline estimate."""
+        """Return each operator's fraction of its layer's time. Layers are measured; the roofline estimate divides their
+        time."""
         stored = self._op_shares.get(id(profile))
         if stored is not None:
             return stored
@@ -112,7 +115,8 @@ class CostModel:
         return self._op_shares[id(profile)]
 
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
-        """The optimiser reads and writes weights, gradients and its own state once: memory-bound."""
+        """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and
+        state once."""
         trainable = sum(
             weight.bytes * weight_part(geometry, device, weight)
             for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
@@ -121,8 +125,8 @@ class CostModel:
         return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
 
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
-        """Computing lost to an action's messages and to moving their bytes in and out of the network, where no other
-        core does it."""
+        """Return the computing seconds lost to an action's messages and to copying their bytes, where no other core
+        does it."""
         facts = self.cluster.device(device)
         each, message = facts.copy_seconds_per_gigabyte / 1e9, facts.message_seconds
         if not each and not message:
@@ -136,7 +140,7 @@ class CostModel:
         return self.cluster.link_between(source, target)
 
     def _moved_bytes(self, reduce: Reduce) -> list[float]:
-        """What each device of a sum sends and receives for it."""
+        """Return the bytes that each device sends and receives for a sum."""
         key = (reduce.devices, reduce.what, reduce.first, reduce.last, reduce.bytes)
         moved = self._moved.get(key)
         if moved is None:
@@ -146,11 +150,11 @@ class CostModel:
         return moved
 
     def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
-        """What each pair of devices exchanges to form a sum."""
+        """Return the bytes that each pair of devices exchanges to form a sum."""
         return pair_bytes(reduce, self.network)
 
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
-        """Every round waits for the slowest link's delay."""
+        """Return the delay of a sum: every round waits for the slowest link."""
         key = (reduce.devices, reduce.what)
         seconds = self._delays.get(key)
         if seconds is None:

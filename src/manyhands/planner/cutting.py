@@ -1,4 +1,5 @@
-"""Where the cuts between stages go, once it is known who works in each: the shortest round, by dynamic programming."""
+"""Where the cuts between stages go once the devices of each stage are known: the shortest round, by dynamic
+programming."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class StageDraft:
-    """The devices of a stage to be, and the old stage they come from; None: a device that joins."""
+    """A stage to be planned: its devices, and the old stage they come from (None for a device that joins)."""
 
     devices: tuple[str, ...]
     old: Stage | None
     warm_up: int
     """K_p, where the plan gives one number per stage."""
     is_plain: bool = False
-    """Shared by samples, however the old stage was."""
+    """Whether it is shared by samples, however the old stage was shared."""
 
     @property
     def kind(self) -> str:
@@ -50,7 +51,7 @@ StageDrafts = tuple[StageDraft, ...]
 
 @dataclass(frozen=True)
 class _Table:
-    """[first, last] -> seconds of a stage of these layers; infinite where it cannot be."""
+    """[first, last] -> seconds of a stage of these layers; infinite where it is impossible."""
 
     forward: Numbers
     backward: Numbers
@@ -58,7 +59,7 @@ class _Table:
 
 
 class Cutting:
-    """One plan and the present devices: what a round takes, and where it is cut best."""
+    """The rounds of one plan on the present devices: what each takes, and where it is best cut."""
 
     def __init__(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> None:
         homeless = resolve(msgspec.structs.replace(plan, homes={}), network)
@@ -86,7 +87,8 @@ class Cutting:
     def cut(
         self, drafts: StageDrafts, is_tight: bool, only: tuple[int, ...] | None = None
     ) -> tuple[float, tuple[int, ...]]:
-        """Seconds of a round and where each stage ends; no ends: it cannot be. `only`: with these ends."""
+        """Return the seconds of a round and where each stage ends; no ends mean that it is impossible. `only` fixes the
+        ends."""
         key = (tuple((draft.devices, draft.kind, draft.warm_up) for draft in drafts), is_tight, only)
         if key not in self._cuts:
             self._cuts[key] = self._cut(drafts, is_tight, only)
@@ -139,7 +141,7 @@ class Cutting:
         return seconds, tuple(ends)
 
     def _ahead(self, drafts: StageDrafts, place: int) -> int:
-        """How many micro-batches a stage holds at once."""
+        """Return how many micro-batches a stage holds at once."""
         if self.plan.order in ("sequential", "stream"):
             return 1
         if self.plan.order == "gpipe":
@@ -150,7 +152,7 @@ class Cutting:
 
     @cached_property
     def _ranges(self) -> tuple[Counts, Counts]:
-        """First and last of all runs of layers."""
+        """The first and last layers of all runs of layers."""
         first, last = numpy.triu_indices(self.layers + 1, 1)
         return first, last
 
@@ -169,7 +171,7 @@ class Cutting:
         return _Table(numpy.full(shape, inf), numpy.zeros(shape), numpy.zeros(shape))
 
     def _shared(self, draft: StageDraft, ahead: int, is_tight: bool) -> _Table:
-        """By samples, with the best shares of every run of layers."""
+        """Return the table of a stage shared by samples, with the best shares for every run of layers."""
         table = self._empty()
         if len(draft.devices) > self.samples:
             return table
@@ -190,7 +192,8 @@ class Cutting:
         return steps.within_memory(lines, ahead) if is_tight else lines
 
     def _divided(self, draft: StageDraft, ahead: int, is_tight: bool) -> _Table:
-        """Every operator divided in proportion to speed; an exchange at every layer, forward and backward."""
+        """Return the table of a stage whose operators are divided in proportion to speed, with an exchange at every
+        layer, forward and backward."""
         table = self._empty()
         first, last = self._ranges
         context, names = self.context, draft.devices
@@ -217,7 +220,8 @@ class Cutting:
         return table
 
     def _is_legal(self, kind: str, size: int) -> NDArray[numpy.bool_]:
-        """[first, last]: whether a stage of these layers may be shared so, as the checker of plans sees it."""
+        """Return [first, last] -> whether a stage of these layers may be shared this way, as the checker of plans
+        decides."""
         if (kind, size) in self._legal:
             return self._legal[kind, size]
         network, count = self.network, self.layers + 1
@@ -242,7 +246,7 @@ class Cutting:
         return legal
 
     def _none_of(self, is_one: Callable[[int], bool]) -> NDArray[numpy.bool_]:
-        """[first, last]: whether no operator of these layers is one of them."""
+        """Return [first, last] -> whether the condition holds for no operator of these layers."""
         each = [any(is_one(op) for op in range(layer.first, layer.last)) for layer in self.network.layers]
         sums = numpy.concatenate([[0], numpy.cumsum(each)])
         is_free: NDArray[numpy.bool_] = sums[None, :] == sums[:, None]
@@ -250,7 +254,7 @@ class Cutting:
 
     @cached_property
     def _may_cut(self) -> NDArray[numpy.bool_]:
-        """Before which layers a stage may start: not between two that change the same weight."""
+        """[layer] -> whether a stage may start before it: not between two layers that change the same weight."""
         may_cut = numpy.ones(self.layers + 1, bool)
         written = {name for op in self.network.ops for name in op.writes}
         first_use: dict[str, int] = {}
@@ -261,15 +265,16 @@ class Cutting:
         return may_cut
 
     def _cut_seconds(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Numbers, Numbers]:
-        """For every layer, what crosses the cut before it takes forward and backward, for a micro-batch."""
+        """Return, for every layer, the seconds that a micro-batch takes to cross the cut before it, forward and
+        backward."""
         ahead, back, delay = self._between(senders, receivers)
         crossing, returning = (self.context.bytes.crossing * self.samples, self.context.bytes.returning * self.samples)
         backward = returning * back * self.plan.is_training
         return crossing * ahead + delay, numpy.where(backward > 0, backward + delay, 0.0)
 
     def _between(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[float, float, float]:
-        """Seconds for a byte of all that two groups exchange, there and back, and the delay: the slowest link or port,
-        each device's part by its speed."""
+        """Return the seconds per byte that two groups exchange, there and back, and the delay: the slowest link or port
+        decides, with each device's part by its speed."""
         if (senders, receivers) in self._prices:
             return self._prices[senders, receivers]
         slowest, delay = [0.0, 0.0], 0.0

@@ -36,20 +36,20 @@ from manyhands.planner.steps import StageTable, Steps
 USUAL = Batch(1, 1)
 FIRST_CUTS = 6
 COARSE_CUTS = 24
-"""Cuts among which the first plan is looked for, and the first good one."""
+"""Cuts tried for the first plan, and for the first good one."""
 MOST_STAGES = 24
 MOST_MICRO_BATCHES = 512
 USUAL_MICRO_BATCHES = 16
-"""The first way of cutting a mini-batch that is tried: a good one soon spares the search of others."""
+"""The number of micro-batches tried first: a good plan early prunes the search for the others."""
 WORTH_A_SEARCH = 1.2
 """Micro-batch sizes whose coarse plan is within this of the best are searched in full; plans within it are kept, as a
 simulation may order them otherwise."""
 MOST_LINES = 1_700_000
-"""Stages, of any layers on any group, that full searches may look at, all together: a few seconds. Beyond, cuts are
-only the promising ones, and those near the best of them."""
+"""The most stages, of any layers on any group, that full searches consider in all: a few seconds. Beyond, only
+promising cuts are considered, and those near the best of them."""
 COARSE_LINES = 80_000
 NEAR_LINES = 160_000
-"""Stages that are looked at with promising cuts, and with cuts near the best."""
+"""Stages considered with promising cuts, and with cuts near the best."""
 _PAIRS_AT_ONCE = 2_000_000
 _SLACK = 1 + 1e-9
 
@@ -77,8 +77,8 @@ class Search:
     """Algorithm 2 over one way of cutting the mini-batch."""
 
     def __init__(self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True) -> None:
-        """`may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own recurrence, as with many
-        devices."""
+        """Set up the search. `may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own
+        recurrence, as with many devices."""
         self.steps, self.may_be_alone = steps, may_be_alone
         self.count = steps.batch.count
         self.devices = len(steps.names)
@@ -88,7 +88,7 @@ class Search:
         self.coarse = min(COARSE_CUTS, isqrt(2 * COARSE_LINES // len(steps.groups)))
 
     def near(self, pipelines: list[Pipeline]) -> list[int]:
-        """The cuts of the best pipeline so far, and those nearest to them: as many as can be looked at."""
+        """Return the cuts of the best pipeline so far and the nearest to them, as many as the search can consider."""
         best = min(pipelines, key=lambda pipeline: pipeline.seconds)
         ends = [stage.first for stage in best.stages[1:]]
         moved = sorted(range(1, self.steps.layers), key=lambda cut: min(abs(cut - end) for end in ends or [0]))
@@ -96,12 +96,12 @@ class Search:
         return sorted({*ends, *moved[:most]})
 
     def best(self, cuts: Sequence[int] | None = None, bound: float = inf) -> Pipeline | None:
-        """The fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
+        """Return the fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
         return min(self.by_stages(cuts, bound), key=lambda pipeline: pipeline.seconds, default=None)
 
     def by_stages(self, cuts: Sequence[int] | None = None, bound: float = inf, keeping: float = 1.0) -> list[Pipeline]:
-        """The fastest pipelines of one stage, of two, and so on: those within the bound and within `keeping` times
-        the best of those with fewer stages."""
+        """Return the fastest pipelines of one stage, two stages and so on: those within the bound and within `keeping`
+        times the best of those with fewer stages."""
         layers = self.steps.layers
         positions = numpy.array(sorted({0, layers, *(range(layers) if cuts is None else cuts)}))
         free = self.steps.stages(*self._promising(positions, bound))
@@ -127,8 +127,8 @@ class Search:
         return pipelines
 
     def _promising(self, positions: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
-        """Stages between these cuts that a plan within the bound may have: they, what comes before and what comes
-        after, fit in."""
+        """Return the stages between these cuts that a plan within the bound may have: they, what comes before and what
+        comes after take less."""
         steps, layers, starts, ends = self.steps, self.steps.layers, self.steps.starts, self.steps.ends
         limit = bound * _SLACK / self.count
         begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
@@ -164,14 +164,14 @@ class Search:
         return head, tail
 
     def _alone(self, table: StageTable, bound: float) -> _Front:
-        """Every stage that can be the last one."""
+        """Return every stage that can be the last one."""
         ends = numpy.flatnonzero(table.last == self.steps.layers)
         longest = self.count * (table.forward[ends] + table.backward[ends])
         nothing = numpy.full(len(ends), -1)
         return self._kept(table, ends, nothing, longest, table.reduce[ends], bound)
 
     def _extended(self, table: StageTable, behind: _Front, bound: float) -> _Front:
-        """Every sub-pipeline with one more stage in front."""
+        """Return every sub-pipeline with one more stage in front."""
         width = self.devices + 1
         joint = table.last * width
         low = numpy.searchsorted(behind.key, joint + self.steps.ends[table.group])
@@ -199,7 +199,7 @@ class Search:
     def _kept(
         self, table: StageTable, stage: Counts, sub: Counts, longest: Numbers, ending: Numbers, bound: float
     ) -> _Front:
-        """Of so many sub-pipelines, those that may become better than the bound and that nothing beats."""
+        """Return the sub-pipelines that may still become better than the bound and that nothing beats."""
         if bound < inf:
             head, _ = self._least_around
             layer, start = table.first[stage], self.steps.starts[table.group[stage]]
@@ -211,7 +211,8 @@ class Search:
     def _unbeaten(
         self, layer: Counts, group: Counts, longest: Numbers, ending: Numbers, stage: Counts, following: Counts
     ) -> _Front:
-        """The Pareto front of every place (a layer and a group); or, as in the paper, the best one of each."""
+        """Return the Pareto front of every place (a layer and a group); or, as in the paper, the best sub-pipeline of
+        each."""
         if not len(layer):
             return _Front(layer, layer, group, longest, ending, stage, following)
         key = layer * (self.devices + 1) + self.steps.starts[group]
@@ -240,7 +241,7 @@ class Search:
 
 
 def _blocks(sizes: Counts) -> Iterator[Counts]:
-    """Lines in runs that make about so many pairs."""
+    """Yield runs of lines that make about `_PAIRS_AT_ONCE` pairs each."""
     lines = numpy.flatnonzero(sizes)
     if not len(lines):
         return
@@ -252,7 +253,7 @@ def _blocks(sizes: Counts) -> Iterator[Counts]:
 
 
 def coarse_cuts(network: Network, count: int = COARSE_CUTS) -> list[int]:
-    """Cuts with little to carry, spread over the network's work."""
+    """Return cuts that carry little, spread over the network's work."""
     work = numpy.cumsum([layer.macs + 1 for layer in network.layers])
     parts = (work[:-1] / work[-1] * count).astype(numpy.int64)
     sizes, _ = carried(network)
@@ -265,7 +266,7 @@ def coarse_cuts(network: Network, count: int = COARSE_CUTS) -> list[int]:
 
 
 def batches(network: Network, batch_size: int, like: Batch, micro_batches: int | None = None) -> list[Batch]:
-    """The ways to cut a mini-batch into equal micro-batches that are looked at."""
+    """Return the ways to cut a mini-batch into equal micro-batches that are tried."""
     least = 2 if any(op.statistics for op in network.ops) and batch_size > 1 else 1  # statistics of one sample are none
     counts = [micro_batches] if micro_batches else [
         count for count in range(1, min(batch_size, MOST_MICRO_BATCHES) + 1)
@@ -286,7 +287,7 @@ def pipelines(
     pricing: Callable[[PlanningContext, Batch], Steps] = Steps,
     most_lines: int = MOST_LINES,
 ) -> list[Pipeline]:
-    """The best pipelines of each promising way to cut the mini-batch, the fastest first.
+    """Return the best pipelines of each promising way to cut the mini-batch, the fastest first.
 
     `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster. `pricing`:
     what stages may be shared by, and their prices. `most_lines`: how much is searched beyond the promising cuts.

@@ -1,4 +1,4 @@
-"""The shapes that an old plan can take for the devices there are now, and the plans made of them."""
+"""Incremental re-planning: the shapes that an old plan can take on the present devices, and the plans made of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ WORTH_MOVING = 1.05
 WORTH_JOINING = 1.01
 """A device that shortens the round by less is left out."""
 WORTH_REGROUPING = 1.1
-"""A device stays in its stage unless the round gets that much shorter with it in the next, or the one before."""
+"""A device stays in its stage unless the round gets that much shorter with it in a neighbouring stage."""
 WORTH_DISSOLVING = 1.2
-"""The same for the only device of a stage, which then is no more."""
+"""The same for the only device of a stage, which is then dissolved."""
 
 
 def homes_for(plan: Plan, stages: Sequence[Stage], network: Network, cluster: Cluster) -> dict[str, str]:
-    """An input whose home is lost moves to the first device of the first stage that reads it."""
+    """Return the homes of the inputs: one whose device is lost moves to the first device of the first stage that reads
+    it."""
     homes = {}
     for name, home in plan.homes.items():
         if home != EVERYWHERE and home not in cluster.names:
@@ -43,12 +44,13 @@ def homes_for(plan: Plan, stages: Sequence[Stage], network: Network, cluster: Cl
 
 
 class IncrementalReplanner(Cutting):
-    """Which shapes a plan can take."""
+    """The shapes that one plan can take on a cluster that has changed."""
 
     # Shapes
 
     def shapes(self) -> Iterator[list[StageDrafts]]:
-        """What the stages may become, the nearest to the old plan first; of alternatives the fastest is taken."""
+        """Yield what the stages may become, the nearest to the old plan first; among alternatives the caller takes the
+        fastest."""
         old = [self._draft(index) for index in range(len(self.plan.stages))]
         left = tuple(draft for draft in old if draft.devices)
         if not left:
@@ -73,12 +75,13 @@ class IncrementalReplanner(Cutting):
         return StageDraft(devices, stage, self.plan.warm_up_of(index))
 
     def _fair(self, draft: StageDraft) -> StageDraft:
-        """The same devices by samples, as many as a micro-batch has samples for: the fastest."""
+        """Return the same devices shared by samples: the fastest, as many as a micro-batch has samples for."""
         chosen = sorted(draft.devices, key=self.speeds.__getitem__, reverse=True)[: self.samples]
         return replace(draft, devices=tuple(name for name in draft.devices if name in chosen), is_plain=True)
 
     def _refilled(self, old: list[StageDraft]) -> list[StageDrafts]:
-        """Stages that nobody is left of get one device of another: shared where the order lets it, else for good."""
+        """Return the stages with one device given to each stage that lost all of its own: shared where the order allows
+        that, else moved."""
         alternatives: list[list[StageDraft]] = [old]
         while any(not draft.devices for draft in alternatives[0]):
             place = next(place for place, draft in enumerate(alternatives[0]) if not draft.devices)
@@ -100,8 +103,8 @@ class IncrementalReplanner(Cutting):
         return [tuple(drafts) for drafts in alternatives]
 
     def regrouped(self, drafts: StageDrafts, is_tight: bool) -> StageDrafts:
-        """After a loss, with one device in the stage beside its own or a shared stage in two, where that is much
-        faster."""
+        """Return the stages with one device moved to a neighbour, or a shared stage split in two, where that makes the
+        round much faster after a loss."""
         if all(name in self.cluster.names for name in self.plan.devices):
             return drafts
         least, best = self.cut(drafts, is_tight)[0], drafts
@@ -132,7 +135,7 @@ class IncrementalReplanner(Cutting):
                 yield (*drafts[:place], *halves, *drafts[place + 1 :])
 
     def grown(self, drafts: StageDrafts, is_tight: bool) -> StageDrafts:
-        """With the devices that joined, or that the old plan had no use for: each where the round gets shortest."""
+        """Return the stages with the devices that joined or were unused before, each where the round gets shortest."""
         seconds = self.cut(drafts, is_tight)[0]
         if len(self.cluster.names) == 1:
             return drafts
@@ -152,7 +155,7 @@ class IncrementalReplanner(Cutting):
         return drafts
 
     def _joined(self, drafts: StageDrafts, name: str) -> Iterator[StageDrafts]:
-        """One more device: in each stage, or as a stage of its own at each place."""
+        """Yield the stages with one more device: in each stage, or as a stage of its own at each place."""
         for place, draft in enumerate(drafts):
             more = replace(draft, devices=(*draft.devices, name))
             if more.kind != "samples" or len(more.devices) <= self.samples:
@@ -162,7 +165,8 @@ class IncrementalReplanner(Cutting):
             yield (*drafts[:place], StageDraft((name,), None, warm_up), *drafts[place:])
 
     def ways_to_cut(self, drafts: StageDrafts, is_tight: bool) -> list[tuple[int, ...]]:
-        """The old cuts where they are about as good as the best, or where the model knows little; else the best."""
+        """Return the cuts to try: the old ones where they are nearly as good as the best, or where the model is
+        uncertain."""
         seconds, best = self.cut(drafts, is_tight)
         if not best:
             return []
@@ -179,7 +183,7 @@ class IncrementalReplanner(Cutting):
     # Plans
 
     def built(self, drafts: StageDrafts, ends: tuple[int, ...]) -> Plan:
-        """The plan of these stages, checked."""
+        """Return the plan of these stages, checked."""
         stages: list[Stage] = []
         for place, (draft, first, last) in enumerate(zip(drafts, (0, *ends), ends)):
             old = draft.old or Stage((first, last), ())
@@ -206,7 +210,8 @@ class IncrementalReplanner(Cutting):
         return draft.devices, Single()  # tiles get theirs when the stages are known
 
     def _channels(self, draft: StageDraft, first: int, last: int) -> tuple[tuple[str, ...], Share]:
-        """As many groups as before, by speed, at least one each: with fewer groups than devices, the fastest ones."""
+        """Return as many channel groups as before, by speed, at least one each; with fewer groups than devices, the
+        fastest ones."""
         assert draft.old is not None
         old = draft.old.share
         assert isinstance(old, ByChannels)
@@ -221,7 +226,7 @@ class IncrementalReplanner(Cutting):
         return names, ByChannels(tuple(1 + extra for extra in more), based, everywhere)
 
     def _samples(self, draft: StageDraft, first: int, last: int, ahead: int) -> tuple[tuple[str, ...], Share]:
-        """The best shares; with batch norm by device, none so small that it has no statistics."""
+        """Return the best shares; with batch norm per device, none is too small to have statistics."""
         least = self._least_samples(first, last)
         names = draft.devices
         if len(names) * least > self.samples:
@@ -252,7 +257,7 @@ class IncrementalReplanner(Cutting):
         return 1
 
     def _best_grid(self, plan: Plan, place: int, draft: StageDraft) -> Plan:
-        """Rows and columns by capacity; of the grids that so many devices can make, the one with the least price.
+        """Return the plan with rows and columns by capacity, in the cheapest grid that so many devices can make.
 
         Where a map is too small for a tile each, the slowest are left out.
         """
@@ -271,13 +276,14 @@ class IncrementalReplanner(Cutting):
         )
 
     def _map_of(self, stage: Stage, count: int) -> tuple[int, int]:
-        """Rows and columns of the map that a stage begins with; `count` of each where it begins with none."""
+        """Return rows and columns of the map that a stage begins with, or `count` of each where it begins with none."""
         start = self.network.ops[self.network.layers[layer_range(stage)[0]].first]
         shape = self.network.tensors[start.inputs[0]].shape if start.inputs else ()
         return (shape[2], shape[3]) if len(shape) == 4 else (count, count)
 
     def _gridded(self, plan: Plan, place: int, draft: StageDraft) -> list[Plan]:
-        """The plan with a stage on every grid that its devices can make, none of whose tiles has nothing in it."""
+        """Return the plan with a stage on every grid that its devices can make; grids with an empty tile are left
+        out."""
         stage = plan.stages[place]
         first, last = layer_range(stage)
         height, width = self._map_of(stage, len(draft.devices))
@@ -303,7 +309,7 @@ class IncrementalReplanner(Cutting):
         return possible
 
     def _inside(self, names: tuple[LayerName, ...], first: int, last: int) -> tuple[LayerName, ...]:
-        """Of layers and operators, those within a stage."""
+        """Return the layers and operators that lie within a stage."""
         layers, ops = self.network.layers, group_ops(names, self.network)
         low, high = layers[first].first, layers[last - 1].last
         return tuple(name for name, op in zip(names, ops) if low <= op < high)
@@ -311,7 +317,7 @@ class IncrementalReplanner(Cutting):
     def _groups(
         self, groups: tuple[LayerName, ...] | None, old: Stage, first: int, last: int
     ) -> tuple[LayerName, ...] | None:
-        """The old groups that lie in the stage; layers that are new to it have one each."""
+        """Return the old groups that lie in the stage; layers that are new to it get one group each."""
         if groups is None:
             return None
         start, end = layer_range(old)
@@ -323,7 +329,7 @@ class IncrementalReplanner(Cutting):
         return tuple(starts_by_op[op] for op in sorted(starts_by_op))
 
     def reason(self, plan: Plan) -> str:
-        """What was done to the old plan, for a person."""
+        """Return in words what was changed in the old plan."""
         old, new = self.plan, plan
         words = []
         gone = [name for name in old.devices if name not in self.cluster.names]

@@ -43,14 +43,14 @@ _WORTH = 0.95
 
 
 def inference_task(network: Network, cluster: Cluster, profile: Profile, home: str = "") -> Task:
-    """What is to be planned: one sample after another, forward only."""
+    """Return the task to plan: one sample after another, forward only."""
     if home:
         cluster.device(home)
     return Task(network, cluster, profile, 1, 1, order="stream", optimizer_slots=0, home=home)
 
 
 def objective_named(name: str) -> Objective:
-    """What a plan is to be good at, by name."""
+    """Return an objective by its name."""
     by_name: dict[str, Objective] = {objective: objective for objective in OBJECTIVES}
     if name not in by_name:
         raise unknown("objective", name, by_name)
@@ -91,15 +91,15 @@ MAKERS: dict[str, Maker] = {
 
 
 def inference_plans(strategy: str, task: Task, pricer: Pricer) -> list[PlanCandidate]:
-    """The plans of a named strategy that were priced (all but `auto`, which chooses), the fastest first."""
+    """Return the priced plans of a named strategy (all but `auto`, which chooses), the fastest first."""
     if strategy not in MAKERS:
         raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
     return _in_batches(MAKERS[strategy](task, pricer), pricer)
 
 
 def _in_batches(candidates: list[PlanCandidate], pricer: Pricer) -> list[PlanCandidate]:
-    """The same and, for throughput, the fastest plan of each order with several samples at a time: as many messages for
-    all of them as for one, and operators that have more to do at once."""
+    """Return the candidates and, for throughput, the fastest plan of each order with several samples at a time. A batch
+    needs as many messages as one sample, and its operators have more to do at once."""
     plans = {
         candidate.plan.order: (candidate.name, candidate.plan)
         for candidate in reversed(candidates)
@@ -130,8 +130,8 @@ def _seconds(candidate: PlanCandidate) -> float:
 
 
 def inference_candidates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
-    """The best plan of every strategy, the fastest first; those that cannot run last, with the reason. Ties go to the
-    simpler one: one device alone before all others."""
+    """Return the best plan of every strategy, the fastest first, and last those that cannot run, with the reason. Ties
+    go to the simpler plan: one device alone before all others."""
     candidates = []
     for name, make in MAKERS.items():
         if len(task.cluster.names) < 2 and name != "single":

@@ -1,4 +1,4 @@
-"""Plans that no corner of the space holds: tiles, then samples, then one device, on the same devices or on others.
+"""Plans outside the corners of the space: tiles, then samples, then one device, on the same devices or on others.
 
 Two searches, both by the arrays of steps.py and tile_steps.py.
 
@@ -39,24 +39,24 @@ from manyhands.schedule.tiles import tileable_layers
 
 Kind = Literal["single", "samples", "tiles"]
 MOST_POSITIONS = 72
-"""Cuts that the repeating search looks at; in longer networks the promising ones."""
+"""The most cuts that the repeating search considers; in longer networks the promising ones."""
 MOST_STAGES = 4
 MOST_OF_A_KIND = 2
-"""Devices of one kind that may each be alone in a stage: others would be the same again."""
+"""The most devices of one kind that may each be alone in a stage: more would only repeat the same plans."""
 MOST_STARTS = 2
-"""Plans that are kept of each number of stages and each set of shares."""
+"""Plans kept for each number of stages and each set of shares."""
 MOST_PIPELINED = 4
 MOST_REPEATING = 6
 """Plans of each search that are worth a simulation."""
 MOST_LINES = 300_000
-"""Stages that a full search of pipelines with tiles may look at; beyond, cuts are only the promising ones."""
+"""The most stages that a full search of pipelines with tiles considers; beyond, only promising cuts are considered."""
 FEWER_TILES = 1
-"""Numbers of the fastest devices that tiles are tried on beside all."""
+"""How many smaller sets of the fastest devices are tried for tiles besides all devices."""
 
 
 def is_mixed(plan: Plan, layers_tiled: int) -> bool:
-    """Whether a resolved plan is in none of the corners: one stage, a pipeline of groups of devices, or tiles as far as
-    they go (`layers_tiled`) with the rest on one device."""
+    """Return whether a resolved plan is outside the corners: one stage, a pipeline of groups of devices, or tiles as
+    far as they go (`layers_tiled`) with the rest on one device."""
     stages = plan.stages
     if len(stages) == 1 or all(len(stage.devices) == 1 for stage in stages):
         return False
@@ -70,19 +70,20 @@ def is_mixed(plan: Plan, layers_tiled: int) -> bool:
 
 @dataclass(frozen=True)
 class StageOption:
-    """Who may share a stage, and how."""
+    """Devices that may share a stage, and how they share it."""
 
     kind: Kind
     devices: tuple[str, ...]
 
     @property
     def bit(self) -> int:
-        """By tiles or otherwise, as a set of one."""
+        """A bit mask with one bit set: tiles, or any other share."""
         return 2 if self.kind == "tiles" else 1
 
 
 def stage_options(task: Task, network_tiles: bool, samples: int) -> list[StageOption]:
-    """Devices alone, the fastest of each kind; and the fastest two, three and so on together."""
+    """Return the stage options: devices alone, the fastest of each kind; and the fastest two, three and so on
+    together."""
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, max(1, samples)))
     kinds: dict[tuple[object, ...], int] = {}
     options = []
@@ -114,7 +115,7 @@ class Repeating:
         self.positions = self._positions()
 
     def _positions(self) -> list[int]:
-        """Where stages may start or end."""
+        """Return the layers at which stages may start or end."""
         if self.layers < MOST_POSITIONS:
             return list(range(self.layers + 1))
         ends = {int(end) for end in self.tiling.end[:1]}
@@ -124,7 +125,7 @@ class Repeating:
 
     @cached_property
     def tables(self) -> list[tuple[TileSteps, StageTable]]:
-        """Of each option, the stages that it can take."""
+        """For each option, the stages that it can take."""
         positions = numpy.array(self.positions)
         first, last = (positions[indices] for indices in numpy.triu_indices(len(positions), 1))
         tables = []
@@ -204,7 +205,7 @@ class Repeating:
     # The search
 
     def plans(self) -> list[tuple[float, Plan]]:
-        """The best plans of each number of stages and each set of shares, the fastest by the model first."""
+        """Return the best plans of each number of stages and each set of shares, the fastest by the model first."""
         prices, end = self._prices, len(self.positions) - 1
         behind = _Front.at_the_end(end, len(self.options))
         fronts: list[_Front] = []
@@ -227,7 +228,7 @@ class Repeating:
         return sorted(ranked, key=lambda entry: entry[0])
 
     def _read(self, fronts: list[_Front], used: int, option: int) -> Plan:
-        """A plan from its first stage to its last."""
+        """Return a plan, read from its first stage to its last."""
         stages, place = [], 0
         for front in reversed(fronts):
             following = int(front.end[used, place, option])
@@ -249,13 +250,13 @@ class _Prices:
     backward: Numbers
     reduce: Numbers
     tail: Numbers
-    """Of adding up weight gradients, what cannot begin before the stage's own backward is done."""
+    """The part of adding up weight gradients that cannot begin before the stage's own backward pass is done."""
     line: Counts
 
 
 @dataclass
 class _Front:
-    """[shares used, place, option] -> the best way on from a place with this option first."""
+    """[shares used, place, option] -> the best continuation from a place with this option first."""
 
     longest: Numbers
     ending: Numbers
@@ -277,11 +278,11 @@ class _Front:
         return front
 
     def last(self, used: int) -> tuple[Numbers, Numbers, Counts]:
-        """What follows a last stage: nothing, at no cost."""
+        """Return what follows a last stage: nothing, at no cost."""
         return self.longest[used], self.ending[used], self.option[used]
 
     def joined(self, used: int, moves: Numbers) -> tuple[Numbers, Numbers, Counts]:
-        """[place, option] -> the best way on, the cut there included; and who follows."""
+        """Return [place, option] -> the best continuation, the cut there included, and the option that follows."""
         longest = moves + self.longest[used][:, None, :]
         option = (longest + self.ending[used][:, None, :]).argmin(2)
         return (
@@ -293,7 +294,7 @@ class _Front:
     def take(
         self, used: int, option: int, before: int, total: Numbers, after: Numbers, following: Counts
     ) -> None:  # fmt: skip
-        """Stages of one option in front of what follows: the best end for every start, where it is better."""
+        """Put stages of one option in front of what follows: the best end for every start, where it is better."""
         end = (total + after).argmin(1)
         rows = numpy.arange(len(end))
         longest, ending = total[rows, end], after[rows, end]
@@ -304,7 +305,7 @@ class _Front:
 
 
 def mixed_plans(task: Task) -> list[Plan]:
-    """Plans outside the corners that look best by the model, of both searches."""
+    """Return the plans outside the corners that both searches rank best by the model."""
     tiling = Tiling.of(task.network)
     layers_tiled, _ = tileable_layers(task.network)
     like = Batch(1, 1, task.optimizer_slots, task.batch_norm == "synchronised", task.warm_up)
@@ -327,15 +328,16 @@ def mixed_plans(task: Task) -> list[Plan]:
 
 
 def _counts(task: Task) -> list[int]:
-    """Micro-batches of the repeating search: one; without batch statistics, which they would cut, a few too, so that
-    one is computed while another travels."""
+    """Return the numbers of micro-batches for the repeating search: one; and a few more where there are no batch
+    statistics to change, so that one is computed while another travels."""
     if any(op.statistics for op in task.network.ops):
         return [1]
     return [count for count in (1, 2, 4) if task.batch_size % count == 0]
 
 
 def promising_tiles(task: Task, names: Sequence[str]) -> list[int]:
-    """How many of these devices, the first ones, tiles are worth a simulation on: all, and the best few by price."""
+    """Return how many of these devices, the first ones, are worth simulating tiles on: all, and the best few by
+    price."""
     tiling, count = Tiling.of(task.network), len(names)
     like = Batch(task.batch_size, 1, task.optimizer_slots, task.batch_norm == "synchronised")
     end = tileable_layers(task.network)[0]
@@ -353,7 +355,7 @@ def promising_tiles(task: Task, names: Sequence[str]) -> list[int]:
 
 
 def _shapes(plans: list[Plan], most: int, task: Task) -> list[Plan]:
-    """The first plans, one of each shape: devices of one kind can change places."""
+    """Return the first plans, one of each shape: devices of one kind are interchangeable."""
     by_shape: dict[tuple[object, ...], Plan] = {}
     kinds = alike(task)
     for plan in plans:

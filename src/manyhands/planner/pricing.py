@@ -1,4 +1,4 @@
-"""What plans for inference are chosen by: seconds of a sample, alone (latency) or in a long stream (throughput).
+"""Objectives of plans for inference: seconds of a sample, alone (latency) or in a long stream (throughput).
 
 Both are simulated, a stream by the difference of a long and a short one, so that filling and draining do not count. A
 stream is expensive to simulate, so plans are looked at once first: what the busiest device or port needs for one sample
@@ -25,20 +25,20 @@ OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 ROUND = 16
 """Samples of a round with order interleave."""
 MOST_STREAMS = 12
-"""Streams that are simulated of one strategy, the most promising first."""
+"""The most streams simulated per strategy, the most promising first."""
 _SLACK = 0.999
-"""A stream's least is not quite its least: the clock is a float's."""
+"""Tolerance of the lower bound of a stream, whose clock is a floating-point number."""
 
 Named = tuple[str, Plan]
 
 
 @dataclass(frozen=True)
 class MicroBatchPrice:
-    """One micro-batch alone."""
+    """The simulated cost of one micro-batch alone."""
 
     seconds: float
     busiest_seconds: float
-    """What its busiest device or port needs: a stream cannot be faster."""
+    """Seconds that its busiest device or port needs: a stream cannot be faster."""
 
 
 Once = Callable[[Plan], MicroBatchPrice]
@@ -61,11 +61,11 @@ class Pricer:
         return self.objective == "latency"
 
     def may_win(self, plan: Plan) -> bool:
-        """Whether a plan, as a stream, may be faster than the fastest so far."""
+        """Return whether a plan, as a stream, may be faster than the fastest so far."""
         return self.is_latency or self.best == inf or self.least_seconds(plan) < self.best
 
     def least_seconds(self, plan: Plan) -> float:
-        """No stream by this plan takes less for a sample; infinite where it cannot run."""
+        """Return a lower bound on the seconds of a sample in a stream by this plan; infinite where it cannot run."""
         try:
             return _SLACK * self._once(plan).busiest_seconds
         except ManyhandsError:
@@ -74,7 +74,7 @@ class Pricer:
     def rank(
         self, plans: Iterable[Named], *, most: int = MOST_STREAMS, may_interleave: bool = True
     ) -> list[PlanCandidate]:
-        """Plans with their prices, the fastest first; ties go to what was named first.
+        """Return plans with their prices, the fastest first; ties go to the plan named first.
 
         Raises the first refusal where none can run. `may_interleave`: a stream's samples may overlap inside a stage.
         """
@@ -122,7 +122,8 @@ class Pricer:
         return sorted(candidates, key=lambda candidate: candidate.seconds)
 
     def _orders(self, name: str, plan: Plan, may_interleave: bool) -> list[Named]:
-        """One sample after another; and two under way at a time, where devices wait for each other inside a stage."""
+        """Return the orders to try: one sample after another, and two under way where devices wait for each other
+        inside a stage."""
         is_split = any(isinstance(s.share, (ByTiles, ByChannels)) and len(s.devices) > 1 for s in plan.stages)
         if not is_split or not may_interleave:
             return [(name, plan)]
@@ -133,7 +134,7 @@ class Pricer:
 
 
 def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
-    """Some of a cluster's devices, in its order."""
+    """Return some of a cluster's devices, in its order."""
     kept = set(names)
     devices = tuple(device for device in cluster.devices if device.name in kept)
     links = tuple(link for link in cluster.links if link.sender in kept and link.receiver in kept)
@@ -141,7 +142,7 @@ def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
 
 
 def alike(task: Task) -> dict[str, int]:
-    """Device -> its kind: devices of one kind can change places without changing a plan's price."""
+    """Return device -> its kind: devices of one kind are interchangeable in a plan."""
     named = {name for link in task.cluster.links for name in (link.sender, link.receiver)} | {task.home}
     kinds: list[tuple[object, object]] = []
     kind_of: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A plan for the devices there are now, made from the one that ran before some left or joined (ASTEROID §3.4).
+"""Re-planning: a plan for the present devices, made from the one that ran before some left or joined (ASTEROID §3.4).
 
 light   The old plan, mended: batch, micro-batches and order stay. Samples and tiles are divided anew among those left
         of a stage; a stage with nobody left is dissolved; cuts move to where the round is shortest, each stage's
@@ -35,12 +35,12 @@ from manyhands.planner.task import Price, Task
 How = Literal["light", "heavy"]
 WAYS = ("auto", "light", "heavy")
 NEAR_IDEAL = 1.25
-"""A mended plan within this of the ideal is taken without looking for another."""
+"""An incremental plan within this of the ideal is taken without searching for another."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for the present devices: how it was made, why so, and its price."""
+    """A plan for the present devices: how it was made, the reason, and its price."""
 
     plan: Plan
     how: How
@@ -59,7 +59,8 @@ def replanned(
     strategy: str = "pipeline",
     reference_seconds: float | None = None,
 ) -> Replanned:
-    """The old `plan` for the devices of `cluster`: some of the plan's may be missing, some may be new.
+    """Return the old `plan` adapted to the devices of `cluster`: some of its devices may be missing, and some may be
+    new.
 
     `profile` knows the present devices, and where it can those that left. `reference_seconds`: what a round of the old
     plan took; in proportion to capacity it says what is to be hoped for now. Without it, that is the work divided
@@ -98,8 +99,8 @@ def replanned(
 def _ideal_seconds(
     old: Plan, light: Plan, network: Network, cluster: Cluster, profile: Profile, reference_seconds: float | None
 ) -> float:
-    """What a round would take with the old one's merits. After a loss, a device that neither plan works with does not
-    count: it was left out for a reason. Where all are left and one joined, all count."""
+    """Return the seconds of a round as efficient as the old one. After a loss, a device that neither plan uses does not
+    count, because it was left out for a reason. If no device is missing and one joined, all count."""
     samples, layers = old.micro_batch_size, range(len(network.layers))
 
     def speed(name: str) -> float:
@@ -120,7 +121,7 @@ def _ideal_seconds(
 
 
 def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price, strategy: str) -> Replanned:
-    """The named strategy's plan, or where it has none, the best of all."""
+    """Return the named strategy's plan, or where it has none, the best of all strategies."""
     has_statistics = plan.is_training and any(op.statistics for op in network.ops)
     task = Task(
         network, cluster, profile, plan.batch_size,
@@ -162,7 +163,8 @@ def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pri
 
 
 def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
-    """What is tried, with the words for it: the strategy, all of them, and all with another number of micro-batches."""
+    """Yield what is tried, and how it is described: the strategy, all of them, and all with another number of
+    micro-batches."""
     count = len(task.cluster.devices)
     yield "single" if count == 1 else strategy, task, ""
     if strategy != "auto" and count > 1:
@@ -176,7 +178,7 @@ def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
 
 
 def _light(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
-    """Of the shapes that the old plan can take, the first that can be cut, resolves and fits."""
+    """Return the first shape of the old plan that can be cut, resolves and fits."""
     mending = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
     for alternatives in mending.shapes():

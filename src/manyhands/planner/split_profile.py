@@ -1,4 +1,4 @@
-"""What is known of a network on an edge and a server: where it may be cut, and what each cut costs (SPLIT §4.4, §5.2).
+"""The profile of a network on an edge and a server: where it may be cut, and what each cut costs (SPLIT §4.4, §5.2).
 
 The edge's memory is counted as schedule/memory.py counts it: weights, their gradients and the optimiser's state; of the
 batch that is being updated what its backward pass needs; of every batch under way its inputs, which are replayed, and
@@ -29,14 +29,15 @@ scaled_dot_product_attention bilinear
 """
 SETTLING = frozenset(f"{_ACTIVATIONS} {_NORMS}".split())
 PRODUCTS = frozenset(_PRODUCTS.split())
-"""With a weight, what they make is not activated. Of activations, one activated factor is enough: squeeze-and-excite,
-attention, Dice."""
+"""Operators that multiply. With a weight, their output is not activated. Among activations one activated factor is
+enough: squeeze-and-excite, attention, Dice."""
 
 
 def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int, ...]:
-    """Layers before which a network may be cut, ends not included: where all that crosses was last activated or
-    normalised (§4.5), looking through pooling, drop-out, shapes and sums, where no weight is used on both sides, and
-    where no input crosses: data stays, unless it is named in `shared`. If activations allow no cut, all others do."""
+    """Return the layers before which a network may be cut, ends not included. All that crosses must last have been
+    activated or normalised (§4.5), looking through pooling, drop-out, shapes and sums; no weight is used on both sides;
+    and no input crosses, because data stays, unless it is named in `shared`. If activations allow no cut, all others
+    are allowed."""
     settled = dict.fromkeys(network.inputs, False) | dict.fromkeys(shared, True)
     for op in network.ops:
         name = op.target.split(".")[1] if "." in op.target else op.target
@@ -53,7 +54,7 @@ def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int,
 
 
 def _raw(network: Network, shared: Collection[str]) -> set[str]:
-    """Inputs that must stay, and what is made of them without a weight."""
+    """Return the inputs that must stay, and what is made of them without a weight."""
     raw = set(network.inputs) - set(shared)
     for op in network.ops:
         if not op.weights and op.inputs and all(tensor in raw for tensor in op.inputs):
@@ -72,7 +73,7 @@ def _is_possible(network: Network, layer: int, raw: Collection[str]) -> bool:
 
 
 def _read_after(network: Network, position: int) -> list[str]:
-    """Inputs of the network that operators from a position on read."""
+    """Return the network's inputs that operators from a position on read."""
     return [name for name in network.inputs if any(reader >= position for reader in network.readers.get(name, ()))]
 
 
@@ -97,7 +98,7 @@ def split_profile(
     least_bits: Mapping[int, int] | int = 8,
     phases: tuple[tuple[int, Bound], ...] = ((0, 5),),
 ) -> SplitProfile:
-    """What is known of a network on two devices. `cuts`: else all candidates, and everything at the edge.
+    """Return the profile of a network on two devices. Without `cuts`: all candidates, and everything at the edge.
 
     `batch_size` is that of a mini-batch. What is frozen follows from the network: nothing returns to a cut before which
     no tensor has a gradient. `step_bytes_per_second`: at what rates the optimisers of edge and server read and write
@@ -150,7 +151,7 @@ def split_profile(
 
 
 def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
-    """The profile of a device that takes `slowdown` times as long for everything."""
+    """Return the profile of a device that takes `slowdown` times as long for everything."""
     if not 0 < slowdown < math.inf:
         raise BadValue(f"A device {slowdown} times as slow; it must be finite and > 0.")
     layers = []
@@ -164,13 +165,14 @@ def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
 
 
 def _crossing(network: Network, layer: int) -> list[TensorSpec]:
-    """What a cut carries, with the inputs that are read after it."""
+    """Return the tensors that a cut carries, with the inputs that are read after it."""
     inputs = _read_after(network, network.layers[layer].first)
     return [*network.cut(layer), *(network.tensors[name] for name in inputs)]
 
 
 def _weights_by_layer(network: Network, optimizer_slots: int) -> tuple[list[float], list[float]]:
-    """Of each layer: trained bytes, and all that travels with it. A weight counts where it is first used."""
+    """Return, for each layer, its trained bytes and all bytes that travel with it. A weight counts where it is first
+    used."""
     seen: set[str] = set()
     trained, state = [], []
     for layer in network.layers:
@@ -184,7 +186,7 @@ def _weights_by_layer(network: Network, optimizer_slots: int) -> tuple[list[floa
 def _edge_bytes(
     network: Network, cut: int, samples: int, optimizer_slots: int, side: Side, crossing: Sequence[TensorSpec]
 ) -> tuple[float, float]:
-    """The edge's memory with one batch under way, and what every further one adds."""
+    """Return the edge's memory with one batch under way, and what every further batch adds."""
     layers = network.layers[:cut] if side == "upstream" else network.layers[cut:]
     if not layers:
         return 0.0, 0.0
@@ -202,7 +204,7 @@ def _edge_bytes(
 
 
 def parse_phases(text: str) -> tuple[tuple[int, Bound], ...]:
-    """'5', or '4@0,5@8': 4 from epoch 0, 5 from epoch 8. 'none': no bound."""
+    """Parse '5', or '4@0,5@8': 4 from epoch 0, 5 from epoch 8. 'none' means no bound."""
     phases: list[tuple[int, Bound]] = []
     for part in text.split(","):
         word, _, epoch = part.strip().partition("@")

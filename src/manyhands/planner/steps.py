@@ -1,4 +1,4 @@
-"""What every stage and every cut of a network would cost on a cluster: the quantities of ASTEROID §3.3, as arrays.
+"""The cost of every possible stage and cut of a network on a cluster: the quantities of ASTEROID §3.3, as arrays.
 
 A round of P stages has 2P-1 steps: stages and the communication between them. Of each a planner knows E_f and E_b, the
 seconds of one micro-batch forward and backward, and of a stage T_a, the all-reduce of its weights (Eq. 5). Then (with
@@ -38,9 +38,9 @@ class StageTable:
     reduce: Numbers
     shares: Shares
     columns: Counts
-    """Columns of the grid of tiles; 0: by samples, or one device."""
+    """Columns of the grid of tiles; 0: shared by samples, or one device."""
     parts: Numbers
-    """Of tiles: the part of every map that one device of each kind has."""
+    """For tiles: the fraction of every map that one device of each kind has."""
 
     def __len__(self) -> int:
         return len(self.first)
@@ -89,7 +89,7 @@ class Steps:
     # Stages
 
     def least_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """What no division of a micro-batch over a group can beat."""
+        """Return a lower bound on the seconds of any division of a micro-batch over a group."""
         speed = numpy.zeros(len(first))
         for kind in range(self.counts.shape[1]):
             each = self.best[kind][last] - self.best[kind][first]
@@ -98,7 +98,7 @@ class Steps:
         return seconds
 
     def memory(self, first: Counts, last: Counts, ahead: int) -> tuple[Numbers, Numbers]:
-        """Eq. 3 of stages: bytes whatever the share, and bytes for each sample of it.
+        """Return the bytes of stages whatever the share, and the bytes for each sample of it (Eq. 3).
 
         Beside it, for one operator's weights: their new gradients while these are added up, or what the optimiser's
         step works with.
@@ -111,12 +111,13 @@ class Steps:
         return fixed, each
 
     def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """The given stages with the best shares, whatever memory they take."""
+        """Return the given stages with the best shares, ignoring memory."""
         free = numpy.full((len(first), self.counts.shape[1]), self.batch.samples)
         return self._solved(first, last, group, free)
 
     def within_memory(self, table: StageTable, ahead: int) -> StageTable:
-        """The same with so many micro-batches held: within every device's memory; without those that fit nowhere."""
+        """Return the stages with shares that fit into every device's memory while `ahead` micro-batches are held; those
+        that fit nowhere are dropped."""
         first, last, group = table.first, table.last, table.group
         fixed, each = self.memory(first, last, ahead)
         most = [numpy.floor((budget - fixed) / numpy.maximum(each, 1e-9)) for budget in self.budgets]
@@ -153,14 +154,14 @@ class Steps:
         )
 
     def statistics_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """What the batch norms of stages take to add up their sums over all devices, one way."""
+        """Return the seconds that the batch norms of stages take to add up their sums over all devices, one way."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
         norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
         seconds: Numbers = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
         return seconds
 
     def reduce_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """T_a: what adding up weight gradients takes."""
+        """Return T_a: the seconds of adding up weight gradients."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
         seconds: Numbers = (
             self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
@@ -170,7 +171,7 @@ class Steps:
 
     @cached_property
     def group_rates(self) -> Numbers:
-        """The slowest way between two devices of each group, in bytes per second."""
+        """The slowest rate between two devices of each group, in bytes per second."""
         return self._of_pairs(self.pairs.rates, numpy.minimum, numpy.inf)
 
     @cached_property
@@ -179,7 +180,7 @@ class Steps:
         return self._of_pairs(self.pairs.delays, numpy.maximum, 0.0)
 
     def _of_pairs(self, table: Numbers, least: numpy.ufunc, alone: float) -> Numbers:
-        """The least, or most, that any two devices of each group have between them."""
+        """Return the least, or most, of the values between any two devices of each group."""
         both_ways = numpy.where(numpy.eye(len(table), dtype=bool), alone, least(table, table.T))
         running = {}
         for a in sorted({a for a, _ in self.groups}):
@@ -205,7 +206,7 @@ class Steps:
 
     @cached_property
     def _sum_seconds(self) -> Numbers:
-        """Everybody's sums to everybody, for one byte of them."""
+        """Seconds per byte to send the sums of every device to every other."""
         seconds: Numbers = (self.ends - self.starts - 1) / self.group_rates
         return seconds
 
@@ -238,8 +239,8 @@ class Steps:
         return ahead, back, delay
 
     def _neighbours_rates(self, ahead: Numbers, back: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """The same for groups that follow each other without a gap, the slowest link between them carrying the largest
-        part: many devices have too many pairs to look at each."""
+        """Return the rates for groups that follow each other without a gap; the slowest link between them carries the
+        largest part. With many devices there are too many pairs to price each."""
         rates, delays = self.pairs.rates, self.pairs.delays
         delay = numpy.full(ahead.shape, self.cluster.link.delay_seconds)
         largest = numpy.array([self._parts[g].max() for g in self.groups])
@@ -258,8 +259,8 @@ class Steps:
         return ahead, back, delay
 
     def _between(self, group: DeviceGroup, other: DeviceGroup) -> tuple[float, float, float]:
-        """Seconds per byte of a cut between two groups, forward and backward, and the longest delay: ports of the
-        devices (those of one host together), and every pair's link."""
+        """Return the seconds per byte of a cut between two groups, forward and backward, and the longest delay: ports
+        of the devices (those of one host together), and every pair's link."""
         ports: dict[tuple[str, str], float] = {}
         slowest = [0.0, 0.0]
         delay = 0.0
@@ -285,7 +286,7 @@ class Steps:
         return slowest[0], slowest[1], delay
 
     def cut_seconds(self, layer: Counts, group: Counts, following: Counts) -> tuple[Numbers, Numbers]:
-        """E_f and E_b of the communication between two stages that meet at a layer."""
+        """Return E_f and E_b of the communication between two stages that meet at a layer."""
         ahead, back, delay = self._cut_rates
         samples = self.batch.samples
         wait = delay[group, following]
@@ -295,7 +296,8 @@ class Steps:
 
     @cached_property
     def least_cut_seconds(self) -> tuple[Numbers, Numbers]:
-        """[layer, group] -> the least of a cut there before the group, and after it, whoever is on the other side."""
+        """[layer, group] -> the least seconds of a cut there before the group, and after it, for any group on the other
+        side."""
         ahead, back, _ = self._cut_rates
         size = self.batch.samples
         crossing, returning = self.bytes.crossing[:, None] * size, self.bytes.returning[:, None] * size
@@ -305,14 +307,14 @@ class Steps:
 
 
 def _corner(table: Numbers, middle: int, least: numpy.ufunc) -> Numbers:
-    """[n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
+    """Return [n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
     corner: Numbers = least.accumulate(least.accumulate(table[:middle, middle:][::-1], axis=0), axis=1)
     return corner
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A stage or a communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
+    """A stage or the communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
 
     forward: float
     backward: float
@@ -324,7 +326,7 @@ class PipelineStep:
 
 
 def round_seconds(steps: Sequence[PipelineStep], micro_batches: int) -> float:
-    """Eq. 4-6: the latency of a round."""
+    """Return the latency of a round (Eq. 4-6)."""
     before = [0.0]
     down = [0.0]
     for step in steps:

@@ -44,22 +44,23 @@ WORTH_MEMORY = 0.99
 MOST_SIMULATED = 16
 FEW_SIMULATED = 4
 MOST_WHOLE = 8
-"""Pipelines that are simulated, those with the least predicted time; so many where a simulation takes long; and so many
-with all their micro-batches."""
+"""How many pipelines are simulated, those with the least predicted time; how many where a simulation takes long; and
+how many with all their micro-batches."""
 MOST_LINES = 1_000_000
-"""Stages, of any layers on any group of devices, up to which rivals' plans are looked at beside ours: in the same space
-and rarely better, they take as long to plan."""
+"""The most stages, of any layers on any group of devices, for which the baselines' plans are tried too: they are in the
+same space, rarely better, and take as long to plan."""
 MOST_KINDS = 8
-"""Kinds of devices of which one is looked at alone, the fastest first."""
+"""The most kinds of devices of which one is tried alone, the fastest first."""
 MOST_MIXED = 3
 WORTH = 1.25
-"""Mixed plans that are worked out: so many, within this of the best."""
+"""How many mixed plans are refined, and how close to the best they must be."""
 LESS_MEMORY = 0.85
-"""Where little memory is asked for: how much less than the least so far is tried next."""
+"""With objective memory: the fraction of the least so far that is tried next."""
 
 
 def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
-    """The plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best first.
+    """Return the plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best
+    first.
 
     They are looked for where `auto` looks for its own row of that name, and in the same way: who asks for a strategy
     gets what `auto` would have compared.
@@ -89,7 +90,7 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
 
 
 def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
-    """The plans of one strategy on one cluster, the best first; where there is none, why."""
+    """Return the plans of one strategy on one cluster, the best first; raise why there is none."""
     if strategy == "single":
         return _singles(task, price)
     if strategy == "pipeline":
@@ -101,7 +102,8 @@ def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
 
 
 def _singles(task: Task, price: Price) -> list[PlanCandidate]:
-    """The fastest device of each kind alone; those that it does not fit on are left out, unless it fits on none."""
+    """Return the fastest device of each kind alone; devices that it does not fit on are left out, unless it fits on
+    none."""
     candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     for name, device in _kinds(task):
@@ -116,14 +118,14 @@ def _singles(task: Task, price: Price) -> list[PlanCandidate]:
 
 
 def pipeline(task: Task, price: Price) -> Plan:
-    """Of the planner's best pipelines and those of its rivals, the one that simulates fastest."""
+    """Return the fastest, as simulated, of the planner's best pipelines and the baselines'."""
     best = ranked_pipelines(task, price)[0].plan
     assert best is not None
     return best
 
 
 def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
-    """The planner's best pipelines and those of its rivals, simulated: the best of each shape, the fastest first."""
+    """Return the planner's best pipelines and the baselines', simulated: the best of each shape, the fastest first."""
     like = Batch(
         1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up
     )  # fmt: skip
@@ -165,13 +167,13 @@ def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
 
 
 def lines(task: Task) -> int:
-    """How many stages of any layers on any run of devices there are."""
+    """Return how many stages of any layers on any run of devices there are."""
     layers, devices = len(task.network.layers), len(task.cluster.devices)
     return layers * (layers + 1) // 2 * (devices * (devices + 1) // 2)
 
 
 def _running_ahead(task: Task, best: PlanCandidate, price: Price) -> PlanCandidate:
-    """The same plan with more forward passes before the first backward, where memory allows and links are slow."""
+    """Return the plan with more forward passes before the first backward, where memory allows that and it is faster."""
     plan = best.plan
     assert plan is not None
     if len(plan.stages) == 1 or plan.order != "1f1b" or task.warm_up != MEMORY_SAVING:
@@ -188,7 +190,8 @@ def _running_ahead(task: Task, best: PlanCandidate, price: Price) -> PlanCandida
 
 
 def ranked_mixed(task: Task, price: Price) -> list[PlanCandidate]:
-    """Plans in none of the corners, simulated, the best first; the groups of the best few's tiles are chosen too."""
+    """Return plans outside the corners, simulated, the best first; the groups of the best few's tiles are chosen
+    too."""
     ranked: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     is_large = lines(task) > MOST_LINES
@@ -220,7 +223,7 @@ def ranked_mixed(task: Task, price: Price) -> list[PlanCandidate]:
 
 
 def _finished(candidate: PlanCandidate, task: Task, price: Price) -> PlanCandidate:
-    """The same with boundary data exchanged where that is best, in each of its tiled stages, and priced whole."""
+    """Return the plan with the best exchanges of boundary data in each of its tiled stages, priced whole."""
     plan = candidate.plan
     assert plan is not None
     seconds = price(plan)
@@ -234,7 +237,7 @@ def _finished(candidate: PlanCandidate, task: Task, price: Price) -> PlanCandida
 
 
 def fewer_tiles(task: Task, price: Price) -> Plan:
-    """Tiles on all devices, or on the fastest few where that is better and can be looked at."""
+    """Return tiles on all devices, or on the fastest few where that is better and can be tried."""
     if task.tiles.grid is not None or lines(task) > MOST_LINES:
         return tiles(task, price)
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, task.batch_size))
@@ -257,7 +260,7 @@ def fewer_tiles(task: Task, price: Price) -> Plan:
 
 
 def _kinds(task: Task) -> list[tuple[str, str]]:
-    """What a plan on one device is called, and the device: the fastest of each kind, up to MOST_KINDS of them."""
+    """Return the name of a plan on one device, and the device: the fastest of each kind, up to MOST_KINDS of them."""
     kinds: dict[str, str] = {}
     for device in sorted(task.cluster.devices, key=lambda device: task.step_seconds(device.name, task.batch_size)):
         kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
@@ -265,7 +268,7 @@ def _kinds(task: Task) -> list[tuple[str, str]]:
 
 
 def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
-    """Price every candidate; the best first, those that cannot run last with the reason."""
+    """Price every candidate. Return the best first, and last those that cannot run, with the reason."""
     best: dict[str, PlanCandidate] = {}
     for candidate in sorted(_found(task, price, corners_only=corners_only), key=lambda candidate: candidate.seconds):
         best.setdefault(candidate.name, candidate)
@@ -273,7 +276,7 @@ def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[Plan
 
 
 def _found(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
-    """Every strategy's plans, wherever they are looked for."""
+    """Return every strategy's plans, on every cluster that is tried."""
     candidates: list[PlanCandidate] = []
     for subtask in _places(task, candidates):
         try:
@@ -284,8 +287,8 @@ def _found(task: Task, price: Price, *, corners_only: bool = False) -> list[Plan
 
 
 def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
-    """Where plans are looked for: the cluster as it is. Where little memory is asked for, with ever less of it, as long
-    as plans are `found`; where little energy, with fewer devices, the thriftiest of them."""
+    """Yield the task on each cluster that is tried: the cluster as it is; with objective memory, with ever less memory
+    as long as there are `candidates`; with objective energy, with fewer devices, the thriftiest of them."""
     yield task
     if task.best == "memory":
         least = inf
@@ -305,7 +308,7 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
 
 
 def _all(task: Task, price: Price, corners_only: bool) -> list[PlanCandidate]:
-    """Every strategy's best plan, or why it has none; of mixed plans the best few."""
+    """Return every strategy's best plan, or why it has none; of mixed plans the best few."""
     candidates = []
     for name, device in _kinds(task):
         try:

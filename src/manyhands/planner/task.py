@@ -1,4 +1,4 @@
-"""What is to be planned, and what came of it."""
+"""A planning task, and the candidates that come of it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from manyhands.facts.profile import Profile
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
 MOST_TRIED = 5
-"""Ways to cut a batch finer that are tried until it fits in memory, and the finest."""
+"""How many finer ways to cut a batch are tried until it fits in memory, besides the finest."""
 STREAMS = ("stream", "interleave")
 """Orders of inference: forward only."""
 Price = Callable[[Plan], float]
-"""Simulates a plan: how much it takes of what is to be little (seconds of a step, as a rule), or OutOfMemory."""
+"""Simulates a plan: how much it takes of what is minimised (usually seconds of a step), or OutOfMemory."""
 Best = Literal["throughput", "latency", "memory", "energy"]
 BEST: tuple[Best, ...] = ("throughput", "latency", "memory", "energy")
-"""What a plan for training is to be good at. A step ends before the next begins, so the plan with the most samples a
-second is the one with the shortest step: the first two choose alike."""
+"""What a training plan is optimised for. A step ends before the next begins, so the plan with the most samples a second
+is the one with the shortest step: the first two choose alike."""
 
 
 @dataclass(frozen=True)
 class TileOptions:
-    """What is asked of tiles; the rest is chosen."""
+    """What the user fixes about tiles; the planner chooses the rest."""
 
     grid: Grid | None = None
     rows: Weights = None
@@ -37,12 +37,12 @@ class TileOptions:
     forward_groups: tuple[LayerName, ...] | None = None
     backward_groups: tuple[LayerName, ...] | None = None
     is_grouped: bool = False
-    """The groups are as given, not chosen."""
+    """Whether the groups are as given, not chosen."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned."""
+    """What is to be planned: the network, the cluster, its profile and the settings of a step."""
 
     network: Network
     cluster: Cluster
@@ -56,7 +56,7 @@ class Task:
     warm_up: WarmUp = "2(P-p)-1"
     tiles: TileOptions = TileOptions()
     home: str = ""
-    """The device that has the inputs; empty: they are at hand wherever they are read."""
+    """The device that has the inputs; empty: they are available wherever they are read."""
     best: Best = "throughput"
 
     @property
@@ -64,12 +64,12 @@ class Task:
         return self.order not in STREAMS
 
     def layer_seconds(self, device: str, layer: int, samples: float) -> float:
-        """Forward and, in training, backward of one layer."""
+        """Return the seconds of forward and, in training, backward of one layer."""
         forward, backward = self.profile.of(device).layer_seconds(layer, samples)
         return forward + backward if self.is_training else forward
 
     def step_seconds(self, device: str, samples: int) -> float:
-        """The whole network on one device."""
+        """Return the seconds of the whole network on one device."""
         return sum(self.layer_seconds(device, layer, samples) for layer in range(len(self.network.layers)))
 
     def fastest(self) -> str:
@@ -98,14 +98,14 @@ class PlanCandidate:
     seconds: float
     reason: str = ""
     hint: str = ""
-    """What would help, where it has none."""
+    """What would help, where there is no plan."""
     score: float | None = None
-    """What plans are compared by where that is not seconds: bytes, or joules a sample."""
+    """What plans are compared by if that is not seconds: bytes, or joules a sample."""
 
 
 def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> PlanCandidate:
-    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches.
-    Where none fits, the error is that of the smallest that the strategy can share: so much memory it takes at least."""
+    """Return the strategy's plan with its price. A plan that does not fit in memory is tried with more, smaller
+    micro-batches. If none fits, the error is that of the smallest, which says how much memory is needed at least."""
     plan = resolve(make(task), task.network, task.cluster)
     try:
         return PlanCandidate(name, plan, price(plan))

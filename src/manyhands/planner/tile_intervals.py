@@ -37,7 +37,7 @@ def length(interval: Interval) -> int:
 
 @dataclass
 class _Needs:
-    """Of each tensor, the interval that each place of the grid computes, or reads from outside, on one axis."""
+    """For each tensor, the interval that each place of the grid computes, or reads from outside, on one axis."""
 
     made: dict[str, list[Interval]] = field(default_factory=dict)
     read: dict[str, list[Interval]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class TileIntervals:
         """Axis -> the row, or column, of the grid that each device is in."""
 
     def _extent(self, tensor: str) -> tuple[int, int]:
-        """Rows and columns of a map."""
+        """Return rows and columns of a map."""
         if tensor not in self._extents:
             *_, rows, columns = self.geometry.shape(tensor)
             self._extents[tensor] = (rows, columns)
@@ -74,7 +74,7 @@ class TileIntervals:
         return self._owned[key]
 
     def _areas(self, intervals: dict[int, list[Interval]]) -> Numbers:
-        """Each device's places of a map that has these rows and columns of the grid."""
+        """Return each device's positions of a map that has these rows and columns of the grid."""
         high, wide = (
             numpy.array([length(interval) for interval in intervals[axis]], float)[self._line[axis]] for axis in AXES
         )
@@ -82,20 +82,20 @@ class TileIntervals:
         return areas
 
     def _parts(self, tensor: str) -> Numbers:
-        """What each device owns of a map."""
+        """Return the fraction of a map that each device owns."""
         rows, columns = self._extent(tensor)
         parts: Numbers = self._areas({axis: self.owned(axis, tensor) for axis in AXES}) / (rows * columns)
         return parts
 
     def _ops(self, first: int, last: int) -> Iterator[tuple[int, Op]]:
-        """Operators of a range that make maps."""
+        """Yield the operators of a range that make maps."""
         for index in range(first, last):
             op = self.network.ops[index]
             if op.outputs and op.outputs[0] in self.geometry.maps:
                 yield index, op
 
     def _forward_needs(self, axis: int, first: int, last: int) -> _Needs:
-        """The walk of a forward group on one axis, last operator first."""
+        """Return what a forward group computes and reads on one axis, walking from its last operator."""
         maps, count = self.geometry.maps, len(self.weights[axis])
         need: dict[str, list[Interval]] = {}
         made = set()
@@ -119,7 +119,7 @@ class TileIntervals:
         )
 
     def _backward_regions(self, axis: int, first: int, last: int) -> dict[str, list[Interval]]:
-        """The walk of a backward group on one axis, first operator first."""
+        """Return what a backward group computes on one axis, walking from its first operator."""
         grown: dict[str, list[Interval]] = {}
         for _, op in self._ops(first, last):
             name = op.outputs[0]
@@ -134,7 +134,8 @@ class TileIntervals:
 
     @cached_property
     def _held(self) -> dict[int, dict[str, list[Interval]]]:
-        """What forward leaves on each place of the grid if it exchanges before every operator that reads beyond."""
+        """What forward leaves on each place of the grid if it exchanges before every operator that reads beyond its
+        tile."""
         held: dict[int, dict[str, list[Interval]]] = {}
         for axis in AXES:
             by_tensor: dict[str, list[Interval]] = {t: list(self.owned(axis, t)) for t in self.geometry.maps}
@@ -150,7 +151,7 @@ class TileIntervals:
     def _wanted(
         self, axis: int, first: int, last: int, regions: dict[str, list[Interval]]
     ) -> dict[str, list[Interval]]:
-        """Forward values that a backward group's derivatives read."""
+        """Return the forward values that a backward group's derivatives read."""
         values: dict[str, list[Interval]] = {}
 
         def want(tensor: str, intervals: list[Interval]) -> None:

@@ -18,11 +18,12 @@ SIMULATED_UP_TO = 1.3
 """Groupings whose price is within this of the least are simulated."""
 MANY_TILES = 12
 MOST_OF_MANY = 2
-"""Beyond so many tiles a simulation takes long: so many groupings, and no interior first."""
+"""With more tiles than this a simulation takes long: fewer groupings are simulated, and no interior first."""
 
 
 def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
-    """A grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of them.
+    """Return a grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of
+    them.
 
     Heights and widths in proportion to speed, unless given; boundary data is exchanged at every layer.
     """
@@ -59,7 +60,7 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
 
 
 def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
-    """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
+    """Return relative sizes; devices that differ by noise only are equal, and every tile gets a row."""
     shares = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
     least = max(shares) / extent
     if min(shares) < 2 * least:
@@ -71,12 +72,12 @@ def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
 
 
 def grids(count: int) -> list[Grid]:
-    """Rows x columns of so many tiles, rows first: rows of a map are contiguous in memory."""
+    """Return rows x columns of so many tiles, most rows first: rows of a map are contiguous in memory."""
     return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
 
 
 def gridded(task: Task) -> Plan:
-    """Tiles over all devices, in the grid that is fastest by the tiles' own prices, unless it is given."""
+    """Return tiles over all devices, in the cheapest grid by the tiles' own prices, unless the task fixes it."""
     options = task.tiles
     if options.grid is not None:
         return resolve(tile_stages(task, options.grid, options.rows, options.columns), task.network, task.cluster)
@@ -96,7 +97,7 @@ def gridded(task: Task) -> Plan:
 
 
 def tiles(task: Task, price: Price) -> Plan:
-    """The grid and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+    """Return the fastest grid and groups: searched by the tiles' own prices, then simulated."""
     plan = gridded(task)
     if task.tiles.is_grouped:
         groups = ExchangeGroups("given", task.tiles.forward_groups, task.tiles.backward_groups)
@@ -105,8 +106,8 @@ def tiles(task: Task, price: Price) -> Plan:
 
 
 def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[Plan, float]:
-    """A plan whose tiled stage exchanges boundary data where that is fastest, and computes inside its tiles first where
-    that pays; and its price."""
+    """Return a plan and its price: its tiled stage exchanges boundary data where that is fastest, and computes inside
+    its tiles first where that pays."""
     _, best, seconds = fastest_groups(plan, task, price, stage)[0]
     if len(plan.stages[stage].devices) > MANY_TILES:
         return best, seconds
@@ -123,7 +124,8 @@ def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[
 
 
 def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[ExchangeGroups, Plan, float]]:
-    """A plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer."""
+    """Return a plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer
+    groups."""
     groupings = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
     least = min(groups.seconds for groups in groupings)
     tried: dict[tuple[object, object], tuple[ExchangeGroups, Plan, float]] = {}

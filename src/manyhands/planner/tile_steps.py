@@ -1,4 +1,4 @@
-"""What stages shared by tiles would cost, as arrays beside those of stages shared by samples (steps.py).
+"""The cost of stages shared by tiles, as arrays beside those of stages shared by samples (steps.py).
 
     tile of a device     a part p of every map, in proportion to its speed over the stage's own layers, as far as its
                          memory goes: p of the layers' seconds
@@ -27,9 +27,9 @@ from manyhands.planner.tiles import MESSAGE_SECONDS
 from manyhands.schedule.tiles import maps_of
 
 LEAST_ROWS = 2
-"""A tile has at least so many rows of the stage's first map: thinner ones are all halo."""
+"""The least rows of the stage's first map that a tile has: thinner ones are all halo."""
 HALO_MEMORY = 1.1
-"""What tiles hold beside their own part: rims."""
+"""Memory of tiles relative to their own part: rims come on top."""
 _TINY = 1e-30
 
 
@@ -47,7 +47,7 @@ class Tiling:
     """Bytes that an interior tile reads above and below it, were it as wide as the map; and at its sides."""
     exchanges: Numbers
     sums: Numbers
-    """How often devices meet for halos, and for sums other than batch norm's."""
+    """How often devices exchange halos, and add up sums other than batch norm's."""
 
     @staticmethod
     def of(network: Network) -> Tiling:
@@ -76,7 +76,7 @@ def _is_map(network: Network, tensor: str) -> bool:
 
 
 def _beyond(network: Network, op: Op, axis: int) -> float:
-    """Bytes of one sample that the middle one of three tiles reads of its neighbours."""
+    """Return the bytes of one sample that the middle one of three tiles reads from its neighbours."""
     if not op.outputs or not _is_map(network, op.outputs[0]) or op.tiling == "pool":
         return 0.0
     made = _middle(network.tensors[op.outputs[0]].shape[axis])
@@ -98,7 +98,7 @@ def _middle(extent: int) -> tuple[int, int]:
 
 
 class TileSteps(Steps):
-    """Stages by samples, by tiles and on one device."""
+    """Prices of stages by samples, by tiles and on one device."""
 
     def __init__(
         self, context: PlanningContext, batch: Batch, tiling: Tiling, groups: Sequence[DeviceGroup] | None = None
@@ -108,16 +108,16 @@ class TileSteps(Steps):
         self.tiling = tiling
 
     def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """The given stages by samples, where there are enough, and by tiles, where they can be."""
+        """Return the given stages by samples, where there are enough, and by tiles, where possible."""
         return self.shared(first, last, group).joined(self.tiled(first, last, group))
 
     def shared(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """Those of them with a sample for every device, by samples."""
+        """Return the given stages by samples that have a sample for every device."""
         which = numpy.flatnonzero(self.ends[group] - self.starts[group] <= self.batch.samples)
         return super().stages(first[which], last[which], group[which])
 
     def tiled(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """Those of the given stages that can be tiled, whatever memory they take."""
+        """Return the given stages that can be tiled, ignoring memory."""
         size = self.ends[group] - self.starts[group]
         columns = self._columns(first, size, (self.counts[group] > 0).sum(1) == 1)
         which = numpy.flatnonzero((size > 1) & (last <= self.tiling.end[first]) & (columns > 0))
@@ -142,7 +142,7 @@ class TileSteps(Steps):
         return plain.joined(loose).joined(other.only(numpy.flatnonzero(other.shares.fits)))
 
     def _columns(self, first: Counts, size: Counts, alike: NDArray[numpy.bool_]) -> Counts:
-        """How many columns of tiles: those with the least halo; 0 where the map is too small for so many tiles."""
+        """Return the number of columns of tiles with the least halo; 0 where the map is too small for so many tiles."""
         rows, columns = self.tiling.rows[first], self.tiling.columns[first]
         chosen = (rows >= LEAST_ROWS * size).astype(numpy.int64)
         for count in set(size[alike].tolist()):
@@ -184,7 +184,7 @@ class TileSteps(Steps):
         return StageTable(first, last, group, forward + exchange, backward + exchange, reduce, shares, columns, parts)
 
     def _exchange_seconds(self, first: Counts, last: Counts, group: Counts, columns: Counts) -> Numbers:
-        """Halos of a micro-batch, one way: the way back is the mirror."""
+        """Return the seconds to exchange the halos of a micro-batch, one way: the way back mirrors it."""
         tiling, size = self.tiling, self.ends[group] - self.starts[group]
         rows = size // numpy.maximum(1, columns)
         above = (tiling.beyond_rows[last] - tiling.beyond_rows[first]) / columns * numpy.minimum(1.0, (rows - 1) / 2)
@@ -196,7 +196,8 @@ class TileSteps(Steps):
 
 
 def _divided(speed: Numbers, counts: Counts, caps: Numbers) -> tuple[Numbers, NDArray[numpy.bool_]]:
-    """Parts of one device of each kind, in proportion to speed as far as `caps` allow; and whether all found room."""
+    """Return the fraction of one device of each kind, in proportion to speed as far as `caps` allow, and whether all
+    fits."""
     caps = numpy.maximum(caps, 0.0)
     has = counts > 0
     capped = numpy.zeros(counts.shape, bool)

@@ -1,4 +1,4 @@
-"""Plans for tiles: which grid, how large each tile, and where boundary data is exchanged (TILE chapter 5).
+"""Prices of tiles: which grid, how large each tile, and where boundary data is exchanged (TILE chapter 5).
 
 The paper prices an interior tile by three numbers (grouping.py). Here every tile of the grid is priced, uneven and at
 the border, with the profile of its own device and the rates of its own links, forward and backward together, and with
@@ -30,13 +30,13 @@ from manyhands.planner.shares import Numbers
 from manyhands.planner.tile_intervals import AXES, TileIntervals, overlap
 
 SPLIT_COST = 0.05
-"""What computing an operator in bands costs more than at once (-2 to +3 % on large tiles, and a copy)."""
+"""How much more computing an operator in bands costs than at once (-2 to +3 % on large tiles, and a copy)."""
 MOST_PRICES = 4000
 LEAST_LONGEST = 3
 """Groups are priced for every tile: the more tiles and places to exchange there are, the shorter the groups that are
 considered, beside one group for all."""
 MESSAGE_SECONDS = 100e-6
-"""What an exchange takes beside its bytes and the link's delay: two processes that wake each other."""
+"""Seconds of an exchange besides its bytes and the link's delay: two processes that wake each other."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,14 @@ class ExchangeGroups:
     forward: tuple[LayerName, ...] | None
     backward: tuple[LayerName, ...] | None
     seconds: float = 0.0
-    """Forward and backward, the slowest tile of every group; the adding up of weight gradients not included."""
+    """Forward and backward seconds of the slowest tile of every group, without adding up weight gradients."""
     fetched_seconds: float = 0.0
-    """Of these, for activations that backward groups fetch, which the paper's model leaves out."""
+    """The part of these seconds for activations that backward groups fetch, which the paper's model leaves out."""
 
     @property
     def count(self) -> int:
-        """How many groups; exchanging at every layer counts as more than any, and the adjoint as forward does."""
+        """The number of groups; exchanging at every layer counts as more than any, and the adjoint counts as forward
+        does."""
         ahead = 10**6 if self.forward is None else len(self.forward)
         return ahead + (ahead if self.backward is None else len(self.backward))
 
@@ -62,7 +63,7 @@ class ExchangeGroups:
 
 
 def with_groups(plan: Plan, stage: int, groups: ExchangeGroups) -> Plan:
-    """The plan with other groups in one tiled stage."""
+    """Return the plan with other groups in one tiled stage."""
     share = plan.stages[stage].share
     assert isinstance(share, ByTiles)
     changed = msgspec.structs.replace(plan.stages[stage], share=groups.on(share))
@@ -70,7 +71,7 @@ def with_groups(plan: Plan, stage: int, groups: ExchangeGroups) -> Plan:
 
 
 class TilePrices(TileIntervals):
-    """What groups of a tiled stage cost: a resolved plan's tiles on a cluster with a profile."""
+    """The cost of groups of a tiled stage: a resolved plan's tiles on a cluster with a profile."""
 
     def __init__(self, plan: Plan, stage: int, network: Network, cluster: Cluster, profile: Profile) -> None:
         super().__init__(plan, stage, network)
@@ -81,14 +82,15 @@ class TilePrices(TileIntervals):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Operators before which groups are tried to start; beside those, normalisations (`beside_sums`)."""
+        """The operators before which groups may start; normalisations are tried besides (`beside_sums`)."""
         return self.geometry.places_to_exchange
 
     # What devices and links take
 
     @cached_property
     def _seconds(self) -> tuple[Numbers, Numbers]:
-        """[operator, device] -> forward and backward seconds of the whole map, as fast as for the device's own tile."""
+        """[operator, device] -> forward and backward seconds of the whole map, at the speed of the device's own
+        tile."""
         count = self.geometry.last - self.geometry.first
         by_device = numpy.zeros((count, len(self.devices))), numpy.zeros((count, len(self.devices)))
         for place in range(count):
@@ -105,7 +107,8 @@ class TilePrices(TileIntervals):
 
     @cached_property
     def _links(self) -> tuple[Numbers, Numbers]:
-        """For each device the seconds that a byte takes to reach it, and an exchange beside its bytes."""
+        """For each device, the seconds that a byte takes to reach it, and the seconds of an exchange besides its
+        bytes."""
         costs = []
         for device in self.devices:
             others = [other for other in self.devices if other != device]
@@ -118,17 +121,18 @@ class TilePrices(TileIntervals):
     # Prices
 
     def _bytes(self, tensor: str) -> int:
-        """Of one place of a map: all channels of all samples."""
+        """Return the bytes of one position of a map: all channels of all samples."""
         return prod(self.geometry.shape(tensor)[:-2]) * DTYPE_BYTES[self.network.tensors[tensor].dtype]
 
     def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
-        """Bytes of each device's box that lie outside another."""
+        """Return the bytes of each device's box that lie outside another box."""
         common = {axis: [overlap(a, b) for a, b in zip(wanted[axis], have[axis])] for axis in AXES}
         beyond: Numbers = (self._areas(wanted) - self._areas(common)) * self._bytes(tensor)
         return beyond
 
     def forward(self, first: int, last: int, *, both_ways: bool) -> float:
-        """Seconds of a forward group; `both_ways`: and of its adjoint, which exchanges the same boxes."""
+        """Return the seconds of a forward group; with `both_ways` also of its adjoint, which exchanges the same
+        boxes."""
         needs = {axis: self._forward_needs(axis, first, last) for axis in AXES}
         byte_seconds, exchange_seconds = self._links
         compute, hidden = numpy.zeros(len(self.devices)), numpy.zeros(len(self.devices))
@@ -153,7 +157,7 @@ class TilePrices(TileIntervals):
         return float((compute + exchange).max())
 
     def backward(self, first: int, last: int) -> tuple[float, float]:
-        """Seconds of a backward group, and how many of them go into fetching activations."""
+        """Return the seconds of a backward group, and how many of them go into fetching activations."""
         regions = {axis: self._backward_regions(axis, first, last) for axis in AXES}
         wanted = {axis: self._wanted(axis, first, last, regions[axis]) for axis in AXES}
         byte_seconds, exchange_seconds = self._links
@@ -183,7 +187,8 @@ class TilePrices(TileIntervals):
     # Groupings
 
     def _price(self, name: str, forward: list[int] | None, backward: list[int] | None) -> ExchangeGroups:
-        """A grouping given as places in `starts`; None: every start, and for backward the adjoint."""
+        """Return the price of a grouping given as places in `starts`; None means every start, and for backward the
+        adjoint."""
         last, places = self.geometry.last, range(len(self.starts))
         ahead = [self.starts[i] for i in (places if forward is None else forward)]
         seconds = sum(self.forward(a, b, both_ways=backward is None) for a, b in pairwise((*ahead, last)))
@@ -197,8 +202,8 @@ class TilePrices(TileIntervals):
         return ExchangeGroups(name, names, back, seconds, fetched)
 
     def interior_first(self) -> tuple[LayerName, ...]:
-        """Forward groups of this plan whose boundary data travels for so long that computing inside the tile first
-        pays."""
+        """Return the forward groups of this plan whose boundary data travels so long that computing inside the tile
+        first pays."""
         starts = []
         for group in self.geometry.groups:
             op = self.network.ops[group.first]
@@ -221,12 +226,14 @@ class TilePrices(TileIntervals):
         return self.geometry.start_names(starts)
 
     def every_layer(self) -> ExchangeGroups:
-        """Boundary data exchanged before every operator that reads beyond its own tile; backward is the adjoint."""
+        """Return the price of exchanging before every operator that reads beyond its own tile; backward is the
+        adjoint."""
         return self._price("every layer", None, None)
 
     def beside_sums(self) -> list[ExchangeGroups]:
-        """Boundary data exchanged together with the sums of normalisations, where there are any to travel beside; not
-        through pools, after which there is less of it, and through them. Fewer waits; more bytes and computing."""
+        """Return groupings that exchange boundary data together with the sums of normalisations, where there are any:
+        not through pools, after which there is less of it, and through them. They wait less, and send and compute
+        more."""
         groupings: list[ExchangeGroups] = []
         tried = [self.starts]
         for name, through in (("beside sums", False), ("beside sums, through pools", True)):
@@ -239,7 +246,7 @@ class TilePrices(TileIntervals):
         return groupings
 
     def groupings(self) -> list[ExchangeGroups]:
-        """The corner cases, those beside sums, and the optima, as the model prices them."""
+        """Return the corner cases, those beside sums, and the optima, as the model prices them."""
         bounds = (*self.starts, self.geometry.last)
         count = len(self.starts)
 
