@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _OrACluster(TyperGroup):
-    """What is no command of the group is a cluster to show."""
+    """A command group whose arguments name a cluster to show, unless they name a command."""
 
     default_command = "show"
 

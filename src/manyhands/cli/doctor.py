@@ -1,4 +1,5 @@
-"""`manyhands doctor`: what would keep a run from working, here and between machines, with the fix to type."""
+"""`manyhands doctor`: what would keep a run from working, on this machine and between machines, with the fix to
+type."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from manyhands.doctor.check import Check, Findings
 
 MOST_GOOD_LINKS = 12
-"""Of more, the slowest are shown."""
+"""With more good links, only the slowest are shown."""
 
 
 def doctor(
@@ -80,7 +81,7 @@ def _show(findings: Findings) -> None:
 
 
 def _chosen(findings: Findings) -> tuple[list[Check], int]:
-    """Of many good links only the slowest."""
+    """Return the checks to show, with only the slowest of many good links, and how many are left out."""
     good = [check for check in findings.checks if check.subject == "link" and check.state == "ok"]
     if len(good) <= MOST_GOOD_LINKS:
         return findings.checks, 0
@@ -90,7 +91,7 @@ def _chosen(findings: Findings) -> tuple[list[Check], int]:
 
 
 def _line(check: Check) -> str:
-    """For a log: the state first, then everything; what to type on lines of its own."""
+    """Return a check as text for a log: the state first, then everything; each command to type on a line of its own."""
     text = f"{check.state:<8} {check.subject} ({check.where}): {check.found}"
     if check.needed and check.state != "ok":
         text += f" [needed: {check.needed}]"

@@ -26,7 +26,7 @@ CHECKED_TOO = 0.2
 
 
 def print_picture(plan: Plan, network: Network, cluster: Cluster) -> None:
-    """Devices down, layers across; letters where the output has no blocks."""
+    """Print a picture of the plan: devices down, layers across; letters where the output has no block characters."""
     from shutil import get_terminal_size
 
     from manyhands.observe.plan_lines import can_draw, plan_lines
@@ -40,7 +40,7 @@ def print_picture(plan: Plan, network: Network, cluster: Cluster) -> None:
 
 
 def print_explanation(explained: Explanation, planned: Planned) -> None:
-    """What limits it, why others lost, what else would give."""
+    """Print what limits the plan, why others lost, and what would make it faster."""
     _print_limits(explained)
     if planned.candidates and planned.objective is None:
         _print_candidates(explained, planned)
@@ -71,7 +71,7 @@ def _checked(limit: Limit) -> str:
 
 
 def _print_candidates(explained: Explanation, planned: Planned) -> None:
-    """What else was looked at, and why it lost."""
+    """Print the other candidates, and why they lost."""
     score = {"memory": "holds at most", "energy": "J a sample"}.get(planned.best)
     unit = "" if planned.best in ("memory", "energy") else " as long"
     chosen = planned.candidates[0]

@@ -30,7 +30,8 @@ def _record(event: str, name: str, key: str) -> None:
 
 
 def revoke(name: Name) -> None:
-    """Keep a device out from now on, with the token or without; one that is connected is sent away within seconds."""
+    """Keep a device out from now on, with the token or without; if it is connected, it is disconnected within
+    seconds."""
     device = _book().revoke(name)
     _record("revoked", name, device.fingerprint)
     typer.echo(f"{', '.join(device.names)} is kept out: the key {device.fingerprint} is revoked.")
@@ -39,7 +40,7 @@ def revoke(name: Name) -> None:
 
 
 def forget(name: Name) -> None:
-    """Delete what is known of a device: it may join again with the token, also under a new key."""
+    """Delete what is stored about a device: it may join again with the token, also under a new key."""
     device = _book().forget(name)
     _record("forgotten", name, device.fingerprint)
     typer.echo(f"{', '.join(device.names)} is forgotten: it may join again with the token.")
@@ -49,7 +50,7 @@ def allow(
     name: Name,
     role: Annotated[str, typer.Argument(metavar="ROLE", help="coordinator or worker.")],
 ) -> None:
-    """Let a device act in another role, too: a key is known for the role in which it first joined."""
+    """Let a device act in another role, too: a key is stored for the role in which it first joined."""
     from manyhands.engine.keys import Role
     from manyhands.facts.errors import BadValue
 
@@ -88,7 +89,7 @@ def log(json: Json = False) -> None:
 
 
 def known() -> dict[str, Any]:
-    """For --json: this device's fingerprint (null: it has no key yet) and those that have joined."""
+    """Return, for --json, this device's fingerprint (null: it has no key yet) and the devices that have joined."""
     import msgspec
 
     from manyhands.engine.keys import fingerprint
@@ -101,7 +102,7 @@ def known() -> dict[str, Any]:
 
 
 def show_known() -> None:
-    """The devices that have joined, as a table."""
+    """Print the devices that have joined as a table."""
     from manyhands.cli.show import print_table
 
     document = known()

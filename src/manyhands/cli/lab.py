@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from manyhands.lab.lab import DeviceStatus, Lab
 
 BROKEN_PIPE = 141
-"""What a shell says of a command that wrote to nobody."""
+"""The exit code of a shell's command whose reader has gone."""
 SLOWED = 0.99
 """A device with less of its share than this was slowed; the kernel's quota is in whole microseconds."""
 
@@ -66,7 +66,7 @@ def down(
     lab: LabOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
 ) -> None:
-    """Take a lab down, also one of which only a part is left."""
+    """Take a lab down, even if only a part of it is left."""
     name = _either(name, lab)
     from manyhands.facts.errors import LabError
     from manyhands.lab.lab import labs, missing, take_down
@@ -92,7 +92,7 @@ def down(
 
 @app.command("status")
 def status(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
-    """The devices of a lab: their network, processor and memory, as they are now."""
+    """Show the devices of a lab: their network, processor and memory, as they are now."""
     which = _find(_either(name, lab))
     if json:
         from manyhands.cli.show import print_json
@@ -110,7 +110,7 @@ def run(
     ] = None,
     lab: LabOption = "",
 ) -> None:
-    """Run a command on each device at once, or on some; the largest exit code is this command's own."""
+    """Run a command on all devices at once, or on some; the exit code is the largest of theirs."""
     from manyhands.lab.lab import DESK, Lab
 
     which = Lab.find(lab)
@@ -149,13 +149,13 @@ def _run_one(device: str, words: list[str], codes: dict[str, int], width: int) -
 
 
 def _code(returned: int) -> int:
-    """As a shell says it: 137 for a command that was killed."""
+    """Return an exit code as a shell does: 137 for a command that was killed."""
     return returned if returned >= 0 else 128 - returned
 
 
 @app.command("cut")
 def cut(device: DeviceArgument, lab: LabOption = "") -> None:
-    """Pull a device's cable: nobody is told."""
+    """Pull a device's cable: no device is notified."""
     _find(lab).cut(device)
     typer.echo(f"{device} is cut off. Back: manyhands lab heal {device}")
 
@@ -209,7 +209,7 @@ def heal(
 
 @app.command("check")
 def check(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
-    """Measure what a lab gives against what was asked for; fails beyond 10 %. Nothing else should run in it."""
+    """Measure what a lab delivers against its settings; fails beyond 10 %. Nothing else should run in it."""
     from manyhands.cli.show import print_json, print_table, working
     from manyhands.facts.errors import LabError
     from manyhands.lab.check import TOLERANCE
@@ -245,7 +245,7 @@ def check(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> N
 
 
 def _either(name: str, lab: str) -> str:
-    """A lab's name may stand alone or after --lab."""
+    """Return a lab's name, which may stand alone or after --lab."""
     from manyhands.facts.errors import BadValue
 
     if name and lab and name != lab:
@@ -284,16 +284,16 @@ def _rate(number: float) -> str:
 
 
 class Now(NamedTuple):
-    """What a device has at this moment, where that may differ from what it was brought up with."""
+    """The state of a device now, where it may differ from how it was brought up."""
 
     share: float | None
-    """Of a core; None: not settled yet, at this machine's full speed."""
+    """Share of a core; None: not settled yet, at this machine's full speed."""
     up_bytes_per_second: float
     down_bytes_per_second: float
     follows: str
-    """The trace's file."""
+    """The trace file that the port follows."""
     state: tuple[str, ...]
-    """What is to be said of it; nothing where it is well."""
+    """What is unusual about it; empty: nothing."""
 
 
 def _now(lab: Lab, device: DeviceStatus) -> Now:
@@ -315,7 +315,7 @@ def _state(device: DeviceStatus, share: float | None, full_share: float, follows
 
 
 def _pairs_that_differ(cluster: Cluster) -> int:
-    """Pairs of devices, whichever way round, that have a link of their own that is not like the others'."""
+    """Return the number of pairs of devices, in either direction, whose link differs from the default."""
     return len({frozenset((link.sender, link.receiver)) for link in cluster.links if link.link != cluster.link})
 
 

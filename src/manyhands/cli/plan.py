@@ -1,4 +1,4 @@
-"""`manyhands plan`: choose a plan, show it, say why, and write it to a file."""
+"""`manyhands plan`: choose a plan, show it, explain it, and write it to a file."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def plan(
     schedule: Annotated[bool, typer.Option("--schedule", help="Print every device's actions too.")] = False,
     json: Json = False,
 ) -> None:
-    """Plan who does what: layers to devices, shares, micro-batches; and say why. Prices are simulated."""
+    """Plan which device does what: layers, shares, micro-batches; and explain why. Prices are simulated."""
     from manyhands.cli.inputs import load_task
     from manyhands.explaining.plan_pictures import check_picture_name
     from manyhands.facts.errors import BadValue
@@ -171,7 +171,7 @@ def plan(
 
 
 def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int], prices: Costs, json: bool) -> None:
-    """Where an interior tile exchanges its boundary, by the tiling paper's model."""
+    """Show where an interior tile exchanges its boundary, by the tiling paper's model."""
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_tile_groups
     from manyhands.plans import tiles as tiling
@@ -188,7 +188,7 @@ def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int
 
 @dataclass
 class _Shown:
-    """A plan is made and shown, as the options say."""
+    """Makes a plan and shows it, as the options say."""
 
     model: str
     cluster: str
@@ -323,7 +323,7 @@ class _Shown:
             write_plan_picture(Path(self.picture), plan, network, machines, result, explained)
 
     def _rest(self, planned: Planned, result: Simulation, explained: Explanation, command: str) -> None:
-        """Below the tables: why, notes, and what to type next."""
+        """Print what follows the tables: why, notes, and what to type next."""
         from manyhands.cli.explained import print_explanation
         from manyhands.cli.inputs import print_notes
         from manyhands.plans.planning import schedule_text

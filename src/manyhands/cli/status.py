@@ -1,4 +1,4 @@
-"""`manyhands status`: how a run is doing, once. For people a few lines, for programs one JSON document."""
+"""`manyhands status`: the state of a run, once. A few lines for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.observe.watching import View
 
 FAILED = 20
-"""The exit code for a run that failed, or whose process is gone without a word."""
+"""The exit code for a run that failed, or whose process is gone without a report."""
 LAST_EVENTS = 10
 
 
@@ -27,7 +27,7 @@ def status(
     ] = "",
     json: Json = False,
 ) -> None:
-    """How a run is doing. Exit code 0: it goes on, ended, or was stopped; 20: it failed; 4: there is none."""
+    """Show the state of a run. Exit code 0: it runs, ended, or was stopped; 20: it failed; 4: there is none."""
     from manyhands.observe.watching import Watch
 
     view = Watch(run_named(run)).look()
@@ -46,8 +46,8 @@ def status(
 
 
 def run_named(text: str) -> Path:
-    """A run's folder, by its path or its name in runs/. Without either: the newest that goes on, or else the newest,
-    wherever it was written."""
+    """Return a run's folder, by its path or its name in runs/. Without either: the newest that is running, or else the
+    newest, wherever it was written."""
     from manyhands.facts.errors import BadFile
     from manyhands.observe.watching import RUNS, is_run, known_runs, newest_live
 
@@ -69,7 +69,8 @@ def run_named(text: str) -> Path:
 
 
 def worker_pid(view: View, name: str) -> int:
-    """The process of one of a run's workers, as the run wrote it down: `kill` then ends no other run's."""
+    """Return the process id of one of a run's workers, as the run recorded it, so that `kill` ends no other run's
+    worker."""
     import socket
 
     from manyhands.facts.errors import BadValue, unknown
@@ -92,7 +93,7 @@ def worker_pid(view: View, name: str) -> int:
 
 
 def to_dict(view: View) -> dict[str, Any]:
-    """What --json prints: the run as live.json has it, and its last events."""
+    """Return what --json prints: the run as live.json has it, and its last events."""
     import msgspec
 
     live = msgspec.to_builtins(view.live)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40
 MOST_GROUPS = 31
-"""More channel groups than a network has: parts of its channels."""
+"""With more channel groups than this, a share is shown as a percentage of the channels."""
 
 
 def share_text(share: Share, place: int) -> str:
-    """What the device at `place` of a stage takes of it."""
+    """Return what the device at `place` of a stage takes of it."""
     if isinstance(share, BySamples):
         return f"{share.samples[place]} of {sum(share.samples)} samples"
     if isinstance(share, ByTiles):
@@ -45,8 +45,8 @@ def share_text(share: Share, place: int) -> str:
 def print_plan(
     plan: Plan, network: Network, cluster: Cluster, result: Simulation, sample_seconds: float | None = None
 ) -> None:
-    """Which device holds which layers and which part, and what that costs. `sample_seconds`: of inference, what the
-    plan was chosen by; then what is shown of devices is for one pass of those that were simulated."""
+    """Print which device holds which layers and which part, and what that costs. `sample_seconds`: for inference, what
+    the plan was chosen by; devices are then shown for one pass."""
     rows = []
     passes = 1.0 if sample_seconds is None else result.samples / plan.micro_batch_size
     for number, stage in enumerate(plan.stages):
@@ -92,7 +92,7 @@ def print_plan(
 
 
 def print_simulation(result: Simulation, cluster: Cluster) -> None:
-    """What carries most: links, and the ports that all of a device's links share."""
+    """Print what carries most: links, and the ports that all of a device's links share."""
     counts: defaultdict[str, float] = defaultdict(float)
     rates: dict[str, float] = {}
     for (source, target), count in result.bytes_between.items():
@@ -119,7 +119,8 @@ def print_simulation(result: Simulation, cluster: Cluster) -> None:
 
 
 def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:
-    """Plans for inference, the chosen one first: seconds of a sample and how often devices wait for each other."""
+    """Print plans for inference, the chosen one first: seconds of a sample, and how often devices wait for each
+    other."""
     best = rows[0]["seconds_per_sample"]
     table = []
     for number, row in enumerate(rows[:MOST_ROWS]):
@@ -138,7 +139,7 @@ def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:
 
 
 def print_comparison(table: Comparison, network: Network, cluster: Cluster, batch_size: int) -> None:
-    """Ours beside every rival, and why it wins."""
+    """Print our plan beside every baseline's, and why it wins."""
     best = table.ours.seconds
     rows = []
     for row in table.rows:
@@ -162,7 +163,7 @@ def print_comparison(table: Comparison, network: Network, cluster: Cluster, batc
 
 
 def print_tile_groups(groups: TileGroups, network: Network) -> None:
-    """Where an interior tile exchanges its boundary, layer by layer, and what that costs beside the extremes."""
+    """Print where an interior tile exchanges its boundary, layer by layer, and what that costs beside the extremes."""
     ways = (("forward", groups.forward), ("backward", groups.backward))
     rows = []
     for number, (layer, tile) in enumerate(zip(groups.layers, groups.tiles)):
@@ -199,7 +200,7 @@ def _cost(cost: float) -> str:
 
 
 def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
-    """What each device held when that was most, by part, as it was counted in a step of a run."""
+    """Print what each device held at its peak, by part, as counted in a step of a run."""
     kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     rows = [
         [device, *(format_bytes(by_kind.get(kind, 0)) for kind in kinds), format_bytes(sum(by_kind.values()))]
@@ -214,7 +215,7 @@ def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def print_groupings(rows: list[dict[str, Any]]) -> None:
-    """Where tiles exchange boundary data: each choice with its price and what the simulator says."""
+    """Print where tiles exchange boundary data: each choice with its price and the simulated time."""
     table = [
         [
             row["name"] + (" *" if row["chosen"] else ""),

@@ -1,4 +1,4 @@
-"""`manyhands worker`: this device joins a coordinator and works for it until it is told to leave."""
+"""`manyhands worker`: this device joins a coordinator and works for it until it is asked to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of this very machine. Nothing of torch is loaded here: it is tried in a process of its own."""
+"""What a run needs from this machine. Torch is not loaded here: it is tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from manyhands.facts.extras import EXTRAS
 from manyhands.facts.extras import is_here as is_extra_here
 
 WORKER_BYTES = 400_000_000
-"""What a worker takes before it has a tensor: 250 MB when it has joined, 340 MB in its first step, measured with torch
-2.13 on x86-64."""
+"""Memory of a worker before it has a tensor: 250 MB after joining, 340 MB in its first step, measured with torch 2.13
+on x86-64."""
 ROOMY = 2.0
-"""So many times that leaves something for weights and activations."""
+"""This many times as much leaves room for weights and activations."""
 LEAST_DISK_BYTES, ROOMY_DISK_BYTES = 100_000_000, 1_000_000_000
 SMALLEST_SHARED_BYTES = 64 * 2**20
 HOT_DEGREES = 80.0
 TORCH_SECONDS = 180.0
-"""From a cold SD card torch takes its time."""
+"""Loading torch from a cold SD card takes long."""
 DISTRIBUTION = "manyhands"
 _TRY_TORCH = """
 import json, torch, numpy
@@ -42,11 +42,11 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.vers
 """
 _THROTTLED = {0: "its voltage is too low", 1: "its clock is capped", 2: "it is throttled", 3: "it is near its limit"}
 _SETTING_ITSELF = ("intel_pstate", "intel_cpufreq", "amd-pstate", "amd-pstate-epp")
-"""Drivers whose governor 'powersave' goes as fast as is needed."""
+"""Drivers whose governor 'powersave' still raises the clock on demand."""
 
 
 def machine_checks(workers: int) -> Iterator[Check]:
-    """Everything, for so many workers on this machine."""
+    """Yield all checks of this machine, for a number of workers on it."""
     yield python_check(platform.python_version(), *_python_limits())
     packages = list(package_checks())
     yield from packages
@@ -84,7 +84,7 @@ def _metadata() -> importlib.metadata.PackageMetadata | None:
 
 
 def _python_limits() -> tuple[list[tuple[str, str]], list[str]]:
-    """What the package asks for, and the versions it was tried with."""
+    """Return the limits that the package sets for Python, and the versions it was tried with."""
     metadata = _metadata()
     if metadata is None:
         return [], []
@@ -118,7 +118,7 @@ def _requirements() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def package_checks() -> Iterator[Check]:
-    """One check for all packages but torch, unless something is wrong with one."""
+    """Yield one check for all packages but torch, and one for each package with a problem."""
     if _metadata() is None:
         problem = "manyhands is not installed, only its source is here"
         yield Check("packages", WARNING, problem, "an installed package", "pip install -e .")
@@ -139,7 +139,7 @@ def package_checks() -> Iterator[Check]:
 
 
 def package_check(name: str, version: str, limits: list[tuple[str, str]]) -> Check | None:
-    """What is wrong with a package; None where nothing is."""
+    """Return the problem of a package, or None if there is none."""
     fix = f"pip install '{name}{','.join(sign + limit for sign, limit in limits)}'"
     if not version:
         return Check("packages", BROKEN, f"{name} is not installed", limits_text(limits), fix)
@@ -153,7 +153,7 @@ def package_check(name: str, version: str, limits: list[tuple[str, str]]) -> Che
 
 
 def try_torch(code: str = _TRY_TORCH, limit_seconds: float = TORCH_SECONDS) -> dict[str, Any] | str:
-    """What it says of itself in a process of its own, or how that process failed.
+    """Return what torch reports in a process of its own, or how that process failed.
 
     On a processor it was not built for it takes the process with it, without a word.
     """
@@ -210,7 +210,7 @@ def gpu_check(tried: dict[str, Any], *, is_driver_here: bool) -> Check:
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     import psutil
 
     affinity = getattr(os, "sched_getaffinity", None)
@@ -243,7 +243,8 @@ def memory_check(free: int, workers: int) -> Check:
 
 
 def folder_check(subject: str, folder: Path, elsewhere: str) -> Check:
-    """Whether something can be written there: by writing, for a disk may be mounted read-only. Nothing is left."""
+    """Return whether a folder can be written to. It writes and removes a file, because a disk may be mounted
+    read-only."""
     from manyhands.facts.units import format_bytes
 
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -276,7 +277,7 @@ def room_check(subject: str, folder: str, free: int, elsewhere: str) -> Check:
 
 
 def _shared_memory() -> tuple[bool, str, int | None]:
-    """Whether memory in common can be made, how large it was asked to be, and the size of /dev/shm."""
+    """Return whether shared memory can be made, the size that was asked for, and the size of /dev/shm."""
     size = None
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
@@ -284,7 +285,8 @@ def _shared_memory() -> tuple[bool, str, int | None]:
 
 
 def shared_memory_check(can_share: bool, setting: str, size: int | None) -> Check:
-    """Workers of one machine hand each other tensors through it; torch's own data loaders take /dev/shm."""
+    """Return a check of shared memory: workers of one machine exchange tensors through it, and torch's data loaders use
+    /dev/shm."""
     from manyhands.facts.units import format_bytes
 
     subject, shown = "shared memory", "no /dev/shm" if size is None else f"/dev/shm has {format_bytes(size)}"
@@ -310,7 +312,8 @@ def _open_files() -> tuple[int, int] | None:
 
 
 def open_files_check(soft: int, hard: int, workers: int) -> Check:
-    """A coordinator has two connections to each worker, and a worker one to each of the others, beside its files."""
+    """Return a check of the limit on open files: the coordinator has two connections to each worker, and a worker has
+    one to each other worker."""
     least = 64 + 8 * max(1, workers)
     allowed, needed = f"at most {soft}", f"{least} for {max(1, workers)} worker(s)"
     if soft >= least:
@@ -325,7 +328,8 @@ def open_files_check(soft: int, hard: int, workers: int) -> Check:
 
 
 def speed_checks(system: Path) -> Iterator[Check]:
-    """Of Linux, where it can be read: who sets the clock, and whether heat or voltage has capped it."""
+    """Yield checks of the processor's clock, where Linux reports it: its governor, and whether heat or voltage has
+    capped it."""
     policies = sorted(system.glob("devices/system/cpu/cpu[0-9]*/cpufreq"))
     governors = {_read(policy / "scaling_governor") for policy in policies}
     drivers = {_read(policy / "scaling_driver") for policy in policies}
@@ -373,7 +377,7 @@ def lab_check() -> Check:
 
 
 def lab_verdict(why: str) -> Check:
-    """`why` there can be no lab here; empty where there can."""
+    """Return the check of a lab. `why` says what is missing here; empty: nothing."""
     needed = "root, iproute2 and control groups, for `manyhands lab` and --lab only"
     if not why:
         return Check("lab", OK, "possible: root, iproute2 and control groups are here", needed)

@@ -1,4 +1,5 @@
-"""What a run needs of its workers and of the network between them. Every wait has a limit: silence is a finding."""
+"""What a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
+finding."""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ from manyhands.runtime.measuring import knock_between, probe_pair
 from manyhands.runtime.members import Member
 
 MOST_WALL_SECONDS = 2.0
-"""By how much the time of day may differ: what is written of a run is in order by it, nothing else depends on it."""
+"""How much the time of day may differ. It only orders what is written about a run."""
 MOST_DRIFT_SECONDS = 5e-3
-"""Between two looks a moment apart: timelines of several machines are drawn by these clocks."""
+"""How much clocks may drift between two measurements: timelines of several machines are drawn by these clocks."""
 _DRIFT_LOOK_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 125_000.0
 LONG_DELAY_SECONDS = 0.5
 _FIRST_BYTES, _MOST_BYTES = 32_000, 4_000_000
 _LOOK_SECONDS = 0.25
-"""So long a link is to be busy while its rate is measured."""
+"""How long a link is kept busy while its rate is measured."""
 PAIRS_SECONDS = 120.0
-"""After so long no other pair is measured."""
+"""No further pair is measured after this many seconds."""
 
 Say = Callable[[str], None]
 
 
 def worker_checks(members: Iterable[Member]) -> Iterator[Check]:
-    """What the workers said of their machines when they joined."""
+    """Yield checks of what the workers reported about their machines when they joined."""
     this_machine = identify()
     for member in members:
         facts = member.facts
@@ -62,7 +63,8 @@ def worker_check(name: str, described: str, torch: str, own_torch: str, memory_b
 
 
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
-    """Whether clocks can be compared, which is measured twice, and whether it is the same time of day."""
+    """Yield checks of the clocks: whether they run alike, measured twice, and whether they show the same time of
+    day."""
     wanted = list(names)
     first = coordinator.set_clocks(wanted)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
@@ -78,7 +80,7 @@ def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Che
 
 
 def clock_check(name: str, wall_offset: float | None, drift: float, round_trip: float) -> Check:
-    """`wall_offset`: to be added to that machine's time of day to get this one's."""
+    """Return a check of one clock. `wall_offset` is added to that machine's time of day to get this machine's."""
     needed = f"the same time of day within {MOST_WALL_SECONDS:g} s"
     if abs(drift) > max(MOST_DRIFT_SECONDS, round_trip):
         difference = (
@@ -114,7 +116,7 @@ def pair_checks(
     say: Say,
     limit_seconds: float = PAIRS_SECONDS,
 ) -> Iterator[Check]:
-    """Can every two connect, and how fast is it between them? Measured rates are put into `links` too."""
+    """Yield checks of every pair: whether it can connect, and how fast it is. Measured rates are added to `links`."""
     end = time.monotonic() + limit_seconds
     say("whether all can reach each other")
     reached, lost = _knock(coordinator, list(names))
@@ -150,7 +152,7 @@ def pair_checks(
 
 
 def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
-    """What came of connecting, between those who answer; and why the others do not."""
+    """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:
         there = [name for name in names if name not in lost]
@@ -164,7 +166,7 @@ def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[s
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: Answer) -> Check:
-    """A pair that cannot connect, and how to mend it."""
+    """Return a check for a pair that cannot connect, with the fix."""
     tool = firewall_here() if target == COORDINATOR else ""
     host = coordinator.members[source].address[0] if source != COORDINATOR else "the coordinator's address"
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
@@ -179,7 +181,7 @@ def _shown(name: str) -> str:
 
 
 def _measure(coordinator: Coordinator, pair: tuple[str, str]) -> dict[str, Link]:
-    """A short look, then one as long as the link is fast."""
+    """Measure a link shortly, and then again for as long as its rate allows."""
     measured = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
     sizes = {name: _size(link) for name, link in measured.items()}
     if min(sizes.values()) <= _FIRST_BYTES:
@@ -192,7 +194,7 @@ def _size(link: Link) -> int:
 
 
 def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
-    """Both ways of a pair."""
+    """Return a check of both directions of a pair."""
     rates = [links[name].bytes_per_second for name in (first, second)]
     delay = max(links[name].delay_seconds for name in (first, second))
     text = f"{format_rate(rates[0])} there, {format_rate(rates[1])} back, {format_seconds(delay)} one way"
@@ -205,6 +207,6 @@ def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
 
 
 def lost_before_joining(error: ManyhandsError) -> Check:
-    """A worker on this machine that ended before it was there."""
+    """Return a check for a worker on this machine that ended before it joined."""
     fix = f"Its last words: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
     return Check("worker", BROKEN, error.message, "workers that start", fix or "Run again with --debug.")

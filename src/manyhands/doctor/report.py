@@ -1,4 +1,4 @@
-"""`manyhands doctor`: would a run work here, on these machines, and if not, what is to be done?"""
+"""`manyhands doctor`: whether a run would work on these machines, and if not, what to do."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OnCheck = Callable[[Check], None]
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Whose health it is about: this machine's and that of workers started here, of those that join, or of a lab."""
+    """What the doctor examines: this machine and workers started on it, workers that join, or a lab."""
 
     workers: int | None = None
-    """Started on this machine; None: two, unless others are meant."""
+    """Workers to start on this machine; None: two, unless other workers are named."""
     cluster: str = ""
     listen: str = ""
     devices: int = 1
-    """How many join."""
+    """How many workers join."""
     token: str = ""
     lab: str = ""
     join: str = ""
@@ -61,14 +61,14 @@ class DoctorOptions:
 
     @property
     def started_here(self) -> int:
-        """Workers on this machine."""
+        """The number of workers to start on this machine."""
         if self.listen or self.cluster or self.lab or self.join:
             return 0
         return WORKERS if self.workers is None else self.workers
 
 
 def examine(options: DoctorOptions, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Findings:
-    """Look at everything. `say`: what is being looked at now; `on_check`: each finding as soon as it is there."""
+    """Run all checks. `say` receives what is being examined; `on_check` receives each check as soon as it is made."""
     options.check()
     findings = Findings()
     for check in _checks(options, findings, say):
@@ -121,7 +121,7 @@ def _network(coordinator: Coordinator, findings: Findings, say: Say) -> Iterator
 
 @contextlib.contextmanager
 def _workers(options: DoctorOptions, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
-    """A coordinator; those of other machines may not all have come when their time is up."""
+    """Yield a coordinator with its workers; some of other machines may still be missing when the timeout is over."""
     from manyhands.facts.cluster import Cluster
     from manyhands.runtime.coordinator import Coordinator
 
@@ -174,7 +174,7 @@ def _not_there(options: DoctorOptions, error: ManyhandsError) -> Check:
 
 
 def _joined(options: DoctorOptions, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
-    """Whether all came who were waited for, and who was turned away."""
+    """Yield checks of whether all expected workers joined, and which were refused."""
     there = sorted(member.name for member in coordinator.alive())
     wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(options.devices)]
     if not (options.listen or options.cluster):
@@ -213,7 +213,7 @@ def missing_check(coordinator: Coordinator, there: list[str], missing: list[str]
 
 
 def join_check(address: str) -> Check:
-    """Whether a coordinator's port can be reached from here."""
+    """Return a check of whether a coordinator's port can be reached from here."""
     from manyhands.doctor.firewall import remedy
     from manyhands.runtime.coordinator import DEFAULT_PORT
     from manyhands.runtime.knocking import knock
@@ -233,7 +233,7 @@ def join_check(address: str) -> Check:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine that somebody there would see: connecting a UDP socket sends nothing."""
+    """Return this machine's address as the other machine would see it: connecting a UDP socket sends nothing."""
     import socket
 
     with contextlib.suppress(OSError, OverflowError):
@@ -245,7 +245,8 @@ def _own_address(host: str, port: int) -> str:
 
 
 def discovery_check(say: Say) -> Check:
-    """Whether what is announced by multicast DNS is heard, here at least; without it workers are given --join."""
+    """Return a check of whether a multicast DNS announcement is received on this machine; without it workers need
+    --join."""
     import importlib.util
 
     if importlib.util.find_spec("zeroconf") is None:
@@ -263,7 +264,7 @@ def discovery_check(say: Say) -> Check:
 
 
 def _is_heard(interface: str) -> str:
-    """Why an announcement of our own does not come back; empty where it does."""
+    """Return why our own announcement is not received, or an empty string if it is."""
     import time
 
     from manyhands.engine.security import new_token

@@ -1,4 +1,4 @@
-"""Our plan beside those of its rivals, simulated on the same cluster: `manyhands plan --compare`."""
+"""Our plan beside the baselines' plans, simulated on the same cluster: `manyhands plan --compare`."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class ComparisonRow:
     name: str
     plan: Plan | None
     seconds: float
-    """Of a mini-batch; infinite where there is no plan."""
+    """Seconds of a mini-batch; infinite where there is no plan."""
     samples_per_second: float
     bytes: float
-    """Between devices, for a mini-batch."""
+    """Bytes between devices for a mini-batch."""
     volume: int
-    """The same by Eq. 1 and 2 of ASTEROID."""
+    """The same bytes by Eq. 1 and 2 of ASTEROID."""
     peak_bytes: float
-    """On the device that comes closest to its memory, or beyond it."""
+    """Peak of the device that comes closest to its memory, or exceeds it."""
     joules_per_sample: float
     busy_part: float
-    """Of all devices of the plan, the mean part of the time they compute."""
+    """The mean fraction of the time that the plan's devices compute."""
     problem: str = ""
-    """Who runs out of memory, or why there is no plan."""
+    """The device that runs out of memory, or why there is no plan."""
     is_synchronous: bool = True
 
     @property
@@ -67,7 +67,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, ours first, and why it wins."""
+    """All rows, ours first, and the reason why it wins."""
 
     rows: list[ComparisonRow]
     why: str
@@ -80,7 +80,7 @@ class Comparison:
         return self.rows[0]
 
     def best_baseline(self) -> ComparisonRow | None:
-        """The fastest synchronous rival that fits in memory; one device alone counts."""
+        """Return the fastest synchronous baseline that fits in memory; one device alone counts."""
         return min(
             (row for row in self.rows[1:] if row.runs and row.is_synchronous), key=lambda row: row.seconds, default=None
         )
@@ -100,7 +100,7 @@ def compare(
     warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
 ) -> Comparison:
-    """Our pipeline planner, one device alone, and every rival over the same profile."""
+    """Compare our pipeline planner with one device alone and every baseline, over the same profile."""
     network, machines = network_of(graph), cluster_of(cluster)
     profile = profile or estimate_cluster(network, machines)
     task = Task(
@@ -109,7 +109,7 @@ def compare(
     outcomes: dict[bytes, float | OutOfMemory] = {}
 
     def price(plan: Plan) -> float:
-        """Several ask for the same plan: it is simulated once."""
+        """Return the price of a plan, simulated once however many baselines use it."""
         key = msgspec.json.encode(plan)
         if key not in outcomes:
             try:
@@ -165,7 +165,8 @@ def _no_row(name: str, error: ManyhandsError) -> ComparisonRow:
 
 
 def _hetpipe_row(task: Task) -> ComparisonRow:
-    """Asynchronous: priced by its virtual workers' own pipelines and the server's port, never a candidate."""
+    """Return the row of HetPipe. It is asynchronous: priced by its virtual workers' pipelines and the server's port,
+    and never a candidate."""
 
     def price_on(plan: Plan, cluster: Cluster) -> float:
         return simulate(plan, task.network, cluster, task.profile, keep_spans=False, within_memory=True).seconds
@@ -189,7 +190,7 @@ def _hetpipe_row(task: Task) -> ComparisonRow:
 
 
 def _why(comparison: Comparison, task: Task) -> str:
-    """In words: against the best rival, what made the difference."""
+    """Return in words what made the difference to the best baseline."""
     ours, baseline = comparison.ours, comparison.best_baseline()
     if not ours.runs:
         return f"Nothing fits: {ours.problem}."

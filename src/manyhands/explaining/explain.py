@@ -1,4 +1,4 @@
-"""A plan explains itself: what limits it, why other plans lost, and what more hardware would give.
+"""Explains a plan: what limits it, why other plans lost, and what more hardware would give.
 
 All seconds are simulated. Where a claim is "this is what limits it" it was tried: the same plan is simulated with that
 twice as fast; for memory, the task is planned again with twice of it where it is full. What-ifs are planned again too.
@@ -27,21 +27,22 @@ from manyhands.plans.planning import simulate as simulate_plan
 from manyhands.simulator.result import Simulation
 
 MOST_SECONDS = 10.0
-"""Of the processor: planning again is not begun where it would take longer than this, all together."""
+"""Processor seconds: planning again is not started if all of it would take longer than this."""
 QUICK_SECONDS, LONG_SECONDS = 2.0, 20.0
-"""A task that took longer to plan is planned again by the strategy that came first only; or not at all."""
+"""A task that took longer to plan is planned again only by the strategy that came first, or not at all."""
 NEARLY_FULL, HALF_FULL = 0.9, 0.5
-"""Parts of a memory. Where half is used, micro-batches of twice the size may not fit: worth a look if that is quick."""
+"""Fractions of a memory. Where half is used, micro-batches of twice the size may not fit, which is checked if that is
+quick."""
 ALSO = 0.25
-"""A second part of a rival's step that is worth naming."""
+"""A second part of another plan's step that is worth naming."""
 TEN_TIMES = 10.0
 SAME = 1.02
 MEMORY_FIRST = 1.05
-"""Full memory is named before what the devices spend their time on, if a plan with more of it is that much faster."""
+"""Full memory is named before what the devices spend their time on, if a plan with more memory is that much faster."""
 
 
 def faster_text(times: float) -> str:
-    """'1.3 times as fast', where that can be told from noise."""
+    """Return '1.3 times as fast', or 'about the same' within noise."""
     return f"{times:.3g} times as fast" if times >= SAME else "about the same"
 
 
@@ -51,9 +52,9 @@ class RunnerUp:
 
     name: str
     seconds: float | None
-    """Of a step (of a sample, for inference), simulated; None: it cannot run."""
+    """Simulated seconds of a step (of a sample, for inference); None: it cannot run."""
     times: float | None
-    """As long as the plan that was chosen; by another objective: as much of it."""
+    """How many times as long as the chosen plan; with another objective, how many times as much."""
     reason: str
     limits: tuple[Limit, ...] = ()
 
@@ -63,7 +64,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What another cluster would give, planned anew."""
+    """What another cluster would give, planned again."""
 
     change: str
     seconds: float
@@ -71,10 +72,10 @@ class WhatIf:
     score: float
     """What plans are compared by: these seconds, or bytes, or joules a sample."""
     gain: float
-    """How many times less that is."""
+    """How many times less that is than now."""
     plan: Plan
     is_device: bool
-    """Of what sort: one more device, or a faster network."""
+    """Whether the change is one more device, rather than a faster network."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": self.plan.to_dict()}
@@ -82,7 +83,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why this plan. `limits` add up to the step; `binding` is the one that was found to matter most."""
+    """Why this plan was chosen. `limits` add up to the step; `binding` is the one that matters most."""
 
     seconds: float
     binding: Limit | None
@@ -91,15 +92,15 @@ class Explanation:
     what_if: tuple[WhatIf, ...]
     """The best change of each sort first: one more device, a faster network."""
     searched: tuple[str, ...] = ()
-    """Strategies that what-ifs were planned by."""
+    """The strategies used to plan the what-ifs."""
     skipped: tuple[str, ...] = ()
-    """Changes that were not planned for, since that takes long here."""
+    """Changes that were not planned, because that would take long here."""
     full: tuple[Limit, ...] = ()
-    """Devices whose memory is nearly full, and whether more would help."""
+    """Devices whose memory is nearly full, and whether more memory would help."""
 
     @property
     def best_changes(self) -> list[WhatIf]:
-        """Of one more device, the best; and the network."""
+        """The best change by one more device, and by the network."""
         best: dict[bool, WhatIf] = {}
         for change in self.what_if:
             best.setdefault(change.is_device, change)
@@ -129,8 +130,8 @@ def explain(
     planning_seconds: float = 0.0,
     **options: Any,
 ) -> Explanation:
-    """Why `planned` is as it is. `asked`: what else `plan` was asked (strategy, micro_batches, best ...), so that it
-    can be asked again of other clusters.
+    """Explain `planned`. `options` are the other arguments that `plan` was given (strategy, micro_batches, best ...),
+    so that other clusters can be planned with them.
 
     `with_what_if`: False leaves out whatever must be planned again; None does what takes a few seconds, if need be by
     the strategy that came first here only; True does all of it. `planning_seconds`: what one planning took of the
@@ -159,7 +160,7 @@ class _Explainer:
 
     @property
     def _what(self) -> str:
-        """What the seconds are of."""
+        """What the seconds measure."""
         return "step" if self.planned.objective is None else "stream" if self._is_stream else "answer"
 
     @property
@@ -195,7 +196,8 @@ class _Explainer:
         return next(iter([*helping, *limits]), None)
 
     def _full(self, result: Simulation, seconds: float) -> list[Limit]:
-        """Whoever is nearly full; twice the memory there, planned again, says whether that is why it is no faster."""
+        """Return the devices that are nearly full. Planning again with twice the memory there shows whether memory
+        limits the speed."""
         parts = {name: device.peak_bytes / device.memory_bytes for name, device in result.devices.items()}
         enough = HALF_FULL if self._allowed or self._planning <= QUICK_SECONDS else NEARLY_FULL
         names = tuple(name for name in parts if parts[name] >= max(enough, 0.9 * max(parts.values())))
@@ -244,7 +246,7 @@ class _Explainer:
         return runners_up
 
     def _runner_up(self, candidate: PlanCandidate, best: PlanCandidate, chosen: list[Limit]) -> RunnerUp:
-        """Where it spends most more than the plan that was chosen."""
+        """Explain a runner-up by where it spends more than the chosen plan."""
         if candidate.plan is None:
             return RunnerUp(candidate.name, None, None, candidate.reason.split("\n")[0])
         timed = self._timed(candidate.plan)
@@ -307,8 +309,8 @@ class _Explainer:
     def _planned_again(
         self, cluster: Cluster, profile: Profile, change: str, *, is_first: bool
     ) -> tuple[tuple[float, float], Plan] | None:
-        """The best of the new plans and the old one there; None where there is no time for it. The first of each sort
-        of change has time unless planning takes long by itself."""
+        """Return the best of the new plans and the old one on another cluster, or None if there is no time for it. The
+        first change of each sort has time unless planning alone takes long."""
         if self._allowed is False:
             return None
         expected = self._spent if is_first else self._spent + self._last
@@ -326,8 +328,8 @@ class _Explainer:
         return min(plans, key=lambda entry: entry[0][1])
 
     def _searches(self) -> tuple[str, ...]:
-        """Strategies that are asked again: what was asked, or where that takes long, what came first; and pipelines,
-        which are quickly found."""
+        """Return the strategies to plan with again: those asked for, or where that takes long, the one that came first;
+        and pipelines, which are found quickly."""
         strategy = str(self.asked.get("strategy", "auto"))
         if strategy != "auto" or self._allowed or self._planning <= QUICK_SECONDS:
             return (strategy,)
@@ -345,7 +347,7 @@ class _Explainer:
     # ---- Simulations
 
     def _worth(self, planned: Planned, cluster: Cluster, profile: Profile) -> tuple[float, float]:
-        """Seconds, and what plans are compared by."""
+        """Return the seconds of a plan, and what plans are compared by."""
         if planned.candidates:
             return planned.candidates[0].seconds, _score(planned.candidates[0])
         if planned.objective is not None:
@@ -359,7 +361,7 @@ class _Explainer:
         return result.seconds, result.joules_per_sample if self.best == "energy" else result.seconds
 
     def _timed(self, plan: Plan) -> Plan:
-        """What is simulated: a step; of inference one answer by itself, or a stream."""
+        """Return the plan to simulate: a step; for inference one answer alone, or a stream."""
         if self.planned.objective is None:
             return plan
         from manyhands.plans.inference import as_asked
@@ -371,12 +373,12 @@ class _Explainer:
 
 
 def _score(candidate: PlanCandidate) -> float:
-    """What was ranked by: seconds, unless the objective is another."""
+    """Return what a candidate was ranked by: seconds, unless there is another objective."""
     return candidate.seconds if candidate.score is None else candidate.score
 
 
 def _by_use(limits: list[Limit]) -> dict[str, list[Limit]]:
-    """Computing of all stages together, transfers by what they are for, delays; the largest part first."""
+    """Group limits: computing of all stages together, transfers by their use, delays; the largest part first."""
     by_use: dict[str, list[Limit]] = {}
     for limit in limits:
         by_use.setdefault(limit.use or limit.kind, []).append(limit)
@@ -388,7 +390,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def _called(kind: str, name: str) -> str:
-    """A kind as a person says it: the catalogue's name, or 'device like laptop'."""
+    """Return a readable kind: the catalogue's name, or 'device like laptop'."""
     return f"device like {name}" if kind in ("custom", "local") else kind
 
 

@@ -1,4 +1,4 @@
-"""A plan's pictures, from what was planned and simulated."""
+"""Pictures of a plan, from what was planned and simulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.simulator.result import Simulation
 
 
 def check_picture_name(path: str) -> None:
-    """Before anything is planned."""
+    """Check the file's name before anything is planned."""
     if path and Path(path).suffix.lower() != ".png":
         raise BadValue(f"--picture is '{path}'; pictures are written as PNG.", hint=f"Type --picture {path}.png")
     if path:
@@ -25,7 +25,7 @@ def check_picture_name(path: str) -> None:
 def write_plan_picture(
     path: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation, explained: Explanation
 ) -> Path:
-    """Which device holds which layers and which part; what it computes and holds; what limits it."""
+    """Draw which device holds which layers and which part, what it computes and holds, and what limits the plan."""
     from manyhands.observe.plan_picture import DeviceLoad, draw_plan
 
     loads = {

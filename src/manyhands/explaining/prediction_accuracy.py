@@ -1,4 +1,5 @@
-"""How right a prediction was: every stage as planned beside as run, said where they differ, and learnt from.
+"""Prediction accuracy: every stage as planned beside as measured, reported where they differ, and used to correct
+profiles.
 
 What a stage took on a device is the median of its forward and backward seconds over the rounds of the last plan,
 without the first ones. Stored profiles are corrected by it (planner/correction.py), so that the next plan knows better.
@@ -39,27 +40,27 @@ if TYPE_CHECKING:
     from manyhands.explaining.planned_run import PlannedRun
 
 TOLERANCE = 0.15
-"""Beyond this a prediction is called wrong."""
+"""A prediction that is off by more is reported as wrong."""
 FEWEST_ROUNDS = 3
-"""Of fewer rounds after the first ones nothing is said: as many as are traced."""
+"""With fewer rounds after the first ones nothing is reported: as many as are traced."""
 LEAST_STEPS = 10
-"""Of fewer nothing is learnt."""
+"""With fewer steps no profile is corrected."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """One device in one stage: what it computed in a step, and what it did with the rest of it."""
+    """One device in one stage: its predicted and measured seconds of computing in a step."""
 
     stage: int
     device: str
     layers: tuple[int, int]
-    """The first, and the one after the last."""
+    """The first layer, and the one after the last."""
     predicted_seconds: float
     """Forward and backward."""
     measured_seconds: float
     factor: float
     """Measured over predicted, without what moving bytes can explain."""
     steps: int
-    """Rounds that what was measured is the median of."""
+    """How many rounds the measured median is taken over."""
 
     @property
     def ratio(self) -> float:
@@ -71,7 +72,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
 
 class PredictionAccuracy(msgspec.Struct, frozen=True):
-    """Predicted beside measured, of one step of the last plan."""
+    """Predicted beside measured seconds of one step of the last plan."""
 
     predicted_seconds: float
     measured_seconds: float
@@ -79,7 +80,7 @@ class PredictionAccuracy(msgspec.Struct, frozen=True):
 
     @property
     def steps(self) -> int:
-        """Rounds that the medians are of: the fewest of any device."""
+        """The fewest rounds of any device that a median is taken over."""
         return min(times.steps for times in self.stages)
 
     @property
@@ -88,18 +89,18 @@ class PredictionAccuracy(msgspec.Struct, frozen=True):
 
     @property
     def worst(self) -> StageTimes | None:
-        """Of the stages and devices that are off by too much, the one that is by most seconds."""
+        """The stage and device, among those that are off by too much, that is off by the most seconds."""
         off = [times for times in self.stages if times.is_off]
         return max(off, key=lambda times: abs(times.measured_seconds - times.predicted_seconds), default=None)
 
     def rest(self, device: str) -> tuple[float, float]:
-        """Seconds of a step in which a device waits, exchanges or updates: predicted, measured."""
+        """Return the seconds of a step in which a device waits, exchanges or updates: predicted, and measured."""
         of_device = [times for times in self.stages if times.device == device]
         predicted = self.predicted_seconds - sum(times.predicted_seconds for times in of_device)
         return max(0.0, predicted), max(0.0, self.measured_seconds - sum(times.measured_seconds for times in of_device))
 
     def to_dict(self) -> dict[str, Any]:
-        """What stages.json holds."""
+        """Return the contents of stages.json."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         for written, times in zip(document["stages"], self.stages):
             written["ratio"] = times.ratio
@@ -117,7 +118,7 @@ def is_off(ratio: float) -> bool:
 def compared(
     planned: PlannedRun, schedule: Schedule, logs: Mapping[str, DeviceLog], step_seconds: Sequence[float]
 ) -> PredictionAccuracy | None:
-    """How right the prediction was; None: the run was too short, or of order replay, whose rounds are not all alike.
+    """Return the accuracy of a prediction. None if the run was too short, or of order replay, whose rounds differ.
 
     `step_seconds`: of every step of the run, the last ones by this plan.
     """
@@ -140,7 +141,7 @@ def compared(
 
 
 def sentence(accuracy: PredictionAccuracy, folder: Path, learnt: str = "") -> str:
-    """What is to be said of a prediction that was wrong; empty: it was right."""
+    """Return what to report about a prediction that was wrong; empty if it was right."""
     worst, texts = accuracy.worst, []
     if worst is not None:
         others = sum(times.is_off for times in accuracy.stages) - 1
@@ -178,7 +179,8 @@ def _gap(rest: tuple[float, float]) -> float:
 def correct_profiles(
     session: Session, graph: Graph, planned: PlannedRun, optimizer: Optimizer, accuracy: PredictionAccuracy
 ) -> int:
-    """Correct the stored profiles of a run's devices by what they took. Gives back from how many steps; 0: none was.
+    """Correct the stored profiles of a run's devices by what they took. Returns the number of steps used; 0: nothing
+    was corrected.
 
     A stored profile is judged by what itself would have promised, which need not be what the run was planned with.
     """
@@ -228,7 +230,8 @@ def _stored(path: Path, graph: Graph, machine: str) -> DeviceProfile | None:
 
 
 def forget_run(folder: str | Path) -> tuple[str, int]:
-    """Forget what is stored of a run's network on its workers: its name, and how many profiles there were."""
+    """Delete what is stored about a run's network on its workers. Returns its name, and how many profiles there
+    were."""
     path = Path(folder) / "profile.json"
     if not path.exists():
         raise BadFile(f"{folder}: is no run folder: it has no profile.json.", hint="List them: ls runs")

@@ -1,4 +1,4 @@
-"""What travels in a step and what for, and the tiles of a plan as they are drawn.
+"""What travels in a step and what for, and how the tiles of a plan are drawn.
 
     input_output   samples and targets to the devices, tensors between stages, outputs, and their gradients
     boundary       halos among the tiles of a stage, their gradients, and sums over a whole map or batch (batch norm)
@@ -34,7 +34,7 @@ from manyhands.schedule.tiles import TileGeometry
 
 USES = ("input_output", "boundary", "weights")
 FEED, RESULT, SUMS, REDUCTION = "feed", "result", "statistics", "gradients"
-"""What travels beside messages: from the coordinator, back to it, and in the two kinds of reductions."""
+"""Bytes besides messages: from the coordinator, back to it, and in the two kinds of reductions."""
 USE_OF_KIND = {
     **dict.fromkeys((FEED, RESULT, "input", "output", "output-gradient", "value", "gradient"), "input_output"),
     **dict.fromkeys(("halo", "halo-gradient", "partial", SUMS), "boundary"),
@@ -44,16 +44,16 @@ USE_OF_KIND = {
 
 @dataclass
 class Traffic:
-    """Payload bytes that a plan says travel in one step."""
+    """Payload bytes that travel in one step of a plan."""
 
     sent: dict[str, Counter[str]] = field(default_factory=dict)
-    """Sender, the coordinator among them -> kind of message -> bytes."""
+    """Sender, which may be the coordinator -> kind of message -> bytes."""
     fed: dict[str, int] = field(default_factory=dict)
-    """Device -> bytes it gets from the coordinator."""
+    """Device -> bytes that it receives from the coordinator."""
 
     @property
     def by_use(self) -> dict[str, int]:
-        """All senders together."""
+        """Bytes by use, of all senders together."""
         return _by_use(self.sent.values())
 
     @property
@@ -62,7 +62,7 @@ class Traffic:
         return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
 
     def differences(self, logs: Mapping[str, DeviceLog], plan: Plan) -> list[str]:
-        """Where the devices of a run sent each other something else than this in every round, one sentence each."""
+        """Return one sentence for each difference between the bytes that a run's devices sent and the plan's."""
         differences = []
         for device, log in logs.items():
             rounds = Fraction(log.rounds)
@@ -92,8 +92,8 @@ def _by_use(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: bool = False) -> Traffic:
-    """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given. `is_laid`: all
-    samples were laid out before, and their numbers travel."""
+    """Return what a plan sends in one step. Targets are counted if the graph, which has the loss, is given. `is_laid`:
+    the dataset is resident on the devices, and only sample numbers travel."""
     traffic = Traffic()
     for device in schedule.lowering.work:
         sent: Counter[str] = Counter()
@@ -109,7 +109,8 @@ def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: 
 
 
 def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
-    """Inputs and targets go out with every micro-batch; of a stream, outputs come back."""
+    """Add what the coordinator sends and receives: inputs and targets of every micro-batch, and the outputs of a
+    stream."""
     plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
     for device in plan.devices:
         if graph is not None:
@@ -128,18 +129,18 @@ def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph |
 
 
 def traffic_text(by_use: Mapping[str, int]) -> str:
-    """One line for a person."""
+    """Return the bytes by use as one line."""
     parts = ", ".join(f"{format_bytes(by_use[use])} {use.replace('_', '/')}" for use in USES)
     return f"Bytes a step: {parts}"
 
 
 def is_tiled(plan: Plan) -> bool:
-    """Whether a plan has a stage that is shared by tiles."""
+    """Return whether a plan has a stage that is shared by tiles."""
     return any(isinstance(stage.share, ByTiles) and len(stage.devices) > 1 for stage in plan.stages)
 
 
 def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
-    """A plan's schedule, if it has a tiled stage to report on."""
+    """Return a plan's schedule if it has a tiled stage, else None."""
     return Schedule(resolve(plan, network), network) if is_tiled(plan) else None
 
 
@@ -147,7 +148,7 @@ def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
 
 
 def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
-    """The tiles of a plan with their halos, group by group."""
+    """Draw the tiles of a plan with their halos, group by group."""
     grids = [f"{len(geometry.share.rows)}x{len(geometry.share.columns)} tiles" for geometry in _tiled_stages(schedule)]
     plan = schedule.plan
     batch = f"batch {plan.batch_size}" + (f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
@@ -155,7 +156,7 @@ def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
 
 
 def group_maps(schedule: Schedule) -> list[GroupMap]:
-    """Forward groups in the order they are computed, then backward groups in theirs."""
+    """Return the forward groups in the order they are computed, then the backward groups in theirs."""
     stages = _tiled_stages(schedule)
     maps = [each for geometry in stages for each in _Maps(schedule, geometry).forward()]
     maps += [each for geometry in reversed(stages) for each in _Maps(schedule, geometry).backward()]
@@ -222,19 +223,19 @@ class _Maps:
         return first <= self.network.producer.get(tensor, -1) < last
 
     def _most(self, fetches: Fetches, others: list[str]) -> str:
-        """The map that stands for a group: the one of which most travels, or else the first of some others."""
+        """Return the map drawn for a group: the one that sends the most bytes, or else the first of the others."""
         if fetches:
             return max(fetches, key=lambda tensor: self._bytes({tensor: fetches[tensor]}))
         return next(iter(others), next(iter(sorted(self.geometry.maps))))
 
     def _bytes(self, fetches: Fetches) -> int:
-        """In a step, between devices."""
+        """Return the bytes of these moves in a step, between devices."""
         elements = {t: sum(m.box.volume for m in moves if not m.is_local) for t, moves in fetches.items()}
         size = sum(count * DTYPE_BYTES[self.network.tensors[t].dtype] for t, count in elements.items())
         return size * self.schedule.plan.micro_batches
 
     def _sums(self, first: int, last: int, *, backward: bool) -> int:
-        """Bytes of the sums over whole maps that travel inside a group."""
+        """Return the bytes of the sums over whole maps inside a group."""
         actions = self.schedule.every_action(self.geometry.devices[0])
         return sum(
             sum(pair_bytes(action, self.network).values())
@@ -255,7 +256,7 @@ class _Maps:
         return by_device
 
     def _handed(self, tensor: str, layout: Layout) -> dict[str, list[tuple[str, Box]]]:
-        """What a device gets of a tensor made before the stage, beyond its tile."""
+        """Return what a device receives of a tensor made before the stage, beyond its tile."""
         return {
             device: [
                 (HANDED, piece)
@@ -280,12 +281,12 @@ class _Maps:
         return GroupMap(way, 0, layers, shape, owned, halos, self._bytes(fetches), tuple(notes))
 
     def _name(self, op: int, *, is_start: bool) -> str:
-        """A layer, or where a group starts or ends inside one, the operator too."""
+        """Return the name of a layer, with the operator if a group starts or ends inside the layer."""
         layer = self.network.layers[self.network.layer_of_op[op]]
         is_whole = op == (layer.first if is_start else layer.last - 1)
         return layer.name if is_whole else f"{layer.name} {self.network.ops[op].name}"
 
 
 def _plane(box: Box) -> Box:
-    """Its rows and columns."""
+    """Return the rows and columns of a box."""
     return Box(box.intervals[-2:])

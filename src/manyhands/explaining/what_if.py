@@ -1,4 +1,4 @@
-"""Clusters that might be: one more device, a faster network, more memory, a faster device. The rest stays as it is."""
+"""Changed clusters for what-ifs: one more device, a faster network, more memory, a faster device; all else equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 
 
 def kinds(cluster: Cluster) -> list[Device]:
-    """One device of each kind, the fastest first."""
+    """Return one device of each kind, the fastest first."""
     by_kind: dict[tuple[str, float, int], Device] = {}
     for device in cluster.devices:
         by_kind.setdefault((device.kind, device.gflops, device.memory_bytes), device)
@@ -19,7 +19,8 @@ def kinds(cluster: Cluster) -> list[Device]:
 
 
 def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster, Profile]:
-    """The cluster with a twin of a device: as fast, linked to the others in the same way, behind a port of its own."""
+    """Return the cluster with a twin of a device: as fast, with the same links to the others, behind a port of its
+    own."""
     stem, number = like.name.rstrip("0123456789").rstrip("-") or like.name, 2
     while f"{stem}-{number}" in cluster.names:
         number += 1
@@ -37,7 +38,7 @@ def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster,
 
 
 def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> Cluster:
-    """All links and ports so many times as fast, all delays so many times as long."""
+    """Return the cluster with all rates of links and ports, and all delays, multiplied."""
 
     def changed(link: Link) -> Link:
         return Link(link.bytes_per_second * rate, link.delay_seconds * delay)
@@ -54,7 +55,7 @@ def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> 
 
 
 def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Cluster:
-    """Some devices with so many times their memory."""
+    """Return the cluster with the memory of some devices multiplied."""
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes=int(device.memory_bytes * times))
         if device.name in names
@@ -65,7 +66,7 @@ def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Clust
 
 
 def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times: float) -> tuple[Cluster, Profile]:
-    """Some devices so many times as fast: their layers, and what their memory gives the optimiser."""
+    """Return the cluster with some devices faster: their layers, and their memory for the optimiser."""
     devices = tuple(
         msgspec.structs.replace(
             device, gflops=device.gflops * times, memory_bytes_per_second=device.memory_bytes_per_second * times,

@@ -1,4 +1,4 @@
-"""Plans for inference: simulated, chosen, and made anew when devices come or go."""
+"""Plans for inference: simulated, chosen, and planned again when devices come or go."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     pass
 
 LONG, SHORT = 16, 8
-"""Micro-batches of the two streams whose difference is what one takes in the midst of many."""
+"""Micro-batches of two streams; the difference of their times is what one micro-batch takes within a long stream."""
 
 
 def _stream(plan: Plan, count: int) -> Plan:
@@ -37,7 +37,7 @@ def _stream(plan: Plan, count: int) -> Plan:
 
 
 def as_asked(plan: Plan, objective: str) -> Plan:
-    """What a plan is shown by: one answer by itself, or a stream that is long enough to be one."""
+    """Return the plan that is shown: one answer alone, or a stream that is long enough."""
     return _stream(plan, 1 if objective_named(objective) == "latency" else max(LONG, plan.micro_batches))
 
 
@@ -46,7 +46,7 @@ def _simulated(plan: Plan, count: int, network: Network, cluster: Cluster, profi
 
 
 def _price_alone(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> MicroBatchPrice:
-    """One micro-batch, per sample of it."""
+    """Return the price of one micro-batch, per sample."""
     result = _simulated(plan, 1, network, cluster, profile)
     busiest = 0.0
     for name, totals in result.devices.items():
@@ -66,7 +66,7 @@ def _steady(plan: Plan, network: Network, cluster: Cluster, profile: Profile) ->
 def sample_seconds(
     plan: Plan, network: Network, cluster: Cluster, profile: Profile | None = None, objective: str = "latency"
 ) -> float:
-    """Simulated seconds of a sample by a plan: alone, or between two answers of a long stream."""
+    """Return the simulated seconds of a sample: alone, or between two answers of a long stream."""
     profile = profile or estimate_cluster(network, cluster)
     if objective_named(objective) == "latency":
         return _price_alone(plan, network, cluster, profile).seconds
@@ -74,7 +74,7 @@ def sample_seconds(
 
 
 def stream_seconds(plan: Plan, network: Network, cluster: Cluster, profile: Profile, samples: int) -> float:
-    """Simulated seconds of a stream by a plan, from the first of so many samples to the last answer."""
+    """Return the simulated seconds of a stream, from its first sample to its last answer."""
     count = -(-samples // plan.micro_batch_size)
     begun = _simulated(plan, min(count, LONG), network, cluster, profile).seconds
     if count <= LONG:
@@ -91,7 +91,8 @@ def plan_for(
     strategy: str = "auto",
     home: str = "",
 ) -> Planned:
-    """The plan of a strategy (`auto`: the fastest of all) for latency or throughput, within every device's memory.
+    """Return the plan of a strategy (`auto`: the fastest of all) for latency or throughput, within every device's
+    memory.
 
     `home`: the device that has the inputs; empty: they are at hand wherever they are read.
     """
@@ -119,7 +120,8 @@ def plan_for(
 
 
 def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
-    """What was looked at, the fastest first: seconds, samples a second, and how often devices wait for each other."""
+    """Return the candidates as a table, the fastest first: seconds, samples a second, and how often devices wait for
+    each other."""
     rows: list[dict[str, Any]] = []
     for candidate in planned.candidates:
         row: dict[str, Any] = {"name": candidate.name, "seconds_per_sample": None, "reason": candidate.reason}
@@ -134,7 +136,7 @@ def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
 
 
 def refuse_beside_objective(given: dict[str, object]) -> None:
-    """Options that only make sense in training; with an objective they would be ignored, so they are refused."""
+    """Refuse options that only matter in training: with an objective they would be ignored."""
     conflicting = [option for option, value in given.items() if value not in (None, False, "")]
     if conflicting:
         raise BadValue(

@@ -1,4 +1,4 @@
-"""A network by name: captured once, kept in the cache folder, so that planning need not import torch.
+"""Networks by name: captured once and cached, so that planning need not import torch.
 
 Only the zoo's own models are kept, and only for the source they were captured from: the key holds a digest of the
 package's models and graph folders. A user's `module:factory` is captured anew each time.
@@ -26,7 +26,7 @@ EXAMPLE_SAMPLES = 2
 
 
 def parse_input(text: str) -> tuple[int, ...] | None:
-    """'3x608x608' -> (3, 608, 608); empty: the model's default."""
+    """Parse a shape: '3x608x608' -> (3, 608, 608); empty: the model's default."""
     if not text:
         return None
     try:
@@ -41,7 +41,8 @@ def parse_input(text: str) -> tuple[int, ...] | None:
 
 
 def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granularity: str = "blocks") -> Graph:
-    """Build and capture a model by name, with its loss: of the zoo, `decoupled:NAME`, `module:factory`, a library's."""
+    """Build and capture a model by name, with its loss: from the zoo, `decoupled:NAME`, `module:factory`, or a
+    library."""
     from manyhands.graph.capture import capture
     from manyhands.models import registry
 
@@ -60,7 +61,7 @@ def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granul
 
 
 def load_network(model: str, input_shape: tuple[int, ...] | None = None, granularity: str = "blocks") -> Network:
-    """The network of a model, from the cache where it is there."""
+    """Return the network of a model, from the cache if it is there."""
     if model not in ZOO:
         return capture_model(model, input_shape, granularity).network
     path = _cached(model, input_shape, granularity)

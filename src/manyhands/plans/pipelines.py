@@ -1,4 +1,4 @@
-"""Pipelines for people: `mh.pipeline_plan`, written by hand and completed."""
+"""Pipelines written by hand: `mh.pipeline_plan` completes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pipeline_plan(
     optimizer_slots: int = 1,
     profile: Profile | None = None,
 ) -> Plan:
-    """A pipeline written by hand; what is left out is filled in.
+    """Return a pipeline written by hand; what is left out is filled in.
 
     cuts           the layers, by number or name, at which a new stage starts; None: so that stages are balanced
     devices        for every stage a device, or several that share its samples; None: one each, in order of memory

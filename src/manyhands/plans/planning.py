@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what else was looked at: the fastest first."""
+    """A plan, and the other candidates: the fastest first."""
 
     plan: Plan
     candidates: list[PlanCandidate]
     runners_up: tuple[Plan, ...] = ()
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
     objective: Objective | None = None
-    """What it is to be good at, for inference: candidates' seconds are those of a sample. None: training."""
+    """What a plan for inference is optimised for; candidates' seconds are those of a sample. None: training."""
     best: Best = "throughput"
-    """What it is to be good at, for training."""
+    """What a plan for training is optimised for."""
 
 
 def network_of(network: Graph | Network | str) -> Network:
@@ -73,7 +73,8 @@ def plan(
     home: str = "",
     best: str = "throughput",
 ) -> Planned:
-    """A plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in memory.
+    """Return a plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in
+    memory.
 
     Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
     `best`: what a plan for training is to be good at: throughput, latency of a batch, memory (the largest peak of any
@@ -116,7 +117,7 @@ def plan(
 
 
 class Prices:
-    """What plans take of what is to be little, simulated; each plan once."""
+    """Prices of plans by the objective, simulated once per plan."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -129,7 +130,7 @@ class Prices:
         return result.joules_per_sample if self.task.best == "energy" else result.seconds
 
     def simulated(self, plan: Plan) -> Simulation:
-        """One round, within every device's memory."""
+        """Return the simulation of one round, within every device's memory."""
         key, task = msgspec.json.encode(plan), self.task
         if key not in self._known:
             try:
@@ -144,7 +145,7 @@ class Prices:
         return outcome
 
     def scored(self, candidate: PlanCandidate) -> PlanCandidate:
-        """A candidate with the seconds of a step, beside what it was chosen by."""
+        """Return a candidate with the seconds of a step, beside the score it was chosen by."""
         if candidate.plan is None or self.task.best not in ("memory", "energy"):
             return candidate
         seconds = self.simulated(candidate.plan).seconds
@@ -152,7 +153,7 @@ class Prices:
 
 
 def best_named(name: str, cluster: Cluster) -> Best:
-    """What a plan is to be good at."""
+    """Return an objective of training by its name."""
     for objective in BEST:
         if name == objective:
             if name == "energy" and not all(device.watts_active for device in cluster.devices):
@@ -167,7 +168,7 @@ def best_named(name: str, cluster: Cluster) -> Best:
 
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:
-    """A plan from a JSON or YAML file, checked."""
+    """Read and check a plan from a JSON or YAML file."""
     try:
         return resolve(Plan.from_dict(read_document(path)), network, cluster)
     except BadPlan as error:
@@ -175,7 +176,7 @@ def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None
 
 
 def network_named_in(path: str | Path) -> str:
-    """The network a plan file is for."""
+    """Return the network that a plan file is for."""
     document = read_document(path)
     name = document.get("network") if isinstance(document, dict) else None
     if not isinstance(name, str):
@@ -192,7 +193,7 @@ def simulate(
     keep_spans: bool = True,
     within_memory: bool = False,
 ) -> Simulation:
-    """One round of a plan under a virtual clock.
+    """Simulate one round of a plan under a virtual clock.
 
     A device that would run out of memory is named in the result's warnings; with `within_memory` it is an error.
     """
@@ -204,12 +205,12 @@ def simulate(
 
 
 def is_strategy(name: str, objective: str | None = None) -> bool:
-    """Whether a plan can be asked for by this name: for training, or with an objective for inference."""
+    """Return whether a name is a strategy: for training, or with an objective for inference."""
     return name in (STRATEGIES if objective is None else INFERENCE_STRATEGIES)
 
 
 def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
-    """A plan file decides these; saying them again would be ignored, so it is refused."""
+    """Refuse options that a plan file decides: they would be ignored."""
     conflicting = [option for option, value in given.items() if value is not None]
     if conflicting:
         raise BadValue(
@@ -218,13 +219,13 @@ def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
 
 
 def run_folder(job: str, network: Network, cluster: Cluster) -> Path:
-    """Where a run's files go unless told otherwise; names are made fit for a folder."""
+    """Return the default folder of a run's files; names are made fit for a folder."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{network.name}-{cluster.name}").replace("..", "_")
     return Path("runs") / f"{job}-{plain[:100]}"
 
 
 def plan_file(name: str, objective: str | None = None) -> Path:
-    """The plan file a user named; a name that is neither a file nor a strategy is a typo."""
+    """Return the plan file that a user named; a name that is neither a file nor a strategy is an error."""
     path = Path(name)
     if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
         raise unknown("plan file or strategy", name, STRATEGIES if objective is None else INFERENCE_STRATEGIES)
@@ -232,7 +233,7 @@ def plan_file(name: str, objective: str | None = None) -> Path:
 
 
 def order_named(name: str) -> Order:
-    """An order by name."""
+    """Return an order by its name."""
     orders: dict[str, Order] = {order: order for order in get_args(Order)}
     if name not in orders:
         raise unknown("order", name, orders)
@@ -240,7 +241,7 @@ def order_named(name: str) -> Order:
 
 
 def batch_norm_named(name: str) -> BatchNorm:
-    """How batch norm takes its statistics, by name."""
+    """Return a batch-norm mode by its name."""
     ways: dict[str, BatchNorm] = {way: way for way in get_args(BatchNorm)}
     if name not in ways:
         raise unknown("way of batch norm", name, ways)
@@ -248,7 +249,7 @@ def batch_norm_named(name: str) -> BatchNorm:
 
 
 def warm_up_named(name: str) -> WarmUp:
-    """How far a stage runs ahead, by name."""
+    """Return a warm-up policy by its name."""
     policies: dict[str, WarmUp] = {policy: policy for policy in get_args(WarmUp)}
     if name not in policies:
         raise unknown("warm-up policy", name, policies)
@@ -256,7 +257,7 @@ def warm_up_named(name: str) -> WarmUp:
 
 
 def parse_ladder(text: str) -> tuple[int, ...] | None:
-    """'1,2,4' -> (1, 2, 4); empty: the default ladder."""
+    """Parse batch sizes: '1,2,4' -> (1, 2, 4); empty: the default ladder."""
     if not text:
         return None
     try:
@@ -269,7 +270,7 @@ def parse_ladder(text: str) -> tuple[int, ...] | None:
 
 
 def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile | None = None) -> Profile:
-    """'pi4-1=pi.json,nano=nano.json'; a file without a device serves every device that has none of its own.
+    """Read profiles from 'pi4-1=pi.json,nano=nano.json'; a file without a device is for every device that has none.
 
     `others`: of devices that no file is for; None: they are estimated.
     """
@@ -288,7 +289,7 @@ def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile
 
 
 def schedule_text(plan: Plan, network: Network) -> str:
-    """Every device's actions, one a line."""
+    """Return every device's actions, one per line."""
     schedule = Schedule(resolve(plan, network), network)
     if not schedule.is_fixed:
         raise BadPlan(f"The order '{plan.order}' is decided as messages arrive; it has no list in advance.")
@@ -296,7 +297,7 @@ def schedule_text(plan: Plan, network: Network) -> str:
 
 
 def write_simulation(folder: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> list[Path]:
-    """plan.yaml, cluster.yaml, trace.json and, where pictures can be drawn, timeline.png in a folder."""
+    """Write plan.yaml, cluster.yaml, trace.json and, if pictures can be drawn, timeline.png to a folder."""
     from manyhands.observe.figures import are_plots_here
     from manyhands.observe.timeline import draw_timeline
     from manyhands.observe.trace import trace_events

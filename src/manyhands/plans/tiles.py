@@ -1,4 +1,4 @@
-"""Tiles for people: what is typed and written about grids and groups, and `mh.tile_plan`."""
+"""Tiles as a user writes them: grids, groups and costs, and `mh.tile_plan`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tile_plan(
     batch_size: int = 1,
     reduce: Literal["allreduce", "gateway"] = "allreduce",
 ) -> Plan:
-    """A plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
+    """Return a plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
 
     What cannot be tiled follows on the fastest of them. A plan of tiles fits any batch size.
 
@@ -75,7 +75,7 @@ def _weights(what: str, given: Sequence[float] | None, count: int) -> tuple[floa
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """'3x2' -> (3, 2): three rows of two tiles."""
+    """Parse a grid: '3x2' -> (3, 2), three rows of two tiles."""
     match = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", text.strip())
     grid = (int(match[1]), int(match[2])) if match else (0, 0)
     if min(grid) < 1:
@@ -86,7 +86,7 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def parse_costs(text: str) -> Costs:
-    """'0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
+    """Parse costs: '0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -102,7 +102,8 @@ def parse_costs(text: str) -> Costs:
 def parse_tile_costs(
     strategy: str, grid: str | None, costs: str, beside: Mapping[str, object]
 ) -> tuple[tuple[int, int], Costs]:
-    """The grid and the costs that a user typed; `beside` are options that make a plan, which is not done here."""
+    """Return the grid and the costs that a user typed; `beside` holds options that make a plan, which is not done
+    here."""
     prices = parse_costs(costs)
     if strategy != "tiles" or grid is None:
         given = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
@@ -120,13 +121,13 @@ def parse_tile_costs(
 
 
 def tile_groups(network: Network | str, grid: tuple[int, int], costs: Costs) -> TileGroups:
-    """Where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
+    """Return where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
     return group_tiles(kernel_layers(network_of(network)), grid, costs)
 
 
 def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]:
-    """Groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan names
-    them: layers of the network at its granularity or, inside one, operators."""
+    """Return groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan
+    names them: layers of the network at its granularity or, inside one, operators."""
     document: dict[str, Any] = {
         "model": network.name,
         "input": network.input_text,
@@ -161,7 +162,7 @@ def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]
 
 
 def parse_weights(option: str, text: str) -> tuple[float, ...]:
-    """'2,1' -> (2, 1): relative heights of rows, or widths of columns."""
+    """Parse weights: '2,1' -> (2, 1), relative heights of rows or widths of columns."""
     try:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -172,7 +173,7 @@ def parse_weights(option: str, text: str) -> tuple[float, ...]:
 
 
 def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
-    """What a user typed of a grid. Rows or columns alone say how many there are."""
+    """Return the tile options that a user typed. Rows or columns alone determine the grid."""
     heights = parse_weights("--rows", rows) if rows else None
     widths = parse_weights("--columns", columns) if columns else None
     if grid is None and heights is None and widths is None:
@@ -182,7 +183,7 @@ def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOp
 
 
 def check_tiles(network: Network, options: TileOptions | None) -> None:
-    """Before anybody starts: every tile that was asked for has something of the picture."""
+    """Check, before anything starts, that every tile has some part of the image."""
     image = network.tensors[network.inputs[0]]
     if options is None or options.grid is None or len(image.shape) != 4:
         return
@@ -200,7 +201,7 @@ def check_tiles(network: Network, options: TileOptions | None) -> None:
 
 
 def priced_groups(made: Plan, network: Network, cluster: Cluster, profile: Profile | None) -> list[dict[str, Any]]:
-    """Groupings of a plan's tiles as the planner prices them, and simulated: corner cases and optima.
+    """Return the groupings of a plan's tiles as the planner prices them, and simulated: corner cases and optima.
 
     `fetched_seconds`: for activations that a larger backward group fetches to stay exact; the paper leaves them out.
     """

@@ -1,5 +1,5 @@
-"""Max-min fair rates: the most crowded port or link gives each of its flows an equal part; what they leave is shared by
-the others in the same way. All that fill up at the same level are looked at together."""
+"""Max-min fair rates: the most crowded port or link gives each of its flows an equal part; what these leave is shared
+by the others in the same way. All that fill up at the same level are handled together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Numbers = NDArray[numpy.float64]
 Places = NDArray[numpy.int64]
 
 SAME = 1e-12
-"""Levels, and ends, that differ by so little (relatively) differ by rounding only."""
+"""Levels, and end times, that differ by less (relatively) differ by rounding only."""
 NO_LINK = -1
 
 
 def fair_rates(
     room: Numbers, up: Places, down: Places, link: Places, limit: Numbers, times: Numbers | None = None
 ) -> Numbers:
-    """The rate of each flow. `up` and `down` say which entry of `room` it crosses, `link` names its link, of `limit`
-    bytes a second, unless that is `NO_LINK`. `times`: how many such flows there are; each gets the rate."""
+    """Return the rate of each flow. `up` and `down` are the entries of `room` that it crosses, `link` is its link, of
+    `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
     times = numpy.ones(len(up)) if times is None else times
     crossed = [up, down]
     limited = numpy.flatnonzero(link != NO_LINK)
@@ -63,8 +63,8 @@ def fair_rates(
 
 
 def fair_rates_of_few(crossed: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
-    """The same for a few flows, of which each says what it crosses and how much that carries: without arrays, which
-    take longer to set up than to work through."""
+    """Return the rates of a few flows, given what each crosses and how much that carries. It uses no arrays, which take
+    longer to set up than to work through."""
     left: dict[int, float] = {}
     crowd: dict[int, int] = {}
     flows_on: dict[int, list[int]] = {}

@@ -25,18 +25,18 @@ class Route(NamedTuple):
     link: int
     """`NO_LINK` where a port limits before the link does."""
     limit: float
-    """The link's bytes a second."""
+    """The link's bytes per second."""
     alone: float
-    """Bytes a second of a transfer that shares nothing."""
+    """Bytes per second of a transfer that shares nothing."""
     crossed: tuple[tuple[int, float], ...]
-    """Ports, and the link if it is named, that carry so many bytes a second and no more."""
+    """Ports, and the link if it limits, with the bytes per second that they carry."""
     nodes: tuple[int, ...]
     """Transfers with no node in common share no port, link or sender."""
 
 
 class Wiring:
-    """A cluster's ports. Port h is the way up from host h, port hosts + h the way down to it; the last one is for flows
-    inside a host, which cross none."""
+    """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the last one is for
+    flows inside a host, which cross none."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -75,7 +75,7 @@ class Wiring:
         return Route(number, sender, up, down, link, limit, min(limit, port), crossed, self.nodes({sender}, {down}))
 
     def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
-        """Ports up and down, links and their limits of some routes, by number."""
+        """Return ports up and down, links and their limits of some routes, by number."""
         if len(self._columns[0]) < len(self._routes):
             _, _, *columns = zip(*self._routes.values())
             self._columns = (
@@ -85,7 +85,7 @@ class Wiring:
         return ups[routes], downs[routes], links[routes], limits[routes]
 
     def limits(self, devices: Sequence[str], sources: Places, targets: Places) -> Numbers:
-        """What the links of some pairs carry."""
+        """Return the bytes per second that the links of some pairs carry."""
         if not self.cluster.links:
             return numpy.full(len(sources), self.cluster.link.bytes_per_second)
         pairs = zip(sources.tolist(), targets.tolist())
@@ -93,11 +93,11 @@ class Wiring:
         return numpy.array([between(devices[a], devices[b]).bytes_per_second for a, b in pairs])
 
     def inside(self, sender: Any, receiver: Any) -> Any:
-        """The link between two devices of one host, numbered after those between hosts; of arrays too."""
+        """Return the link between two devices of one host, numbered after those between hosts; arrays work too."""
         return self.hosts**2 + sender * len(self.place) + receiver
 
     def nodes(self, senders: set[int], downs: set[int]) -> tuple[int, ...]:
-        """Of flows with these senders, down these ports."""
+        """Return the nodes of flows with these senders, down these ports."""
         hosts = {self._hosts[sender] for sender in senders}
         sender_nodes = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
@@ -135,7 +135,8 @@ class FlowShape:
         return self.senders | self.receivers_of(self.all)
 
     def rates_alone(self, flows: Places) -> Numbers:
-        """Rates of some of the flows while nothing else is under way: the same for every sum among these devices."""
+        """Return the rates of some flows while nothing else is under way: the same for every sum among these
+        devices."""
         key = flows.tobytes()
         rates = self._alone.get(key)
         if rates is None:
@@ -144,7 +145,7 @@ class FlowShape:
         return rates
 
     def senders_of(self, flows: Places) -> NDArray[numpy.bool_]:
-        """Which of the devices send some of the flows."""
+        """Return which of the devices send some of the flows."""
         return numpy.bincount(self.sources[flows], minlength=len(self.devices)) > 0
 
     def receivers_of(self, flows: Places) -> NDArray[numpy.bool_]:
@@ -153,7 +154,7 @@ class FlowShape:
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes on their way. `version` tells a stale finish time from the current one."""
+    """Bytes under way. `version` tells a stale finish time from the current one."""
 
     source: str
     target: str
@@ -178,7 +179,7 @@ class Transfer:
         return self.since + max(0.0, self.left / self.rate)
 
     def give(self, rate: float, now: float) -> bool:
-        """Another rate from now on. Whether it is another."""
+        """Set the rate from now on. Returns whether it changed."""
         if rate == self.rate:
             return False
         if now > self.since:
@@ -199,7 +200,7 @@ class Ended(NamedTuple):
 
 
 class FlowBundle:
-    """Transfers that start together, as those of a sum. The arrays are of those still under way."""
+    """Transfers that start together, as those of a sum. The arrays hold those still under way."""
 
     def __init__(self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
         self.shape, self.flows, self.left, self.label, self.is_urgent = shape, shape.all, sizes, label, is_urgent
@@ -207,7 +208,7 @@ class FlowBundle:
         self.rate = numpy.zeros(len(sizes))
         self.version = 0
         self.senders = shape.places[shape.senders]
-        """Who still sends some of it, by places in the cluster."""
+        """The devices that still send some of it, by places in the cluster."""
         self._senders, self._users = shape.senders, shape.users
         self._is_going = False
         self._ending = numpy.zeros(len(sizes), bool)
@@ -233,7 +234,7 @@ class FlowBundle:
         return self.since + first
 
     def give(self, rate: Numbers, now: float) -> bool:
-        """Other rates from now on. Whether they are others."""
+        """Set the rates from now on. Returns whether they changed."""
         if rate is self.rate or numpy.array_equal(rate, self.rate):
             return False
         self._sent_until(now)
@@ -243,11 +244,11 @@ class FlowBundle:
         return True
 
     def hold(self, now: float) -> bool:
-        """Wait: nothing is sent from now on. Whether anything was."""
+        """Stop sending from now on. Returns whether anything was being sent."""
         return self._is_going and self.give(numpy.zeros(len(self.flows)), now)
 
     def end_some(self, now: float) -> Ended:
-        """The last byte has left of those that `ends` spoke of."""
+        """End the flows that `ends` announced: their last byte has left."""
         self._sent_until(now)
         flows, stays = self.flows, ~self._ending
         ended, self.flows, self.left = flows[self._ending], flows[stays], self.left[stays]

@@ -21,28 +21,28 @@ from manyhands.simulator.flows import Ended, FlowBundle, FlowShape, Transfer, Wi
 
 Party = Transfer | FlowBundle
 MOST_FEW = 64
-"""Transfers that are sooner shared one by one than as arrays."""
+"""Up to this many transfers are shared one by one, which is faster than as arrays."""
 
 
 class LinkNetwork:
-    """All transfers under way."""
+    """All transfers under way on the links of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.wiring = Wiring(cluster)
         self._on: dict[int, dict[Transfer | FlowShape, None]] = defaultdict(dict)
-        """Node -> who has it, in the order they came: sets would make two runs differ in the last digit."""
+        """Node -> its transfers, in the order they came: sets would make two runs differ in the last digit."""
         self._bundles: dict[FlowShape, dict[FlowBundle, None]] = defaultdict(dict)
-        """Those of each shape."""
+        """The bundles of each shape."""
         self._urgent = numpy.zeros(len(cluster.devices), numpy.int64)
         """Urgent transfers under way, by sender."""
         self._touched: dict[int, None] = {}
-        """Nodes at which something started or ended since rates were shared."""
+        """Nodes at which something started or ended since rates were last shared."""
         self._touched_at = 0.0
 
     def start(
         self, source: str, target: str, byte_count: float, label: object, now: float, *, is_urgent: bool = True
     ) -> Transfer:
-        """Begin a transfer. Its rate is known when things have settled."""
+        """Start a transfer. Its rate is known after `settle`."""
         route = self.wiring.route(source, target)
         transfer = Transfer(source, target, byte_count, label, now, is_urgent, route, now)
         if is_urgent:
@@ -54,7 +54,7 @@ class LinkNetwork:
     def start_together(
         self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
     ) -> FlowBundle:
-        """Begin a transfer of so many bytes for each flow of a shape."""
+        """Start a transfer of these bytes for each flow of a shape."""
         bundle = FlowBundle(shape, sizes, label, now, is_urgent=is_urgent)
         if is_urgent:
             self._urgent[shape.places[shape.senders]] += 1
@@ -78,7 +78,7 @@ class LinkNetwork:
         self._touched.update(dict.fromkeys(party.nodes))
 
     def end(self, transfer: Transfer, now: float) -> None:
-        """Its last byte has left."""
+        """End a transfer: its last byte has left."""
         if transfer.is_urgent:
             self._urgent[transfer.route.sender] -= 1
         transfer.version += 1
@@ -86,7 +86,7 @@ class LinkNetwork:
         self._touch(transfer, now)
 
     def end_some(self, bundle: FlowBundle, now: float) -> Ended:
-        """The last byte of some of its flows has left."""
+        """End some flows of a bundle: their last byte has left."""
         ended = bundle.end_some(now)
         if bundle.is_urgent:
             self._urgent[ended.senders] -= 1
@@ -98,11 +98,11 @@ class LinkNetwork:
         return ended
 
     def must_settle(self, until: float) -> bool:
-        """Whether rates must be shared before the clock moves on to `until`."""
+        """Return whether rates must be shared before the clock moves on to `until`."""
         return bool(self._touched) and until > self._touched_at * (1 + SAME)
 
     def settle(self, now: float) -> list[Party]:
-        """Share again what was touched. Returns those whose rate changed."""
+        """Share rates again at the touched nodes. Returns the transfers whose rate changed."""
         changed: list[Party] = []
         seen: set[int] = set()
         for node in self._touched:
@@ -128,7 +128,7 @@ class LinkNetwork:
         return connected
 
     def _share(self, connected: dict[Transfer | FlowShape, None], now: float) -> list[Party]:
-        """Fair rates; bulk waits while its sender has something urgent."""
+        """Give fair rates; bulk transfers wait while their sender has an urgent one."""
         changed: list[Party] = []
         singles: list[Transfer] = []
         bundles: dict[FlowShape, list[FlowBundle]] = defaultdict(list)
@@ -154,7 +154,8 @@ class LinkNetwork:
     def _share_as_arrays(
         self, singles: list[Transfer], bundles: dict[FlowShape, list[FlowBundle]], now: float
     ) -> list[Party]:
-        """Bundles of one shape have the same flows, which get the same rates: they are shared as one, so many times."""
+        """Share rates as arrays. Bundles of one shape have the same flows with the same rates: they are shared as one,
+        counted."""
         counts = {shape: self._counts(same_shape) for shape, same_shape in bundles.items()}
         going = {shape: numpy.flatnonzero(count) for shape, count in counts.items()}
         if not singles and [len(same_shape) for same_shape in bundles.values()] == [1]:
@@ -184,7 +185,7 @@ class LinkNetwork:
         return changed
 
     def _counts(self, bundles: list[FlowBundle]) -> Numbers:
-        """How many of the bundles, all of one shape, have each flow under way and need not wait with it."""
+        """Return how many of the bundles, all of one shape, have each flow under way and need not wait with it."""
         shape = bundles[0].shape
         total = numpy.zeros(len(shape.all))
         for bundle in bundles:

@@ -59,7 +59,8 @@ def simulate(
     keep_spans: bool = True,
     policies: dict[str, Policy] | None = None,
 ) -> Simulation:
-    """One round of `plan`. Without a profile, times are estimated from the catalogue and the result says so."""
+    """Simulate one round of `plan`. Without a profile, times are estimated from the catalogue and the result says
+    so."""
     resolved = resolve(plan, network, cluster)
     estimated = profile is None
     profile = profile or estimate_cluster(network, cluster)
@@ -75,7 +76,7 @@ def simulate(
 
 @dataclass
 class _Device:
-    """A device under way."""
+    """A device during a simulation."""
 
     name: str
     work: DeviceWork
@@ -115,7 +116,7 @@ class _Run:
         self.joined: dict[ReduceKey, int] = Counter()
         self.shapes: dict[tuple[tuple[str, ...], str], FlowShape] = {}
         self.summed: dict[FlowShape, Counts] = {}
-        """The flows of sums, and what they carried in all."""
+        """The flows of sums, and the bytes they carried in all."""
         self.complete: set[ReduceKey] = set()
         self.waiting: dict[object, list[str]] = defaultdict(list)
         self.runnable: deque[str] = deque(policies)
@@ -175,7 +176,7 @@ class _Run:
                 return
 
     def _next(self, device: _Device) -> Action | None:
-        """What the policy says, noted; None: it has nothing to do, for now or for good."""
+        """Return the policy's next action and log it; None: there is nothing to do, for now or for good."""
         answer = device.policy.next(device.state)
         if isinstance(answer, str):
             if answer == DONE:
@@ -192,7 +193,7 @@ class _Run:
         return answer
 
     def _can_go_on(self, device: _Device, action: Receive | Reduce | Await | Step) -> bool:
-        """Whether an action has what it waits for; if not, the device is noted to be woken."""
+        """Return whether an action has what it waits for; if not, the device is registered to be woken."""
         if isinstance(action, Receive):
             key = (action.source, action.message)
             if not device.mail[key]:
@@ -213,7 +214,7 @@ class _Run:
         return True
 
     def _takes_time(self, device: _Device, action: Action) -> bool:
-        """Start an action. True if the processor is busy with it."""
+        """Start an action. Returns whether the processor is busy with it."""
         is_computing = True
         if isinstance(action, (Forward, Backward)):
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
@@ -249,7 +250,8 @@ class _Run:
         self.links.start(source, target, message.bytes, message, self.now, is_urgent=is_urgent(message))
 
     def _sent(self, party: Transfer | FlowBundle) -> None:
-        """The last byte has left: of a message, which arrives after the link's delay, or of some flows of a sum."""
+        """Handle the last byte's departure: of a message, which arrives after the link's delay, or of some flows of a
+        sum."""
         if isinstance(party, FlowBundle):
             self._sent_for_sum(party)
             return
@@ -318,7 +320,7 @@ class _Run:
         self.runnable.extend(self.waiting.pop(reduce.key, ()))
 
     def _count_transfer(self, name: str, change: int) -> None:
-        """Time during which at least one transfer is under way costs energy."""
+        """Count the transfers under way: time with at least one of them costs energy."""
         device = self.devices[name]
         if device.transfers:
             device.result.transfer_seconds += self.now - device.transfers_since
