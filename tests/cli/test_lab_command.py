@@ -81,7 +81,7 @@ class TestWalk:
         try:
             said = manyhands("lab", "up", str(file), "--name", name, "--scale", "2")
             assert "time scale 2: computing and links are 2 times slower" in said
-            assert "Any pair: 25 Mbit/s, 4 ms one way. The desk has no limit and no delay." in said
+            assert "Any pair: 25 Mbit/s, 4 ms one way. The coordinator has no limit and no delay." in said
             assert said.count("well") == 2
             lines = manyhands("lab", "run", "--lab", name, "--", "hostname", "-I").splitlines()
             assert sorted(line.split() for line in lines) == [["pi4-1", "10.77.0.2"], ["pi4-2", "10.77.0.3"]]
@@ -137,7 +137,7 @@ def test_links_in_a_line() -> None:
     devices = tuple(Device(name=name, gflops=1, memory_bytes=1) for name in ("x", "y", "z"))
     link = Link(1.25e6, 0.005)
     said = lab_command._links_text(Cluster("a", devices, link))
-    assert said == "Any pair: 10 Mbit/s, 5 ms one way. The desk has no limit and no delay."
+    assert said == "Any pair: 10 Mbit/s, 5 ms one way. The coordinator has no limit and no delay."
     there, back = DirectedLink("x", "y", Link(1e6, 0.1)), DirectedLink("y", "x", Link(1e6, 0.2))
     same = DirectedLink("y", "z", link)
     assert "; 1 pair differs." in lab_command._links_text(Cluster("a", devices, link, (there, back, same)))
@@ -145,4 +145,4 @@ def test_links_in_a_line() -> None:
     assert "; 2 pairs differ." in lab_command._links_text(Cluster("a", devices, link, (there, other)))
     free = lab_command._links_text(Cluster("a", devices, Link(float("inf"), 0.0)))
     assert free.startswith("Any pair: unlimited, no delay.")
-    assert lab_command._links_text(Cluster("a", devices[:1], link)) == "The desk has no limit and no delay."
+    assert lab_command._links_text(Cluster("a", devices[:1], link)) == "The coordinator has no limit and no delay."

@@ -239,7 +239,7 @@ def test_little_memory_and_little_energy(tiny: Network) -> None:
     joules = simulate(thrifty.plan, tiny, cluster).joules_per_sample
     assert thrifty.candidates[0].score == joules
     assert joules <= simulate(fast.plan, tiny, cluster).joules_per_sample
-    with pytest.raises(BadValue, match=r"nobody knows how much local-1, local-2 draws"):
+    with pytest.raises(BadValue, match=r"the watts of local-1, local-2 are unknown"):
         make_plan(tiny, Cluster.local(2), best="energy")
     with pytest.raises(UnknownName, match="sped"):
         make_plan(tiny, cluster, best="sped")

@@ -357,10 +357,10 @@ def test_words_say_what_changed() -> None:
     price = priced(network, present, known)
     light = replanned(pipeline((4, 8, 12)), network, present, known, how="light", price=price)
     assert light.reason == (
-        "The old plan, mended: without d1; 2 stage(s) instead of 3; cuts 6 instead of 4, 8."
+        "The old plan, adapted: without d1; 2 stage(s) instead of 3; cuts 6 instead of 4, 8."
     )  # fmt: skip
     heavy = replanned(pipeline((4, 8, 12)), network, present, known, how="heavy", price=price)
-    assert heavy.reason == "Planned anew (pipeline)."
+    assert heavy.reason == "Planned again (pipeline)."
     alone = cluster(("d1",), LINK)
     one = replanned(
         pipeline((4, 8, 12)), network, alone, even_profile(network, ("d1",)), how="heavy", strategy="tiles",
@@ -377,7 +377,7 @@ def test_what_cannot_be_mended_is_planned_anew() -> None:
         replanned(pipeline((3, 6)), network, present, known, how="light", price=price)
     found = replanned(pipeline((3, 6)), network, present, known, price=price)
     assert found.how == "heavy"
-    assert found.reason.startswith("The old plan cannot be mended (The plan's devices (d0, d1)")
+    assert found.reason.startswith("The old plan cannot be adapted (The plan's devices (d0, d1)")
     with pytest.raises(UnknownName, match="lihgt"):
         replanned(pipeline((3, 6)), network, present, known, how="lihgt", price=price)
     with pytest.raises(UnknownName, match="pipelines"):
@@ -405,7 +405,7 @@ def test_what_is_far_from_the_old_speed_is_planned_anew() -> None:
     assert near.how == "light"
     far = replanned(plan, network, present, known, price=price, reference_seconds=price(plan) / 10)
     assert far.seconds <= near.seconds
-    assert "was to be hoped for" in far.reason
+    assert "was expected" in far.reason
 
 
 def test_what_fits_nowhere_is_refused_with_the_bytes() -> None:

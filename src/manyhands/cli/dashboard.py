@@ -48,8 +48,8 @@ def dashboard(
     with opened(listen, folder) as server:
         typer.echo(f"{folder}: {server.url}")
         if server.is_encrypted:
-            typer.echo("Browsers warn of its certificate once, since nobody but this process vouches for it.")
-        typer.echo("Ctrl-C ends it; the run does not notice.", err=True)
+            typer.echo("Browsers warn about its certificate once, because it is self-signed.")
+        typer.echo("Ctrl-C ends it; the run is not affected.", err=True)
         if open_it and server.is_encrypted:
             typer.echo("Open it yourself: a browser started from here would show the token to every user.", err=True)
         elif open_it:

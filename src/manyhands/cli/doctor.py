@@ -35,7 +35,9 @@ def doctor(
     token: Annotated[
         str,
         typer.Option(
-            "--token", envvar="MANYHANDS_TOKEN", help="What new workers must know. Default: this household's."
+            "--token",
+            envvar="MANYHANDS_TOKEN",
+            help="Token that new workers must know. Default: this user's shared token.",
         ),
     ] = "",
     token_file: TokenFile = "",

@@ -111,7 +111,7 @@ def _print_what_if(explained: Explanation, planned: Planned) -> None:
             gains += f", {change.score:.3g} J a sample"
         rows.append([change.change, format_seconds(change.seconds), gains])
     if rows:
-        print_table("What if (planned anew, simulated)", ["with", of, ""], rows, numbers=[of])
+        print_table("What if (planned again, simulated)", ["with", of, ""], rows, numbers=[of])
     notes = []
     named = [name for name in explained.searched if name != "auto"]
     if rows and planned.candidates and named:

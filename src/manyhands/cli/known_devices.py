@@ -35,7 +35,7 @@ def revoke(name: Name) -> None:
     device = _book().revoke(name)
     _record("revoked", name, device.fingerprint)
     typer.echo(f"{', '.join(device.names)} is kept out: the key {device.fingerprint} is revoked.")
-    typer.echo("If somebody who has it also knows the token: manyhands devices new-token")
+    typer.echo("If someone who has it also knows the token: manyhands devices new-token")
     typer.echo(f"To let it join again, with the token: manyhands devices forget {device.name}")
 
 

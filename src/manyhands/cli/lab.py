@@ -32,7 +32,7 @@ NameArgument = Annotated[str, typer.Argument(help="Which lab. Default: the only 
 DeviceArgument = Annotated[str, typer.Argument(help="A device of the lab.")]
 Scale = Annotated[
     float | None,
-    typer.Option("--scale", help="So many times slower than in life. Default: what this machine's cores can play."),
+    typer.Option("--scale", help="How many times slower than real time. Default: what this machine's cores can play."),
 ]
 Slots = Annotated[int, typer.Option("--slots", min=1, max=16, help="Workers on each device.")]
 Traces = Annotated[
@@ -141,7 +141,7 @@ def _run_one(device: str, words: list[str], codes: dict[str, int], width: int) -
         try:
             for line in process.stdout:
                 print(f"{device:<{width}}  {line}", end="", flush=True)
-        except BrokenPipeError:  # whoever read went away (head, less): as a shell has it, the command ends
+        except BrokenPipeError:  # the reader has gone (head, less): the command ends, as in a shell
             process.kill()
             codes[device] = BROKEN_PIPE
             return
@@ -204,7 +204,7 @@ def heal(
     which = _find(lab)
     for name in [device] if device else which.played.network.names:
         which.heal(name)
-    typer.echo(f"{device or 'Every device'} is as it was brought up.")
+    typer.echo(f"{device or 'Every device'} is back to how it was brought up.")
 
 
 @app.command("check")
@@ -322,13 +322,13 @@ def _pairs_that_differ(cluster: Cluster) -> int:
 def _links_text(cluster: Cluster) -> str:
     from manyhands.facts.units import format_seconds
 
-    desk = "The desk has no limit and no delay."
+    coordinator = "The coordinator has no limit and no delay."
     if len(cluster.devices) < 2:
-        return desk
+        return coordinator
     link, others = cluster.link, _pairs_that_differ(cluster)
     delay = f"{format_seconds(link.delay_seconds)} one way" if link.delay_seconds else "no delay"
     differ = f"; {others} pair{'s differ' if others > 1 else ' differs'}" if others else ""
-    return f"Any pair: {_rate(link.bytes_per_second)}, {delay}{differ}. {desk}"
+    return f"Any pair: {_rate(link.bytes_per_second)}, {delay}{differ}. {coordinator}"
 
 
 def _status_document(lab: Lab) -> dict[str, Any]:
@@ -370,4 +370,6 @@ def _print_status(lab: Lab) -> None:
     print_table(f"Lab {lab.name}, {_scale(lab)}", headings, rows, numbers=["memory", "up", "down", "processes"])
     typer.echo(_links_text(lab.played.network))
     if not lab.is_kept:
-        typer.echo(f"Its keeper is gone: links with a delay carry nothing. Take it down: manyhands lab down {lab.name}")
+        typer.echo(
+            f"Its supervisor is gone: links with a delay carry nothing. Take it down: manyhands lab down {lab.name}"
+        )

@@ -175,7 +175,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         "left": f"{device} has left",
         "lost": str(event.get("reason", "")) or f"{devices} lost",
         "recovered": f"going on with {devices} from step {step}{after}",
-        "replanned": f"planned anew ({event.get('how', '')})",
+        "replanned": f"planned again ({event.get('how', '')})",
         "redeployed": f"another cut, K or packing from step {step} ({event.get('reason', '')})",
         "waiting": f"waiting for workers: {event.get('workers')} of {event.get('least')}",
         "rewound": str(event.get("reason", "")),

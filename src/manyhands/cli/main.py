@@ -130,12 +130,12 @@ def main() -> None:
     except ManyhandsError as error:
         if debug:
             raise
-        print(plain(f"Error: {error.message}"), file=sys.stderr)  # its words may be another machine's
+        print(plain(f"Error: {error.message}"), file=sys.stderr)  # its text may come from another machine
         if error.hint:
             print(plain(error.hint), file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (head, less): nothing to say
+        sys.stderr.close()  # the reader has gone (head, less)
         sys.exit(0)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of click's, which typer may carry under its own name

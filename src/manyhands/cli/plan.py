@@ -98,7 +98,10 @@ def plan(
     profile: ProfileFile = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Write the plan to this .yaml or .json file.")] = "",
     picture: Annotated[
-        str, typer.Option("--picture", help="Draw the plan into this .png file: who holds which layers and which part.")
+        str,
+        typer.Option(
+            "--picture", help="Draw the plan into this .png file: which device holds which layers and which part."
+        ),
     ] = "",
     what_if: Annotated[
         bool | None,
@@ -142,7 +145,7 @@ def plan(
         return
     if home:
         raise BadValue("--home is for plans of inference.", hint="Say what for: --for latency or --for throughput.")
-    tile_grid = tiling.tile_wish(grid, rows, columns)
+    tile_grid = tiling.tile_options(grid, rows, columns)
     if strategy != "tiles" and tile_grid.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
     norm, ahead = public.batch_norm_named(batch_norm), public.warm_up_named(warm_up)
@@ -218,7 +221,7 @@ class _Shown:
             priced = tiling.priced_groups(planned.plan, network, machines, times) if by_tiles else []
             tiled = tiled_schedule(planned.plan, network)
             by_use = planned_traffic(tiled).by_use if tiled is not None else None
-            say("why it is so, and what else would give")
+            say("why, and what would make it faster")
             explained = explain(
                 planned, network, machines, times, with_what_if=self.what_if, planning_seconds=seconds, **options
             )
@@ -271,9 +274,9 @@ class _Shown:
             )
             seconds = process_time() - began
             table = planning_inference.inference_table(planned, network)
-            shown = planning_inference.as_asked(planned.plan, objective)
+            shown = planning_inference.plan_to_show(planned.plan, objective)
             result = public.simulate(shown, network, machines, times, keep_spans=False)
-            say("why it is so, and what else would give")
+            say("why, and what would make it faster")
             explained = explain(
                 planned, network, machines, times, with_what_if=self.what_if, planning_seconds=seconds,
                 strategy=strategy, home=home,
@@ -303,7 +306,7 @@ class _Shown:
         from manyhands.explaining import comparison as comparing
 
         network, machines, times = self.task.network, self.task.cluster, self.task.profile
-        with working("planning, ours and the rivals'"):
+        with working("planning ours and the baselines"):
             compared = comparing.compare(network, machines, profile=times, **options)
         if self.json:
             print_json(compared.to_dict())

@@ -39,7 +39,7 @@ def status(
 
         print_json(to_dict(view))
     else:
-        for line in told(view):
+        for line in status_lines(view):
             typer.echo(line)
     if view.live.state == "failed":
         raise typer.Exit(FAILED)
@@ -106,7 +106,7 @@ def to_dict(view: View) -> dict[str, Any]:
     }
 
 
-def told(view: View) -> list[str]:
+def status_lines(view: View) -> list[str]:
     live = view.live
     lines = [f"{view.folder}: {live.model}, {plain(state_text(view))}", step_text(live)]
     for device in live.devices:

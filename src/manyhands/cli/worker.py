@@ -115,4 +115,4 @@ def worker(
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:
             say(confinement.sentence)
-        serve(joining, say, stay=stay, rejoin=is_typed)  # who started it starts another
+        serve(joining, say, stay=stay, rejoin=is_typed)  # the process that started it starts another

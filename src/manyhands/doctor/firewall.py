@@ -83,5 +83,5 @@ def remedy(answer: Answer, source: str, source_host: str, target: str, tool: str
             f"On {target}, one of:\n{commands}"
         )
     if answer.outcome == REFUSED:
-        return f"Nobody listens at {where}, or a firewall of {target} rejects it. On {target}, one of:\n{commands}"
+        return f"No process listens at {where}, or a firewall of {target} rejects it. On {target}, one of:\n{commands}"
     return f"A firewall drops what comes to {where}, or {target} is off. On {target}, one of:\n{commands}"

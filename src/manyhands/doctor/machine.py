@@ -367,7 +367,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# What not everybody needs
+# Optional parts
 
 
 def lab_check() -> Check:

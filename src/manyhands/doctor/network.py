@@ -160,7 +160,7 @@ def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[s
             return knock_between(coordinator, there) if there else {}, lost
         except ManyhandsError as error:
             gone = {name: error.message for name in there if coordinator.members[name].is_lost}
-            if not gone:  # nobody is lost, and somebody does not say a word: all are told of it
+            if not gone:  # no worker is lost, but one does not answer: all get the error
                 return {}, lost | dict.fromkeys(there, error.message)
             lost |= gone
 
@@ -208,5 +208,5 @@ def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
 
 def lost_before_joining(error: ManyhandsError) -> Check:
     """Return a check for a worker on this machine that ended before it joined."""
-    fix = f"Its last words: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
+    fix = f"Its last output: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
     return Check("worker", BROKEN, error.message, "workers that start", fix or "Run again with --debug.")

@@ -81,7 +81,7 @@ def _checks(options: DoctorOptions, findings: Findings, say: Say) -> Iterator[Ch
     say("this machine")
     yield from machine_checks(options.started_here)
     if any(check.subject in ("torch", "packages", "Python") for check in findings.broken):
-        fix = "Mend what is broken above first."
+        fix = "Fix what is broken above first."
         yield Check("workers", WARNING, "not looked at: none would start", "Python, torch and packages", fix)
         return
     if options.join:
@@ -260,10 +260,10 @@ def discovery_check(say: Say) -> Check:
         return Check("mDNS", WARNING, error.message, MULTICAST, error.hint)
     if interface is None:
         return Check("mDNS", WARNING, "switched off by MANYHANDS_DISCOVERY", MULTICAST, "unset MANYHANDS_DISCOVERY")
-    return discovery_verdict(_is_heard(interface))
+    return discovery_verdict(_discovery_problem(interface))
 
 
-def _is_heard(interface: str) -> str:
+def _discovery_problem(interface: str) -> str:
     """Return why our own announcement is not received, or an empty string if it is."""
     import time
 

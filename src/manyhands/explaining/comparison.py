@@ -135,7 +135,7 @@ def compare(
     rows = [row(OURS, lambda: pipeline(task, price)), row(ALONE, alone)]
     for name, made in every_baseline(task, price):
         rows.append(_no_row(name, made) if isinstance(made, ManyhandsError) else _row(name, task, made))
-    if rows[1].runs and rows[1].seconds < rows[0].seconds:  # then distributing it is a mistake, and we say so
+    if rows[1].runs and rows[1].seconds < rows[0].seconds:  # then distributing it is a mistake
         rows[0] = _row(OURS, task, rows[1].plan)
     rows.append(_hetpipe_row(task))
     comparison = Comparison(rows, "")
@@ -196,7 +196,7 @@ def _why(comparison: Comparison, task: Task) -> str:
         return f"Nothing fits: {ours.problem}."
     assert ours.plan is not None
     if baseline is None:
-        return "No rival's plan fits in memory."
+        return "No baseline's plan fits in memory."
     plan = ours.plan
     stages = f"{len(plan.stages)} stage(s) of {', '.join(str(len(stage.devices)) for stage in plan.stages)} device(s)"
     ratio = baseline.seconds / ours.seconds

@@ -364,9 +364,9 @@ class _Explainer:
         """Return the plan to simulate: a step; for inference one answer alone, or a stream."""
         if self.planned.objective is None:
             return plan
-        from manyhands.plans.inference import as_asked
+        from manyhands.plans.inference import plan_to_show
 
-        return as_asked(plan, self.planned.objective)
+        return plan_to_show(plan, self.planned.objective)
 
     def _simulated(self, plan: Plan) -> Simulation:
         return simulate_plan(self._timed(plan), self.network, self.cluster, self.profile)

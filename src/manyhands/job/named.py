@@ -24,7 +24,7 @@ from manyhands.planner.strategies import STRATEGIES
 from manyhands.planner.task import TileOptions
 from manyhands.plans.networks import parse_input
 from manyhands.plans.planning import plan_file
-from manyhands.plans.tiles import tile_wish
+from manyhands.plans.tiles import tile_options
 from manyhands.runtime.watch import SILENCE_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.session.joining import parse_address, parse_devices, refuse_preset
@@ -147,7 +147,7 @@ class Wish:
 
     @property
     def tiles(self) -> TileOptions:
-        return tile_wish(self.grid or None, self.rows or None, self.columns or None)
+        return tile_options(self.grid or None, self.rows or None, self.columns or None)
 
     @property
     def count(self) -> int:

@@ -63,9 +63,9 @@ class IncrementalReplanner(Cutting):
             fair = tuple(self._fair(draft) for draft in left)
             if fair != left:
                 yield [fair]
-            everybody = self._fair(replace(left[0], devices=tuple(dict.fromkeys(n for c in left for n in c.devices))))
-            if len(left) > 1 and len(everybody.devices) > 1:
-                yield [(everybody,)]
+            all_devices = self._fair(replace(left[0], devices=tuple(dict.fromkeys(n for c in left for n in c.devices))))
+            if len(left) > 1 and len(all_devices.devices) > 1:
+                yield [(all_devices,)]
         everywhere = (name for draft in left for name in draft.devices)
         yield [(replace(left[0], devices=(max(everywhere, key=self.speeds.__getitem__),)),)]
 
@@ -347,4 +347,4 @@ class IncrementalReplanner(Cutting):
         idle = [name for name in self.cluster.names if name not in new.devices]
         if idle:
             words.append(f"{', '.join(idle)} would not help")
-        return f"The old plan, mended: {'; '.join(words) or 'nothing had to change'}."
+        return f"The old plan, adapted: {'; '.join(words) or 'nothing had to change'}."

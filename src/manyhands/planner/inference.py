@@ -137,7 +137,7 @@ def inference_candidates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
         if len(task.cluster.names) < 2 and name != "single":
             continue
         if name == "split" and not task.home:
-            continue  # nobody in particular has the input: a pipeline of two looks at more
+            continue  # no device in particular has the input: a pipeline of two covers more
         if name in ("modnn", "coates") and len(task.cluster.names) > MOST_TILES:
             continue  # they take all devices, and so many do not help
         try:

@@ -85,13 +85,13 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
             yield f"{rest} by channels {cut.name}", [channel_stage((end, layers), names, counts, cut)]
 
 
-# ---- Rivals
+# ---- Baselines
 
 
 def modnn(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     """Return MoDNN's plans: rows over all devices."""
     count = len(task.cluster.names)
-    return _rival(task, pricer, (count, 1), f"modnn {count}x1")
+    return _baseline(task, pricer, (count, 1), f"modnn {count}x1")
 
 
 def coates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
@@ -99,10 +99,10 @@ def coates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     only."""
     count = len(task.cluster.names)
     rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
-    return _rival(task, pricer, (rows, count // rows), f"coates {rows}x{count // rows}")
+    return _baseline(task, pricer, (rows, count // rows), f"coates {rows}x{count // rows}")
 
 
-def _rival(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[PlanCandidate]:
+def _baseline(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[PlanCandidate]:
     base = tile_stages(task, grid)
     return pricer.rank(_with_tails(task, base, name), may_interleave=False)
 

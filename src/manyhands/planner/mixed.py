@@ -195,7 +195,7 @@ class Repeating:
     def _moved(self, a: int, b: int) -> Numbers:
         """[from, to] -> the part of all that crosses from one option to the next that a device hands to another."""
         sent, received = self._parts[a], self._parts[b]
-        if self.options[a].kind != self.options[b].kind:  # rows against samples: everybody has a part of everything
+        if self.options[a].kind != self.options[b].kind:  # rows against samples: every device has a part of everything
             return numpy.outer(sent, received)
         ends, after = sent.cumsum(), received.cumsum()
         low = numpy.maximum((ends - sent)[:, None], (after - received)[None, :])

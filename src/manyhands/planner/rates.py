@@ -36,7 +36,7 @@ LEAST_SECONDS = 0.02
 PROBE_SECONDS = 0.25
 LEAST_PROBE_BYTES = 64_000
 MOST_PROBE_BYTES = 4_000_000
-MOST_PATIENCE = 16
+MOST_PAUSE = 16
 """The most times by which the pause between two probes of a silent link is extended."""
 
 
@@ -109,7 +109,7 @@ class Meter:
         self.cancel()
         self._samples.clear()
 
-    def last_heard(self) -> float:
+    def last_measured(self) -> float:
         """Return when the newest sample ended; -inf if there is none."""
         return self._samples[-1].ended if self._samples else -math.inf
 
@@ -188,20 +188,52 @@ class Rates:
         )
 
 
+class EngineSettings(msgspec.Struct, frozen=True):
+    """When an engine looks, and how sure it must be before it changes the deployment."""
+
+    tau: float = 100.0
+    """Iterations between two changes that are expected at first."""
+    beta: float = 0.5
+    """Weight of the past in the mean number of iterations between changes (Eq. 14)."""
+    margin: float = 0.1
+    """The fraction of the time that a change must save."""
+    confirmations: int = 3
+    """Looks, one after another, at which the change must be better."""
+    paid: float = 1.0
+    """How much staying must have cost before a change, in multiples of what the change takes."""
+    every_seconds: float = 1.0
+    """Seconds between two looks."""
+    rest_seconds: float = 10.0
+    """The least seconds between two changes."""
+    probe_seconds: float = 15.0
+    """Seconds without a transfer after which a probe is sent."""
+
+    def __post_init__(self) -> None:
+        is_good = self.tau >= 1 and 0 <= self.beta < 1 and 0 <= self.margin < 1 and self.confirmations >= 1
+        if not is_good:
+            raise BadValue(
+                f"An engine with tau {self.tau}, beta {self.beta}, margin {self.margin}, confirmations "
+                f"{self.confirmations}: tau and confirmations must be >= 1, beta and margin from 0 to below 1."
+            )
+
+
+USUAL_SETTINGS = EngineSettings()
+
+
 class Engine:
     """Decides when to continue with another deployment.
 
     It looks every `every_seconds`. Another deployment is better if τ iterations with it, and getting there, take less
-    than (1 - margin) of τ iterations as it is. It is taken if that is so at `patience` looks one after another, if
+    than (1 - margin) of τ iterations as it is. It is taken if that holds at `confirmations` looks one after another, if
     staying has cost `paid` of what getting there takes, and if the last change is `rest_seconds` ago. τ is the mean
     number of iterations between changes (Eq. 14), and not less than those since the last: what has lasted will last.
 
-    A dip shorter than `quantile` of the meters' window, or than `patience` looks, changes nothing. A change for good
-    that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and then
-    `patience` looks or `paid`·U/s seconds, and one transfer; alone at the edge, three probes more. There are never more
-    than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link asks for.
+    A dip shorter than `quantile` of the meters' window, or than `confirmations` looks, changes nothing. A lasting
+    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and then
+    `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three probes more. There
+    are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link requires.
 
-    It belongs to one thread: tell its meters there, too.
+    It belongs to one thread: feed its meters there, too.
     """
 
     def __init__(
@@ -215,30 +247,16 @@ class Engine:
         chooser: Chooser = choose,
         drains: bool = False,
         ends_at: int | None = None,
-        tau: float = 100.0,
-        beta: float = 0.5,
-        margin: float = 0.1,
-        patience: int = 3,
-        paid: float = 1.0,
-        every_seconds: float = 1.0,
-        rest_seconds: float = 10.0,
-        probe_seconds: float = 15.0,
+        settings: EngineSettings = USUAL_SETTINGS,
     ) -> None:
-        if not tau >= 1 or not 0 <= beta < 1 or not 0 <= margin < 1 or not patience >= 1:
-            raise BadValue(
-                f"An engine with tau {tau}, beta {beta}, margin {margin}, patience {patience}: tau and patience must "
-                "be >= 1, beta and margin from 0 to below 1."
-            )
         self.profile, self.rates, self.current = profile, rates, current
         self.k, self.widths, self.chooser, self.drains = k, tuple(widths), chooser, drains
-        self.tau, self.beta, self.margin, self.patience = tau, beta, margin, patience
-        self.paid, self.ends_at = paid, ends_at
-        self.every_seconds, self.rest_seconds, self.probe_seconds = every_seconds, rest_seconds, probe_seconds
+        self.settings, self.tau, self.ends_at = settings, settings.tau, ends_at
         self.is_linked = True
         self.changes: list[tuple[float, Deployment]] = []
         self._better, self._lost_seconds = 0, 0.0
         self._looked = self._changed = self._probed = self._rested = -math.inf
-        self._changed_at, self._probe_factor, self._patience_factor = 0, 1, 1
+        self._changed_at, self._probe_factor, self._pause_factor = 0, 1, 1
 
     def horizon(self, iterations: int) -> float:
         """Return τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
@@ -248,7 +266,7 @@ class Engine:
     def look(self, now: float, iterations: int) -> Deployment | None:
         """Return the deployment to continue with after `iterations` of the job, or None to keep the current one. The
         returned deployment becomes current."""
-        if not self.is_linked or now - self._looked < self.every_seconds:
+        if not self.is_linked or now - self._looked < self.settings.every_seconds:
             return None
         looked, self._looked = self._looked, now
         rates, tau = self.rates.now(now), self.horizon(iterations)
@@ -258,7 +276,7 @@ class Engine:
             return None
         if self._is_allowed(self.current) and not self._has_paid(best, rates, tau, now - looked):
             return None
-        if self._is_allowed(self.current) and now - self._changed < self.rest_seconds:
+        if self._is_allowed(self.current) and now - self._changed < self.settings.rest_seconds:
             return None
         self.take(best, now, iterations)
         return best
@@ -266,14 +284,14 @@ class Engine:
     def _has_paid(self, best: Deployment, rates: LinkRates, tau: float, seconds: float) -> bool:
         """Return whether the change has been better for long enough, and staying has cost as much as changing would."""
         staying, going = self._price(self.current, rates, tau), self._price(best, rates, tau)
-        if not going < (1 - self.margin) * staying:
+        if not going < (1 - self.settings.margin) * staying:
             self._better, self._lost_seconds = 0, 0.0
             return False
         getting = going - seconds_of(self.profile, rates, tau, best, drains=self.drains)
         saved = 1.0 if staying == math.inf else 1 - (going - getting) / staying
         self._better += 1
         self._lost_seconds += saved * (seconds if seconds < math.inf else 0.0)
-        return self._better >= self.patience and self._lost_seconds >= self.paid * getting
+        return self._better >= self.settings.confirmations and self._lost_seconds >= self.settings.paid * getting
 
     def deployed(self, now: float) -> None:
         """Record that the deployment returned by `look` is running now: the pause before the next change begins."""
@@ -299,7 +317,7 @@ class Engine:
         self.rates.down.forget()
         self._better, self._lost_seconds = 0, 0.0
         self._looked, self._probed, self._rested = now, -math.inf, -math.inf
-        self._patience_factor = 1
+        self._pause_factor = 1
 
     def probe(self, now: float) -> tuple[int, int]:
         """Return the bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly
@@ -307,16 +325,16 @@ class Engine:
 
         What passed too quickly to tell anything is followed by more.
         """
-        measured_at = max(self._rested, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
-        if not self.is_linked or now - measured_at < self.probe_seconds * self._patience_factor:
+        measured_at = max(self._rested, min(self.rates.up.last_measured(), self.rates.down.last_measured()))
+        if not self.is_linked or now - measured_at < self.settings.probe_seconds * self._pause_factor:
             return 0, 0
         rates = self.rates.now(now)
         pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))
-        is_in_vain = any(meter.last_heard() < self._probed for meter, _ in pairs)
+        is_in_vain = any(meter.last_measured() < self._probed for meter, _ in pairs)
         self._probe_factor = min(4 * self._probe_factor, 64) if is_in_vain else 1
         up, down = (
             min(round(self._probe_factor * max(rate * PROBE_SECONDS, LEAST_PROBE_BYTES)), MOST_PROBE_BYTES)
-            if now - meter.last_heard() >= self.probe_seconds
+            if now - meter.last_measured() >= self.settings.probe_seconds
             else 0
             for meter, rate in pairs
         )
@@ -327,7 +345,7 @@ class Engine:
         """Record that a probe has ended or was given up. The next one waits from now on, and longer the less gets
         through."""
         self._rested = now
-        self._patience_factor = 1 if has_arrived else min(2 * self._patience_factor, MOST_PATIENCE)
+        self._pause_factor = 1 if has_arrived else min(2 * self._pause_factor, MOST_PAUSE)
         if not has_arrived:
             self._probe_factor = 1
 
@@ -345,7 +363,7 @@ class Engine:
     def take(self, deployment: Deployment, now: float, iterations: int) -> None:
         """Make another deployment current from now on."""
         if self.changes:
-            self.tau = self.beta * self.tau + (1 - self.beta) * (iterations - self._changed_at)
+            self.tau = self.settings.beta * self.tau + (1 - self.settings.beta) * (iterations - self._changed_at)
         self.current, self._better, self._lost_seconds = deployment, 0, 0.0
         self._changed, self._changed_at = now, iterations
         self.changes.append((now, deployment))

@@ -1,11 +1,11 @@
 """Re-planning: a plan for the present devices, made from the one that ran before some left or joined (ASTEROID §3.4).
 
-light   The old plan, mended: batch, micro-batches and order stay. Samples and tiles are divided anew among those left
-        of a stage; a stage with nobody left is dissolved; cuts move to where the round is shortest, each stage's
-        devices taken as they are, or where that is much faster one of them in the next or a shared stage in two; a
-        device that joins goes where it helps most. Cuts that are nearly as good where they were stay: every layer that
-        moves takes its weights along.
-heavy   Planned from nothing, as at the start.
+light   Incremental: the old plan is adapted. Batch, micro-batches and order stay. Samples and tiles are divided again
+        among the remaining devices of a stage, and a stage without devices is dissolved. Cuts move to where the round
+        is shortest with the devices of each stage as they are; where that is much faster, one device moves to a
+        neighbour or a shared stage is split in two. A device that joins goes where it helps most. Cuts that are nearly
+        as good where they were stay, because every layer that moves takes its weights along.
+heavy   Full: planned from scratch, as at the start.
 
 What a stage takes is read off `steps.py` (samples) or off the sum of its devices' speeds (tiles, channels), for all its
 possible layers at once. With the devices of every stage given, the best cuts follow from the last stage to the first,
@@ -62,9 +62,9 @@ def replanned(
     """Return the old `plan` adapted to the devices of `cluster`: some of its devices may be missing, and some may be
     new.
 
-    `profile` knows the present devices, and where it can those that left. `reference_seconds`: what a round of the old
-    plan took; in proportion to capacity it says what is to be hoped for now. Without it, that is the work divided
-    perfectly among the present devices, with nothing to send, which few plans come near. `strategy`: for a new plan.
+    `profile` holds the present devices and, if possible, those that left. `reference_seconds`: what a round of the old
+    plan took; in proportion to capacity it says what to expect now. Without it, that is the work divided perfectly
+    among the present devices, with nothing to send, which few plans come near. `strategy`: for a new plan.
     """
     if how not in WAYS:
         raise unknown("way of re-planning", how, WAYS)
@@ -73,31 +73,37 @@ def replanned(
     if plan.order == "replay":  # another order would step after other batches
         how = "light"
     if how == "heavy":
-        return _heavy(plan, network, cluster, profile, price, strategy)
+        return _full(plan, network, cluster, profile, price, strategy)
     try:
-        light = _light(plan, network, cluster, profile, price)
+        incremental = _incremental(plan, network, cluster, profile, price)
     except ManyhandsError as error:
         if how == "light":
             raise
-        heavy = _heavy(plan, network, cluster, profile, price, strategy)
-        return replace(heavy, reason=f"The old plan cannot be mended ({error.message}) {heavy.reason}")
+        full = _full(plan, network, cluster, profile, price, strategy)
+        return replace(full, reason=f"The old plan cannot be adapted ({error.message}) {full.reason}")
     if how == "light":
-        return light
-    ideal = _ideal_seconds(plan, light.plan, network, cluster, profile, reference_seconds)
-    if light.seconds <= NEAR_IDEAL * ideal:
-        return light
-    far = f"{light.seconds:.3g} s a round, where {ideal:.3g} s was to be hoped for"
+        return incremental
+    ideal = _ideal_seconds(plan, incremental.plan, network, cluster, profile, reference_seconds)
+    if incremental.seconds <= NEAR_IDEAL * ideal:
+        return incremental
+    far = f"{incremental.seconds:.3g} s a round, where about {ideal:.3g} s was expected"
     try:
-        heavy = _heavy(plan, network, cluster, profile, price, strategy)
+        full = _full(plan, network, cluster, profile, price, strategy)
     except ManyhandsError as error:
-        return replace(light, reason=f"{light.reason} Mended it takes {far}; anew nothing was found ({error.message})")
-    if light.seconds <= heavy.seconds:
-        return replace(light, reason=f"{light.reason} Mended it takes {far}; anew {heavy.seconds:.3g} s.")
-    return replace(heavy, reason=f"Mended, the old plan takes {far}; anew {heavy.seconds:.3g} s. {heavy.reason}")
+        return replace(
+            incremental, reason=f"{incremental.reason} Adapted it takes {far}; no new plan was found ({error.message})"
+        )
+    if incremental.seconds <= full.seconds:
+        return replace(
+            incremental, reason=f"{incremental.reason} Adapted it takes {far}; a new plan takes {full.seconds:.3g} s."
+        )
+    return replace(
+        full, reason=f"The adapted old plan takes {far}; a new plan takes {full.seconds:.3g} s. {full.reason}"
+    )
 
 
 def _ideal_seconds(
-    old: Plan, light: Plan, network: Network, cluster: Cluster, profile: Profile, reference_seconds: float | None
+    old: Plan, incremental: Plan, network: Network, cluster: Cluster, profile: Profile, reference_seconds: float | None
 ) -> float:
     """Return the seconds of a round as efficient as the old one. After a loss, a device that neither plan uses does not
     count, because it was left out for a reason. If no device is missing and one joined, all count."""
@@ -110,17 +116,17 @@ def _ideal_seconds(
     if reference_seconds is None:
         return old.micro_batches / sum(map(speed, cluster.names))
     worked = {name for stage in old.stages for name in stage.devices}
-    works = worked | {name for stage in light.stages for name in stage.devices}
+    works = worked | {name for stage in incremental.stages for name in stage.devices}
     present = [name for name in cluster.names if name in works or worked <= set(cluster.names)]
     speeds = [speed(name) for name in worked if name in profile.devices]
     usual = sum(speeds) / len(speeds) if speeds else 1.0
     return reference_seconds * (sum(speeds) + usual * (len(worked) - len(speeds))) / sum(map(speed, present))
 
 
-# ---- Heavy
+# ---- Full
 
 
-def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price, strategy: str) -> Replanned:
+def _full(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price, strategy: str) -> Replanned:
     """Return the named strategy's plan, or where it has none, the best of all strategies."""
     has_statistics = plan.is_training and any(op.statistics for op in network.ops)
     task = Task(
@@ -156,7 +162,7 @@ def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pri
             refusal = refusal or BadPlan(candidate.reason)
             continue
         return Replanned(
-            finished(candidate.plan), "heavy", f"Planned anew ({candidate.name}){words}.", candidate.seconds
+            finished(candidate.plan), "heavy", f"Planned again ({candidate.name}){words}.", candidate.seconds
         )
     assert refusal is not None
     raise refusal
@@ -174,24 +180,24 @@ def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
         yield "auto", replace(task, micro_batches=None), words
 
 
-# ---- Light
+# ---- Incremental
 
 
-def _light(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
+def _incremental(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
     """Return the first shape of the old plan that can be cut, resolves and fits."""
-    mending = IncrementalReplanner(plan, network, cluster, profile)
+    replanner = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
-    for alternatives in mending.shapes():
+    for alternatives in replanner.shapes():
         for is_tight in (True, False):  # the model's memory is a little too large; the price knows
-            best = min(alternatives, key=lambda drafts: mending.cut(drafts, is_tight)[0])
-            drafts = mending.grown(mending.regrouped(best, is_tight), is_tight)
-            for cuts in mending.ways_to_cut(drafts, is_tight):
+            best = min(alternatives, key=lambda drafts: replanner.cut(drafts, is_tight)[0])
+            drafts = replanner.grown(replanner.regrouped(best, is_tight), is_tight)
+            for cuts in replanner.ways_to_cut(drafts, is_tight):
                 try:
-                    repaired = mending.built(drafts, cuts)
-                    return Replanned(repaired, "light", mending.reason(repaired), price(repaired))
+                    repaired = replanner.built(drafts, cuts)
+                    return Replanned(repaired, "light", replanner.reason(repaired), price(repaired))
                 except ManyhandsError as error:
                     refusal = refusal or error
     raise refusal or BadPlan(
         f"The plan's devices ({', '.join(plan.devices)}) are not in cluster {cluster.name} any more.",
-        hint="Plan anew: how='heavy'.",
+        hint="Plan from scratch: how='heavy'.",
     )

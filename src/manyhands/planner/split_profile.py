@@ -88,21 +88,14 @@ def split_profile(
     edge_side: Side = "upstream",
     optimizer_slots: int = 1,
     step_bytes_per_second: tuple[float, float] = (math.inf, math.inf),
-    memory_bytes: float | None = None,
-    packing_seconds: float = 0.0,
-    packing_seconds_per_byte: float = 0.0,
-    unpacking_seconds_per_byte: float = 0.0,
-    feedback_seconds_per_byte: float = 0.0,
-    packs_gradients: bool = False,
-    redeploy_seconds: float = 0.0,
     least_bits: Mapping[int, int] | int = 8,
-    phases: tuple[tuple[int, Bound], ...] = ((0, 5),),
 ) -> SplitProfile:
     """Return the profile of a network on two devices. Without `cuts`: all candidates, and everything at the edge.
 
     `batch_size` is that of a mini-batch. What is frozen follows from the network: nothing returns to a cut before which
-    no tensor has a gradient. `step_bytes_per_second`: at what rates the optimisers of edge and server read and write
-    memory. `least_bits`: by cut, or for all; a cut it does not name is not packed. `memory_bytes`: the edge's.
+    no tensor has a gradient. `step_bytes_per_second`: the rates at which the optimisers of edge and server read and
+    write memory. `least_bits`: by cut, or for all; a cut it does not name is not packed. What the network does not
+    decide (the edge's memory, packing, phases) keeps its default; the caller replaces it.
     """
     upstream, downstream = (edge, server) if edge_side == "upstream" else (server, edge)
     rates = step_bytes_per_second if edge_side == "upstream" else step_bytes_per_second[::-1]
@@ -143,10 +136,7 @@ def split_profile(
 
     return SplitProfile(
         network=network.name, fingerprint=network.fingerprint, batch_size=batch_size, edge_side=edge_side,
-        cuts=tuple(map(cut, layers)), layer_bytes=tuple(state), memory_bytes=memory_bytes,
-        packing_seconds=packing_seconds, packing_seconds_per_byte=packing_seconds_per_byte,
-        unpacking_seconds_per_byte=unpacking_seconds_per_byte, feedback_seconds_per_byte=feedback_seconds_per_byte,
-        packs_gradients=packs_gradients, redeploy_seconds=redeploy_seconds, phases=phases,
+        cuts=tuple(map(cut, layers)), layer_bytes=tuple(state),
     )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
     """Return the plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best
     first.
 
-    They are looked for where `auto` looks for its own row of that name, and in the same way: who asks for a strategy
-    gets what `auto` would have compared.
+    They are searched where and how `auto` searches its own row of that name: a strategy asked for by name gets what
+    `auto` would have compared.
     """
     if strategy == "auto" or strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
@@ -139,7 +139,7 @@ def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
         try:
             plans.append(make(task, price))
         except ManyhandsError:
-            continue  # a rival that cannot run is no candidate
+            continue  # a baseline that cannot run is no candidate
     best: dict[tuple[object, ...], PlanCandidate] = {}
     refusal: ManyhandsError | None = None
     for plan in plans:

@@ -36,7 +36,7 @@ def _stream(plan: Plan, count: int) -> Plan:
     return msgspec.structs.replace(plan, micro_batches=count, batch_size=count * plan.micro_batch_size)
 
 
-def as_asked(plan: Plan, objective: str) -> Plan:
+def plan_to_show(plan: Plan, objective: str) -> Plan:
     """Return the plan that is shown: one answer alone, or a stream that is long enough."""
     return _stream(plan, 1 if objective_named(objective) == "latency" else max(LONG, plan.micro_batches))
 

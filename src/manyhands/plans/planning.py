@@ -159,7 +159,7 @@ def best_named(name: str, cluster: Cluster) -> Best:
             if name == "energy" and not all(device.watts_active for device in cluster.devices):
                 unknown_watts = [device.name for device in cluster.devices if not device.watts_active]
                 raise BadValue(
-                    f"Energy is asked for, but nobody knows how much {', '.join(unknown_watts[:4])} draws.",
+                    f"Energy is asked for, but the watts of {', '.join(unknown_watts[:4])} are unknown.",
                     hint="Write watts_active, watts_idle and watts_transfer for every device in the cluster's file, or "
                     "use kinds of the catalogue (manyhands devices).",
                 )

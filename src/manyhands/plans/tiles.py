@@ -172,7 +172,7 @@ def parse_weights(option: str, text: str) -> tuple[float, ...]:
     return weights
 
 
-def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
+def tile_options(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
     """Return the tile options that a user typed. Rows or columns alone determine the grid."""
     heights = parse_weights("--rows", rows) if rows else None
     widths = parse_weights("--columns", columns) if columns else None

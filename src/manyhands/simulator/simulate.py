@@ -2,7 +2,7 @@
 
 Each device has one processor and sends and receives beside it. Messages of one pair go one after another, as on one
 connection; pairs share links and ports fairly. The loop takes the next event (a computation or a
-transfer that ends), moves the clock there, and lets whoever was waiting for it go on: exactly what an executor does
+transfer that ends), moves the clock there, and resumes what was waiting for it: exactly what an executor does
 with real devices, with `planner.cost` in place of torch and `links` in place of sockets.
 """
 

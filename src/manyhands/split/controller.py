@@ -19,7 +19,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, WorkerLost, unknown
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel, Profile
-from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
+from manyhands.planner.rates import LEAST_SECONDS, Engine, EngineSettings, Meter, Rates
 from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
 from manyhands.planner.split_choice import BASELINES, STATIC, Chooser, choose
 from manyhands.runtime.control import Arrival
@@ -119,7 +119,7 @@ class SplitPilot:
         up, down = meters or (Meter(), Meter())
         self.engine = Engine(
             profile, Rates(rates, up=up, down=down), first, k=k, widths=wanted.widths, chooser=chooser, drains=drains,
-            tau=FIRST_TAU, ends_at=last_step, **engine,
+            ends_at=last_step, settings=EngineSettings(tau=FIRST_TAU, **engine),
         )  # fmt: skip
         self.engine.probe(clock())  # the link was looked at just now
         self.deployment = first

@@ -205,15 +205,17 @@ class SplitJob(Job):
         slow = [members[name].facts.slowdown for name in (two.edge, two.server)]
         side = side_of(asked.edge_side)
         cost = packing_cost(threads=1).between(*(slow if side == "upstream" else slow[::-1]))
-        return split_profile(
+        measured = split_profile(
             network, profile.of(two.edge), profile.of(two.server), self.options.batch_size, edge_side=side,
             cuts=candidate_cuts(network) if asked.labels == "cloud" else None,
-            optimizer_slots=slots(self.options.optimizer), memory_bytes=asked.memory_bytes,
+            optimizer_slots=slots(self.options.optimizer), least_bits=self._least_bits(),
             step_bytes_per_second=(
                 cluster.device(two.edge).memory_bytes_per_second, cluster.device(two.server).memory_bytes_per_second,
             ),
-            packs_gradients=asked.pack_gradients, redeploy_seconds=REDEPLOY_SECONDS, least_bits=self._least_bits(),
-            phases=self._phases(), packing_seconds=cost["packing_seconds"],
+        )  # fmt: skip
+        return msgspec.structs.replace(
+            measured, memory_bytes=asked.memory_bytes, packs_gradients=asked.pack_gradients,
+            redeploy_seconds=REDEPLOY_SECONDS, phases=self._phases(), packing_seconds=cost["packing_seconds"],
             packing_seconds_per_byte=cost["packing_seconds_per_byte"],
             unpacking_seconds_per_byte=cost["unpacking_seconds_per_byte"],
             feedback_seconds_per_byte=cost["feedback_seconds_per_byte"],
