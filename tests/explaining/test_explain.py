@@ -11,7 +11,8 @@ import hand_made
 import manyhands as mh
 from manyhands.explaining import what_if
 from manyhands.explaining.critical_path import critical_path
-from manyhands.explaining.explain import LONG_SECONDS, Explanation, explain
+from manyhands.explaining.explain import LONG_SECONDS, explain
+from manyhands.explaining.explanation import Explanation
 from manyhands.facts.cluster import Cluster, Device, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -19,7 +20,7 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.task import PlanCandidate
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Planned
+from manyhands.plans.planned import Planned
 
 CHAIN = hand_made.chain(4)
 BATCH = 8

@@ -41,7 +41,7 @@ from manyhands.job.evaluation import captured
 from manyhands.observe.stage_plots import draw_stages
 from manyhands.planner.correction import MOST, Promise, TimingEvidence, corrected, evidence, promises, rungs
 from manyhands.planner.cost import CostModel
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.profiler.store import forget_sessions, load_profile, profiles_folder, save_profile
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import read_decided

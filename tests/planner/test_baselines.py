@@ -17,7 +17,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.planner import baselines
 from manyhands.planner.task import Task
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 
 
 @pytest.fixture(scope="module")

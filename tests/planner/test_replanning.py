@@ -24,7 +24,7 @@ from manyhands.planner.replanning import Replanned, replanned
 from manyhands.planner.strategies import plan_by_name
 from manyhands.planner.task import Price, Task
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 
 CHAIN = chain(6, statistics=(1, 4), skips={3: 1})
 LINK = Link(1e6, 0.001)

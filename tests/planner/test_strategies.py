@@ -21,8 +21,9 @@ from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
 from manyhands.planner.strategies import choose, plan_by_name
 from manyhands.planner.task import Best, Task, TileOptions
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Prices, simulate
+from manyhands.plans.planning import Prices
 from manyhands.plans.planning import plan as make_plan
+from manyhands.plans.simulating import simulate
 
 
 @pytest.fixture(scope="module")

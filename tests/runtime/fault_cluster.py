@@ -42,7 +42,7 @@ from manyhands.graph.document import read_document, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.journey import Change, Endurance, Journey, Pilot, Travelled

@@ -12,11 +12,11 @@ from manyhands.facts.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from manyhands.explaining.bottleneck import Limit
-    from manyhands.explaining.explain import Explanation
+    from manyhands.explaining.explanation import Explanation
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
-    from manyhands.plans.planning import Planned
+    from manyhands.plans.planned import Planned
 
 MOST_CANDIDATES = 12
 MOST_BESIDES = 2

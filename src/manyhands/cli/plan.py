@@ -26,10 +26,10 @@ from manyhands.cli.options import (
 
 if TYPE_CHECKING:
     from manyhands.cli.inputs import TaskInputs
-    from manyhands.explaining.explain import Explanation
+    from manyhands.explaining.explanation import Explanation
     from manyhands.facts.plan import Plan
     from manyhands.planner.grouping import Costs
-    from manyhands.plans.planning import Planned
+    from manyhands.plans.planned import Planned
     from manyhands.simulator.result import Simulation
 
 
@@ -210,13 +210,14 @@ class _Shown:
         from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text
         from manyhands.plans import planning as public
         from manyhands.plans import tiles as tiling
+        from manyhands.plans.simulating import simulate
 
         network, machines, times = self.task.network, self.task.cluster, self.task.profile
         with working("planning") as say:
             began = process_time()
             planned = public.plan(network, machines, profile=times, **options)
             seconds = process_time() - began
-            result = public.simulate(planned.plan, network, machines, times, keep_spans=False)
+            result = simulate(planned.plan, network, machines, times, keep_spans=False)
             by_tiles = options["strategy"] == "tiles"
             priced = tiling.priced_groups(planned.plan, network, machines, times) if by_tiles else []
             tiled = tiled_schedule(planned.plan, network)
@@ -264,7 +265,7 @@ class _Shown:
         from manyhands.cli.tables import print_inference, print_plan
         from manyhands.explaining.explain import explain
         from manyhands.plans import inference as planning_inference
-        from manyhands.plans import planning as public
+        from manyhands.plans.simulating import simulate
 
         network, machines, times = self.task.network, self.task.cluster, self.task.profile
         with working(f"planning for {objective}") as say:
@@ -275,7 +276,7 @@ class _Shown:
             seconds = process_time() - began
             table = planning_inference.inference_table(planned, network)
             shown = planning_inference.plan_to_show(planned.plan, objective)
-            result = public.simulate(shown, network, machines, times, keep_spans=False)
+            result = simulate(shown, network, machines, times, keep_spans=False)
             say("why, and what would make it faster")
             explained = explain(
                 planned, network, machines, times, with_what_if=self.what_if, planning_seconds=seconds,

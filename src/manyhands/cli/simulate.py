@@ -48,6 +48,7 @@ def simulate(
     from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
     from manyhands.observe.figures import NO_PLOTS, are_plots_here
     from manyhands.plans import planning as public
+    from manyhands.plans.simulating import simulate as simulate_plan
 
     file = None if public.is_strategy(plan) else public.plan_file(plan)
     if file is not None:
@@ -65,7 +66,7 @@ def simulate(
                 network, machines, batch_size=batch_size or BATCH_SIZE, strategy=plan, micro_batches=micro_batches,
                 order=public.order_named(order or "1f1b"), profile=times,
             ).plan  # fmt: skip
-        result = public.simulate(chosen, network, machines, times, within_memory=not overcommit)
+        result = simulate_plan(chosen, network, machines, times, within_memory=not overcommit)
         folder = Path(out) if out else public.run_folder("simulate", network, machines)
         files = public.write_simulation(folder, chosen, network, machines, result)
         tiled = tiled_schedule(chosen, network)

@@ -20,7 +20,7 @@ from manyhands.planner.baselines import every_baseline, hetpipe, volume
 from manyhands.planner.simple import single
 from manyhands.planner.strategies import pipeline
 from manyhands.planner.task import Task, fitting
-from manyhands.plans.planning import cluster_of, network_of, simulate
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.simulator.result import Simulation
 
 if TYPE_CHECKING:

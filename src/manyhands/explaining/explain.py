@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.explaining import what_if
 from manyhands.explaining.bottleneck import Limit, checked, limits_of, percent
+from manyhands.explaining.explanation import Explanation, RunnerUp, WhatIf
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.network import Network
@@ -22,8 +23,11 @@ from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes, format_seconds
 from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import PlanCandidate
-from manyhands.plans.planning import Planned, cluster_of, network_of, plan
-from manyhands.plans.planning import simulate as simulate_plan
+from manyhands.plans.inference import plan_to_show, sample_seconds
+from manyhands.plans.planned import Planned
+from manyhands.plans.planning import plan
+from manyhands.plans.simulating import cluster_of, network_of
+from manyhands.plans.simulating import simulate as simulate_plan
 from manyhands.simulator.result import Simulation
 
 MOST_SECONDS = 10.0
@@ -44,80 +48,6 @@ MEMORY_FIRST = 1.05
 def faster_text(times: float) -> str:
     """Return '1.3 times as fast', or 'about the same' within noise."""
     return f"{times:.3g} times as fast" if times >= SAME else "about the same"
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """A plan that lost, and why."""
-
-    name: str
-    seconds: float | None
-    """Simulated seconds of a step (of a sample, for inference); None: it cannot run."""
-    times: float | None
-    """How many times as long as the chosen plan; with another objective, how many times as much."""
-    reason: str
-    limits: tuple[Limit, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "limits": [limit.to_dict() for limit in self.limits]}
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """What another cluster would give, planned again."""
-
-    change: str
-    seconds: float
-    speed_up: float
-    score: float
-    """What plans are compared by: these seconds, or bytes, or joules a sample."""
-    gain: float
-    """How many times less that is than now."""
-    plan: Plan
-    is_device: bool
-    """Whether the change is one more device, rather than a faster network."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": self.plan.to_dict()}
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why this plan was chosen. `limits` add up to the step; `binding` is the one that matters most."""
-
-    seconds: float
-    binding: Limit | None
-    limits: tuple[Limit, ...]
-    runners_up: tuple[RunnerUp, ...]
-    what_if: tuple[WhatIf, ...]
-    """The best change of each sort first: one more device, a faster network."""
-    searched: tuple[str, ...] = ()
-    """The strategies used to plan the what-ifs."""
-    skipped: tuple[str, ...] = ()
-    """Changes that were not planned, because that would take long here."""
-    full: tuple[Limit, ...] = ()
-    """Devices whose memory is nearly full, and whether more memory would help."""
-
-    @property
-    def best_changes(self) -> list[WhatIf]:
-        """The best change by one more device, and by the network."""
-        best: dict[bool, WhatIf] = {}
-        for change in self.what_if:
-            best.setdefault(change.is_device, change)
-        return list(best.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "simulated": True,
-            "seconds": self.seconds,
-            "binding": self.binding.to_dict() if self.binding else None,
-            "limits": [limit.to_dict() for limit in self.limits],
-            "full": [limit.to_dict() for limit in self.full],
-            "runners_up": [runner_up.to_dict() for runner_up in self.runners_up],
-            "what_if": [change.to_dict() for change in self.what_if],
-            "searched": list(self.searched),
-            "skipped": list(self.skipped),
-        }
 
 
 def explain(
@@ -351,8 +281,6 @@ class _Explainer:
         if planned.candidates:
             return planned.candidates[0].seconds, _score(planned.candidates[0])
         if planned.objective is not None:
-            from manyhands.plans.inference import sample_seconds
-
             seconds = sample_seconds(planned.plan, self.network, cluster, profile, planned.objective)
             return seconds, seconds
         result = simulate_plan(planned.plan, self.network, cluster, profile, keep_spans=False)
@@ -364,8 +292,6 @@ class _Explainer:
         """Return the plan to simulate: a step; for inference one answer alone, or a stream."""
         if self.planned.objective is None:
             return plan
-        from manyhands.plans.inference import plan_to_show
-
         return plan_to_show(plan, self.planned.objective)
 
     def _simulated(self, plan: Plan) -> Simulation:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manyhands.explaining.explain import Explanation, faster_text
+from manyhands.explaining.explain import faster_text
+from manyhands.explaining.explanation import Explanation
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network

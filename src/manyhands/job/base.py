@@ -46,7 +46,7 @@ from manyhands.job.stopping import stopping
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.journey import Journey, Pilot, Replan, Travelled
 from manyhands.runtime.living import Living, rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps

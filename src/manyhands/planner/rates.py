@@ -229,9 +229,10 @@ class Engine:
     number of iterations between changes (Eq. 14), and not less than those since the last: what has lasted will last.
 
     A dip shorter than `quantile` of the meters' window, or than `confirmations` looks, changes nothing. A lasting
-    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and then
-    `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three probes more. There
-    are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link requires.
+    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window,
+    and then `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three
+    probes more. There are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a
+    lost link requires.
 
     It belongs to one thread: feed its meters there, too.
     """

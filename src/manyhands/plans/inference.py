@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -20,13 +20,11 @@ from manyhands.planner.inference import (
     objective_named,
 )
 from manyhands.planner.pricing import MicroBatchPrice, Pricer
-from manyhands.plans.planning import Planned, cluster_of, network_of, simulate
+from manyhands.plans.planned import Planned
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.shortage import MORE_MEMORY
 from manyhands.schedule.synchronisation import sync_points
 from manyhands.simulator.result import Simulation
-
-if TYPE_CHECKING:
-    pass
 
 LONG, SHORT = 16, 8
 """Micro-batches of two streams; the difference of their times is what one micro-batch takes within a long stream."""

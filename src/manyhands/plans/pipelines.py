@@ -16,7 +16,7 @@ from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.context import by_memory
 from manyhands.planner.simple import balanced_cuts, proportional
 from manyhands.planner.task import Task
-from manyhands.plans.planning import cluster_of, network_of
+from manyhands.plans.simulating import cluster_of, network_of
 
 if TYPE_CHECKING:
     from manyhands.graph.graph import Graph

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 
@@ -16,44 +16,16 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
-from manyhands.files.documents import load_cluster, read_document, write_document
+from manyhands.files.documents import read_document, write_document
 from manyhands.planner.inference import INFERENCE_STRATEGIES
-from manyhands.planner.pricing import Objective
 from manyhands.planner.strategies import STRATEGIES, choose, plan_by_name
 from manyhands.planner.task import BEST, Best, PlanCandidate, Task, TileOptions
-from manyhands.plans.networks import load_network
+from manyhands.plans.inference import plan_for
+from manyhands.plans.planned import Planned
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.actions import print_schedule
-from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
-from manyhands.simulator.simulate import simulate as simulate_plan
-
-if TYPE_CHECKING:
-    from manyhands.graph.graph import Graph
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and the other candidates: the fastest first."""
-
-    plan: Plan
-    candidates: list[PlanCandidate]
-    runners_up: tuple[Plan, ...] = ()
-    """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
-    objective: Objective | None = None
-    """What a plan for inference is optimised for; candidates' seconds are those of a sample. None: training."""
-    best: Best = "throughput"
-    """What a plan for training is optimised for."""
-
-
-def network_of(network: Graph | Network | str) -> Network:
-    if isinstance(network, str):
-        return load_network(network)
-    return network if isinstance(network, Network) else network.network
-
-
-def cluster_of(cluster: Cluster | str | Path) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
 def plan(
@@ -84,8 +56,6 @@ def plan(
     """
     network, cluster = network_of(network), cluster_of(cluster)
     if objective is not None:
-        from manyhands.plans.inference import plan_for
-
         return plan_for(network, cluster, profile, objective=objective, strategy=strategy, home=home)
     profile = profile or estimate_cluster(network, cluster)
     if batch_size < 1:
@@ -182,26 +152,6 @@ def network_named_in(path: str | Path) -> str:
     if not isinstance(name, str):
         raise BadPlan(f"{path}: network is {name!r:.40}; it must name the network the plan is for.")
     return name
-
-
-def simulate(
-    plan: Plan,
-    network: Network | str,
-    cluster: Cluster | str | Path,
-    profile: Profile | None = None,
-    *,
-    keep_spans: bool = True,
-    within_memory: bool = False,
-) -> Simulation:
-    """Simulate one round of a plan under a virtual clock.
-
-    A device that would run out of memory is named in the result's warnings; with `within_memory` it is an error.
-    """
-    network, cluster = network_of(network), cluster_of(cluster)
-    result = simulate_plan(plan, network, cluster, profile, keep_spans=keep_spans)
-    if within_memory and any(device.peak_bytes > device.memory_bytes for device in result.devices.values()):
-        check(Schedule(resolve(plan, network, cluster), network), cluster, result.log)  # raises, and says where
-    return result
 
 
 def is_strategy(name: str, objective: str | None = None) -> bool:

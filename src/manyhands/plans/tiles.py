@@ -21,7 +21,8 @@ from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
 from manyhands.planner.task import TileOptions
 from manyhands.planner.tiles import TilePrices, with_groups
-from manyhands.plans.planning import cluster_of, network_of, plan, simulate
+from manyhands.plans.planning import plan
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 
 if TYPE_CHECKING:
     from manyhands.graph.graph import Graph

@@ -19,7 +19,7 @@ from manyhands.facts.profile import Profile
 from manyhands.planner.pricing import subcluster
 from manyhands.planner.task import PlanCandidate
 from manyhands.plans.inference import plan_for
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.actions import Forward
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.infer.networks import Known, Library, Subject

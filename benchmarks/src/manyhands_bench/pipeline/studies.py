@@ -26,7 +26,7 @@ from manyhands.planner.hybrid import pipelines
 from manyhands.planner.task import Task
 from manyhands.plans.networks import load_network
 from manyhands.plans.pipelines import pipeline_plan
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.simulator.result import Simulation
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies

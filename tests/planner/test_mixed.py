@@ -25,8 +25,9 @@ from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Planned, simulate
+from manyhands.plans.planned import Planned
 from manyhands.plans.planning import plan as make_plan
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import tileable_layers
 

@@ -38,7 +38,7 @@ from manyhands.planner.task import Task
 from manyhands.plans.inference import inference_table, plan_for, sample_seconds, stream_seconds
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import plan as make_plan
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.synchronisation import sync_points, window_exchanges
 
 GROUPS = 4
