@@ -20,7 +20,7 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.context import Batch, DevicePairs, sizes
 from manyhands.planner.mixed import MOST_STAGES, Repeating, is_mixed, mixed_plans
-from manyhands.planner.refining import moved_cuts, shortened, soon
+from manyhands.planner.refining import moved_cuts, quick_price, shortened
 from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided
@@ -256,7 +256,7 @@ def test_long_rounds_are_priced_by_short_ones(tiny: Network) -> None:
         asked.append(plan.micro_batches)
         return simulate(plan, tiny, cluster).seconds
 
-    assert soon(price)(plan) == pytest.approx(price(plan), rel=0.02)
+    assert quick_price(price)(plan) == pytest.approx(price(plan), rel=0.02)
     assert asked == [8, 12, 64]
     assert shortened(plan, 100) == plan
     moved = list(moved_cuts(plan))

@@ -119,7 +119,7 @@ def plan(
     from manyhands.explaining.plan_pictures import check_picture_name
     from manyhands.facts.errors import BadValue
     from manyhands.plans import inference as planning_inference
-    from manyhands.plans import planning as public
+    from manyhands.plans import planning
     from manyhands.plans import tiles as tiling
 
     check_picture_name(picture)
@@ -148,7 +148,7 @@ def plan(
     tile_grid = tiling.tile_options(grid, rows, columns)
     if strategy != "tiles" and tile_grid.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
-    norm, ahead = public.batch_norm_named(batch_norm), public.warm_up_named(warm_up)
+    norm, ahead = planning.batch_norm_named(batch_norm), planning.warm_up_named(warm_up)
     shown.task = load_task(model, input, granularity, cluster, profile)
     if compare:
         beside = {
@@ -168,7 +168,7 @@ def plan(
         return
     shown.training(
         batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
-        order=public.order_named(order or "1f1b"), tiles=tile_grid, batch_norm=norm, warm_up=ahead,
+        order=planning.order_named(order or "1f1b"), tiles=tile_grid, batch_norm=norm, warm_up=ahead,
         best=best or "throughput",
     )  # fmt: skip
 
@@ -208,14 +208,14 @@ class _Shown:
         from manyhands.cli.tables import print_groupings, print_plan
         from manyhands.explaining.explain import explain
         from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text
-        from manyhands.plans import planning as public
+        from manyhands.plans import planning
         from manyhands.plans import tiles as tiling
         from manyhands.plans.simulating import simulate
 
         network, machines, times = self.task.network, self.task.cluster, self.task.profile
         with working("planning") as say:
             began = process_time()
-            planned = public.plan(network, machines, profile=times, **options)
+            planned = planning.plan(network, machines, profile=times, **options)
             seconds = process_time() - began
             result = simulate(planned.plan, network, machines, times, keep_spans=False)
             by_tiles = options["strategy"] == "tiles"

@@ -119,7 +119,7 @@ def pair_checks(
     """Yield checks of every pair: whether it can connect, and how fast it is. Measured rates are added to `links`."""
     end = time.monotonic() + limit_seconds
     say("whether all can reach each other")
-    reached, lost = _knock(coordinator, list(names))
+    reached, lost = _probe_reachability(coordinator, list(names))
     for name, why in lost.items():
         yield Check("worker", BROKEN, why, "a worker that answers", "Start it again, and look at its log.", name)
     shut = {
@@ -151,7 +151,9 @@ def pair_checks(
         yield link_check(first, second, measured)
 
 
-def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
+def _probe_reachability(
+    coordinator: Coordinator, names: list[str]
+) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
     """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:

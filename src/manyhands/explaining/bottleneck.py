@@ -74,7 +74,7 @@ def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster
 
     Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
     """
-    describer = _Teller(result, plan, network, cluster, what)
+    describer = _Describer(result, plan, network, cluster, what)
     if len(result.spans) >= MOST_SPANS:
         return [describer.busiest()]
     sums: defaultdict[tuple[str, str | int], _Sum] = defaultdict(_Sum)
@@ -85,7 +85,7 @@ def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster
         legs.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
         legs.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
         legs.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
-    limits = [describer.limit(kind, sort, own) for (kind, sort), own in sums.items() if own.seconds > 0]
+    limits = [describer.limit(kind, sort, legs) for (kind, sort), legs in sums.items() if legs.seconds > 0]
     return sorted(limits, key=lambda limit: -limit.seconds)
 
 
@@ -96,7 +96,7 @@ def _sort(leg: Leg) -> str | int:
     return leg.use if leg.kind == "transfer" else ""
 
 
-class _Teller:
+class _Describer:
     def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str) -> None:
         self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, what
 

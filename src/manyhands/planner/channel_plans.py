@@ -134,7 +134,7 @@ def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
     yield from give((), total)
 
 
-def shares_worth_a_look(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
+def promising_shares(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
     """Return the ways to give groups to two devices or more, each with a lower bound on the seconds of the busiest
     device; best first."""
     names = task.cluster.names
@@ -192,7 +192,7 @@ def channels(task: Task, pricer: Pricer) -> list[PlanCandidate]:
         raise BadPlan(f"Channels need at least two devices; cluster {task.cluster.name} has {len(names)}.")
     total = channel_groups(network)
     cuts = dense_cuts(network, 0, len(network.ops))
-    shares = shares_worth_a_look(task, total) if total > 1 else shares_by_speed(task, UNDIVIDED * len(names))[:2]
+    shares = promising_shares(task, total) if total > 1 else shares_by_speed(task, UNDIVIDED * len(names))[:2]
     candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     simulated = 0

@@ -24,7 +24,7 @@ class CostModel:
         self.network, self.cluster, self.profile = network, cluster, profile
         for name in profile.devices:
             profile.of(name).check_matches(network)
-        self._known: dict[tuple[int, int, int, float], tuple[float, float]] = {}
+        self._range_seconds: dict[tuple[int, int, int, float], tuple[float, float]] = {}
         self._op_shares: dict[int, tuple[float, ...]] = {}
         self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
@@ -79,7 +79,7 @@ class CostModel:
         """Return forward and backward seconds of operators [first, last) for some samples; a fraction is a tile of one
         sample."""
         key = (id(profile), first, last, samples)
-        seconds = self._known.get(key)
+        seconds = self._range_seconds.get(key)
         if seconds is not None:
             return seconds
         shares = self._shares(profile, device)
@@ -95,7 +95,7 @@ class CostModel:
                 forward += ahead * part
                 backward += back * part
             op = end
-        self._known[key] = (forward, backward)
+        self._range_seconds[key] = (forward, backward)
         return forward, backward
 
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:

@@ -20,17 +20,17 @@ MOVES = (-1, 1, -2, 2)
 MOST_TRIALS = 24
 
 
-def soon(price: Price) -> Price:
+def quick_price(price: Price) -> Price:
     """Return a faster price for ranking: it extrapolates a long round from two shorter ones, because every micro-batch
     adds the same once the pipeline is full. The chosen plan is priced whole."""
 
-    def found(plan: Plan) -> float:
+    def extrapolated(plan: Plan) -> float:
         if plan.micro_batches <= MANY:
             return price(plan)
         less, more = (price(shortened(plan, count)) for count in FEW)
         return more + (plan.micro_batches - FEW[1]) * (more - less) / (FEW[1] - FEW[0])
 
-    return found
+    return extrapolated
 
 
 def shortened(plan: Plan, most: int) -> Plan:

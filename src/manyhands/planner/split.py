@@ -271,7 +271,7 @@ def prices(
         is_same = (layers == current.cut) & (ahead == current_k) & (bits == current.bits)
         seconds = seconds + moving_seconds(profile, rates, current.cut, layers)
         seconds = seconds + numpy.where(is_same, 0.0, profile.redeploy_seconds)
-    return numpy.where(allowed_ones(profile, ks, widths), seconds, math.inf)
+    return numpy.where(allowed_grid(profile, ks, widths), seconds, math.inf)
 
 
 def edge_only_price(profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None) -> float:
@@ -326,7 +326,7 @@ def _over(sizes: Numbers, rate: float) -> Numbers:
     return seconds
 
 
-def allowed_ones(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[int]) -> NDArray[numpy.bool_]:
+def allowed_grid(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[int]) -> NDArray[numpy.bool_]:
     """Return [K, cut, width] -> whether there are enough bits, enough memory, and two sides."""
     layers, bits = profile.column("layer")[None, :, None], numpy.array(widths, float)[None, None, :]
     ahead = bounds(ks)[:, None, None]

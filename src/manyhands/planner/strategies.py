@@ -30,7 +30,7 @@ from manyhands.planner.context import Batch, sizes
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.mixed import mixed_plans, promising_tiles
 from manyhands.planner.pricing import subcluster
-from manyhands.planner.refining import FEW, refined, shortened, soon
+from manyhands.planner.refining import FEW, quick_price, refined, shortened
 from manyhands.planner.simple import samples, single
 from manyhands.planner.task import PlanCandidate, Price, Task, fitting
 from manyhands.planner.tile_plans import tiles, with_best_groups
@@ -70,7 +70,7 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
     if task.best == "memory":  # how much less is tried next depends on what all strategies need
         rows = [
             candidate
-            for candidate in _found(task, price)
+            for candidate in _every_plan(task, price)
             if candidate.plan is not None and candidate.name.split()[0] == strategy
         ]
         return sorted(rows, key=lambda candidate: candidate.seconds) or _named(strategy, task, price)
@@ -145,7 +145,7 @@ def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
     for plan in plans:
         try:
             plan = resolve(plan, task.network, task.cluster)
-            seconds = soon(price)(plan)
+            seconds = quick_price(price)(plan)
         except ManyhandsError as error:
             refusal = error
             continue
@@ -199,7 +199,7 @@ def ranked_mixed(task: Task, price: Price) -> list[PlanCandidate]:
     for plan in [*plans[:2], *plans[2:][-2:]] if is_large else plans:  # of both searches
         try:
             plan = resolve(plan, task.network, task.cluster)
-            ranked.append(PlanCandidate("mixed", plan, soon(price)(plan)))
+            ranked.append(PlanCandidate("mixed", plan, quick_price(price)(plan)))
         except ManyhandsError as error:
             refusal = refusal or error
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -210,7 +210,9 @@ def ranked_mixed(task: Task, price: Price) -> list[PlanCandidate]:
         ):
             break
         try:
-            candidates.append(_finished(candidate if is_large else refined(candidate, task, soon(price)), task, price))
+            candidates.append(
+                _finished(candidate if is_large else refined(candidate, task, quick_price(price)), task, price)
+            )
         except ManyhandsError as error:
             refusal = refusal or error
     if not candidates:
@@ -270,12 +272,14 @@ def _kinds(task: Task) -> list[tuple[str, str]]:
 def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
     """Price every candidate. Return the best first, and last those that cannot run, with the reason."""
     best: dict[str, PlanCandidate] = {}
-    for candidate in sorted(_found(task, price, corners_only=corners_only), key=lambda candidate: candidate.seconds):
+    for candidate in sorted(
+        _every_plan(task, price, corners_only=corners_only), key=lambda candidate: candidate.seconds
+    ):
         best.setdefault(candidate.name, candidate)
     return list(best.values())
 
 
-def _found(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
+def _every_plan(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
     """Return every strategy's plans, on every cluster that is tried."""
     candidates: list[PlanCandidate] = []
     for subtask in _places(task, candidates):

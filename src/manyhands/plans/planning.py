@@ -91,7 +91,7 @@ class Prices:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._known: dict[bytes, Simulation | OutOfMemory] = {}
+        self._outcomes: dict[bytes, Simulation | OutOfMemory] = {}
 
     def __call__(self, plan: Plan) -> float:
         result = self.simulated(plan)
@@ -102,14 +102,14 @@ class Prices:
     def simulated(self, plan: Plan) -> Simulation:
         """Return the simulation of one round, within every device's memory."""
         key, task = msgspec.json.encode(plan), self.task
-        if key not in self._known:
+        if key not in self._outcomes:
             try:
-                self._known[key] = simulate(
+                self._outcomes[key] = simulate(
                     plan, task.network, task.cluster, task.profile, keep_spans=False, within_memory=True
                 )
             except OutOfMemory as error:
-                self._known[key] = error
-        outcome = self._known[key]
+                self._outcomes[key] = error
+        outcome = self._outcomes[key]
         if isinstance(outcome, OutOfMemory):
             raise outcome
         return outcome
