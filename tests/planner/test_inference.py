@@ -454,7 +454,7 @@ def test_what_really_travels_for_resnet50_by_tiles(resnet50: Network) -> None:
     assert found["1-D"].bytes == pytest.approx(1.8e6, rel=0.05)
 
 
-def test_rivals_cut_as_they_do_and_exchange_at_every_layer(resnet50: Network) -> None:
+def test_baselines_cut_as_they_do_and_exchange_at_every_layer(resnet50: Network) -> None:
     cluster = preset("decnn-240-20")
     for name, rows, columns in (("modnn", 4, 1), ("coates", 2, 2)):
         found = plan_for(resnet50, cluster, strategy=name)
@@ -484,7 +484,7 @@ class Heavy(nn.Module):
         return out
 
 
-def test_fully_connected_layers_of_the_rivals_are_shared_by_channels() -> None:
+def test_fully_connected_layers_of_the_baselines_are_shared_by_channels() -> None:
     network = capture(Heavy(), torch.zeros(2, 3, 16, 16), granularity="operators", name="heavy").network
     cluster = machines((0.1, 0.1), Link(1e9, 1e-5))
     found = plan_for(network, cluster, strategy="modnn")
@@ -518,8 +518,8 @@ def test_the_papers_table_3() -> None:
     assert count.bytes - 3 * 1000 * 4 <= 1.58e6
     found = plan_for(network, cluster)
     assert found.candidates[0].name.startswith("channels")
-    rivals = [one for one in found.candidates if one.name.startswith(("modnn", "coates"))]
-    assert all(sync_points(one.plan, network).points >= 17 for one in rivals if one.plan is not None)
+    baselines = [one for one in found.candidates if one.name.startswith(("modnn", "coates"))]
+    assert all(sync_points(one.plan, network).points >= 17 for one in baselines if one.plan is not None)
 
 
 # ---- When devices come and go
